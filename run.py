@@ -1,0 +1,96 @@
+"""The one entry point: compose and check the config, set the environment, then run the task.
+
+Nothing here or in tpu_experiments/config imports torch: torch_xla fixes its flags when it is imported.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import NoReturn
+
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors arrive here as exceptions, to become one sentence
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.help import help_text
+from tpu_experiments.config.load import require_single_choices, to_config
+from tpu_experiments.config.refusals import null_group, sentence, unreadable_yaml
+from tpu_experiments.config.schema import Config, register
+from tpu_experiments.io import paths
+from tpu_experiments.runtime.env import prepare_environment
+
+register()
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(composed: DictConfig) -> float | None:
+    """Check the composed config and run it."""
+    try:
+        require_single_choices(HydraConfig.get().runtime.choices)
+        return run(to_config(composed))
+    except ConfigError as error:  # as SystemExit it passes through Hydra, which would print a report of its own
+        refuse(str(error))
+
+
+def refuse(problems: str) -> NoReturn:
+    """End with exit code 2 and one message, a line for every problem."""
+    print("error: " + problems.replace("\n", "\n       "), file=sys.stderr)
+    sys.exit(2)
+
+
+def run(config: Config) -> float | None:
+    """Set the environment and run the task; in a sweep start the point as a child instead."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return run_point(config, HydraConfig.get().overrides.task)
+    prepare_environment(config.hw)
+    task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
+    task.run(config)
+    return None
+
+
+def run_point(config: Config, overrides: list[str]) -> float:
+    """Run one point of a sweep as a child and return its held-out loss; NaN when it failed, and the sweep goes on.
+
+    A process can initialise its devices once only, and the environment they read cannot change afterwards.
+    """
+    changed = [o for o in overrides if not o.startswith(("name=", "output_dir="))]
+    point, output_dir = point_name(changed), paths.join(config.output_dir, "sweeps", str(config.name))
+    command = [sys.executable, __file__, *changed, f"name='{point}'", f"output_dir='{output_dir}'"]
+    print(f"sweep point {point} -> {output_dir}/{point}", flush=True)
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        print(f"sweep point {point} ended with exit code {code}; the sweep goes on", file=sys.stderr)
+        return float("nan")
+    return float(json.loads(paths.read_text(paths.join(output_dir, point, "result.json")))["eval_loss"])
+
+
+def point_name(overrides: list[str]) -> str:
+    """The overrides as the name of a folder: `lora.r=8,lora.alpha=16`."""
+    plain = re.sub(r"[\[\]{}'\" ]", "", ",".join(overrides))
+    return re.sub(r"[^A-Za-z0-9._+=,-]+", "-", plain).strip("._+=,-") or "base"
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"}.intersection(sys.argv[1:]):
+        print(help_text())
+        sys.exit(0)
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        refuse(sentence(error))
+    except MarkedYAMLError as error:
+        refuse(unreadable_yaml(error))
+    except ValueError as error:
+        if "Config group override must be" not in str(error):
+            raise
+        refuse(null_group(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""Every choice composes and passes the checks, and what each recipe comes to is written down.
+
+A changed value shows as a diff of tests/golden/configs; `UPDATE_GOLDEN=1 pytest tests/config/test_golden.py` rewrites
+them.
+"""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import CONF, composed, names
+from tpu_experiments.config.help import GROUPS
+from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.schema import Config
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "configs"
+RECIPES = {
+    "default": [],
+    "default-smoke": ["debug=smoke"],
+    **{name: [f"experiment={name}"] for name in names("experiment")},
+    **{f"{name}-smoke": [f"experiment={name}", "debug=smoke"] for name in names("experiment")},
+}
+MODELS = ("tiny", "mistral7b", "gemma3_270m", "qwen05b")
+DATA = ("wiki_ro", "ultrachat_ro", "uk_law")
+HW = ("v5e8", "v6e8", "colab", "cpu")
+
+
+def as_text(config: Config) -> str:
+    """One `key: value` per line, in the order of the schema."""
+    lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in flatten(config).items())
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_flattened_config_is_the_golden_one(recipe: str) -> None:
+    text = as_text(composed(*RECIPES[recipe]))
+    golden = GOLDEN / f"{recipe}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text, encoding="utf-8")
+    assert text.splitlines() == golden.read_text(encoding="utf-8").splitlines()
+
+
+def test_no_golden_config_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == set(RECIPES)
+
+
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_an_experiment_is_named_after_its_file(experiment: str) -> None:
+    assert composed(f"experiment={experiment}").name == experiment
+
+
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_a_trial_of_an_experiment_stays_out_of_its_folder(experiment: str) -> None:
+    config = composed(f"experiment={experiment}", "debug=smoke")
+    assert config.name != experiment
+    assert (config.model.size, config.data_size, config.hw.device) == ("tiny", "sample", "cpu")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_goes_with_every_source_and_machine(model: str) -> None:
+    for data, hw in itertools.product(DATA, HW):
+        config = composed(f"model={model}", f"data={data}", f"hw={hw}")
+        assert config.name == f"{model}_{data}_{hw}"
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"), [(group, choice) for group in GROUPS for choice in names(group) if group != "sweep"]
+)
+def test_every_choice_composes_under_its_file_name(group: str, choice: str) -> None:
+    config = composed(f"+{group}={choice}" if group == "local" else f"{group}={choice}")
+    part = getattr(config, group, None)
+    if isinstance(part, dict):
+        assert list(part) == [choice]
+    elif hasattr(part, "name"):
+        assert part.name == choice
+
+
+@pytest.mark.parametrize("sweep", names("sweep"))
+def test_a_sweep_composes_at_its_first_point(sweep: str) -> None:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        whole = compose("config", overrides=[f"sweep={sweep}"], return_hydra_config=True)
+    first = [f"{key}={str(values).partition(',')[0]}" for key, values in whole.hydra.sweeper.params.items()]
+    assert first
+    assert composed(*first)
+
+
+def test_the_global_files_are_those_of_the_four_overlay_groups() -> None:
+    marked = {path.parent.name for path in CONF.rglob("*.yaml") if path.read_text().startswith("# @package _global_")}
+    assert marked <= {"experiment", "sweep", "debug", "local"}
+    assert {"experiment", "sweep", "debug"} <= marked

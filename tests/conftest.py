@@ -1,0 +1,51 @@
+"""Shared fixtures. torch_xla reads its environment at import, so it is set here, before any test module loads it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the Hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tiny matrices: with more threads than free cores, 20 eager steps took 137 s instead of 2.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tpu_experiments.config.schema import Config
+
+REPOSITORY = Path(__file__).parents[1]
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Touch the XLA device before any CPU backward: torch 2.9 sizes its autograd queues at the first one."""
+    if item.get_closest_marker("xla"):
+        import torch_xla
+
+        torch_xla.device()
+
+
+@pytest.fixture
+def make_config() -> Callable[..., Config]:
+    """Compose a config from overrides, as run.py does, without running anything."""
+    from hydra import compose, initialize_config_dir
+
+    from tpu_experiments.config.load import to_config
+    from tpu_experiments.config.schema import register
+
+    register()
+
+    def make(*overrides: str) -> Config:
+        with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+            return to_config(compose("config", overrides=["hw.num_threads=1", *overrides]))
+
+    return make
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The real small data sets beside the repository."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"{SHARED_DATA} is not there; it holds real data sets that are not part of the repository")
+    return SHARED_DATA

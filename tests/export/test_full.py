@@ -1,0 +1,105 @@
+"""A whole model and a tokenizer written in Hugging Face's layout load with transformers and compute the same."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tpu_experiments.config.sources import ModelConfig
+from tpu_experiments.data.tokenizer import load_tokenizer
+from tpu_experiments.export.full import write_model
+from tpu_experiments.models.build import build_model
+from tpu_experiments.models.forward import attention_masks, logits_of
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.runtime.eager import EagerRuntime
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tpu_experiments/samples/tokenizer", revision=None, chat_template_path=None)
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_a_fully_trained_model_loads_with_transformers(make_config, tmp_path, tokenizer, model):
+    overrides = (f"model={model}", "model.size=tiny", "model.dtype=float32", "lora=none", "hw.runtime=eager")
+    config = make_config(*overrides)
+    run = Run(config, EagerRuntime(config.hw))
+    run.losses([random_batch(i) for i in range(2)])
+    write_model(
+        str(tmp_path),
+        tensors=run.parameters,
+        config=run.model.source.config,
+        architecture=type(run.model.module).__name__,
+        dtype=torch.float32,
+        tokenizer=tokenizer,
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
+    masks = attention_masks(rows["segments"], config=loaded.config)
+    with torch.no_grad():
+        ours = logits_of(run.model.module.eval(), run.parameters, rows)
+        theirs = loaded(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=masks).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+@pytest.fixture
+def base(make_config, tmp_path, tokenizer):
+    """The drawn base of a LoRA run in bf16, as the main job writes it beside the adapter."""
+    config = make_config("model=qwen05b", "model.size=tiny", "lora=all_linear_r8", "hw.runtime=eager")
+    source = HuggingFaceModel(config.model, seed=config.seed)
+    names = [name for name, _ in source.empty().named_parameters()]
+    write_model(
+        str(tmp_path),
+        tensors=((weight.name, weight.tensor) for weight in source.weights(names)),
+        config=source.config,
+        architecture="Qwen2ForCausalLM",
+        dtype=source.dtype,
+        tokenizer=tokenizer,
+    )
+    return tmp_path, Run(config, EagerRuntime(config.hw)), config
+
+
+def test_the_base_of_a_run_on_drawn_weights_loads_with_transformers(base):
+    folder, run, _ = base
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert loaded.dtype == torch.bfloat16
+    rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
+    masks = attention_masks(rows["segments"], config=loaded.config)
+    with torch.no_grad():
+        ours = logits_of(run.model.module.eval(), run.parameters, rows)  # B is zero
+        theirs = loaded(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=masks).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_the_base_of_a_run_on_drawn_weights_is_a_checkpoint_of_ours(base):
+    folder, run, config = base
+    again = HuggingFaceModel(ModelConfig(name="again", path=str(folder)), seed=1)
+    place = EagerRuntime(config.hw).place
+    module = build_model(again, lora=config.lora, seed=config.seed, place=place).module
+    expected = dict(run.model.module.named_parameters())
+    frozen = {name: p for name, p in module.named_parameters() if "lora_" not in name}
+    assert all(torch.equal(p, expected[name]) for name, p in frozen.items())
+
+
+def test_a_written_model_keeps_its_cache_and_names_its_class(base):
+    values = json.loads((base[0] / "config.json").read_text())
+    assert values["architectures"] == ["Qwen2ForCausalLM"]
+    assert values["dtype"] == "bfloat16"
+    assert values.get("use_cache", True)
+    assert "lm_head.weight" not in load_file(base[0] / "model.safetensors")  # tied: one tensor
+
+
+def test_the_tokenizer_loads_with_transformers_4_and_5(base, tokenizer):
+    again = AutoTokenizer.from_pretrained(base[0])
+    text = "Ce este Dunărea? Un fluviu, „țară” după țară."
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
+    turns = [{"role": "user", "content": "Salut"}, {"role": "assistant", "content": "Bună"}]
+    assert again.apply_chat_template(turns, tokenize=False) == tokenizer.apply_chat_template(turns, tokenize=False)
+    settings = json.loads((base[0] / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"

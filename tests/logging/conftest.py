@@ -1,0 +1,34 @@
+"""A logger context over a fresh run folder, local or on memory://."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io.folder import open_run
+from tpu_experiments.logging.base import LoggerContext
+
+
+@pytest.fixture
+def make_context(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., LoggerContext]:
+    """Context of a run that is new, or of its next start with `resume_step`."""
+
+    def make(*, output_dir: str | None = None, resume_step: int = 0, total_steps: int = 100) -> LoggerContext:
+        config = make_config("name=x", f"output_dir={output_dir or tmp_path}")
+        folder = open_run(config)
+        folder.create(config)
+        return LoggerContext(run_folder=folder, config=config, total_steps=total_steps, resume_step=resume_step)
+
+    return make
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, brought back to what it was."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield root
+    root.setLevel(level)
+    root.handlers[:] = handlers

@@ -1,0 +1,82 @@
+"""Progress on stderr, as lines and as a bar."""
+
+import io
+import logging
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tpu_experiments.logging.base import LoggerContext
+from tpu_experiments.logging.console import ConsoleLogger, Pace
+from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+
+MakeContext = Callable[..., LoggerContext]
+RECORD = {"train/loss": 2.5, "train/lr": 1e-3, "train/grad_norm": 0.25, "perf/tokens_per_second": 12345.0}
+
+
+def test_lines_have_one_width_and_every_column(make_context: MakeContext, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    logger = ConsoleLogger(make_context(), style="lines")
+    logger.scalars(1, {"train/loss": 10.0})
+    logger.scalars(50, RECORD | {"perf/step_seconds": 0.02})
+    logger.scalars(100, RECORD)
+    logger.finish()
+    lines = caplog.messages
+    assert len({len(line) for line in lines}) == 1
+    for part in ("step  50/100", "loss   2.5000", "lr  1.00e-03", "grad     0.250", "12,345 tok/s", "20.0 ms/step"):
+        assert part in lines[1]
+    assert lines[0].endswith("left -:--:--") or "left 0:" in lines[0]
+    assert lines[2].endswith("left 0:00:00")
+
+
+def test_an_evaluation_is_a_line_of_its_own(make_context: MakeContext, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    logger = ConsoleLogger(make_context(), style="lines")
+    logger.scalars(7, {"eval/loss": 2.0, "eval/perplexity": 7.389})
+    assert caplog.messages == ["step 7/100  eval/loss 2.0000  eval/perplexity 7.3890"]
+
+
+def test_a_bar_advances_to_the_step_and_survives_log_lines(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, root_logger: logging.Logger
+) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    context = make_context(resume_step=20)
+    start_run_log(context.run_folder, rank=0)
+    logger = ConsoleLogger(context, style="bar")
+    logger.scalars(60, RECORD)
+    logger.scalars(60, {"eval/loss": 2.0})
+    logger.scalars(100, RECORD)
+    assert logger._bar is not None
+    assert logger._bar.n == 100
+    logger.finish()
+    stop_run_log()
+    shown = stderr.getvalue()
+    assert "100/100" in shown
+    assert "loss 2.5000, lr 1.00e-03, 12,345 tok/s" in shown
+    assert "eval/loss 2.0000" in shown
+    assert "ms/step" not in shown  # the bar stands for the lines, which run.log has
+    with open(context.run_folder.path("run.log")) as file:
+        assert file.read().count("ms/step") == 2
+
+
+def test_no_bar_without_a_terminal(make_context: MakeContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert ConsoleLogger(make_context())._bar is None
+
+
+def test_the_pace_leaves_the_compilation_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("tpu_experiments.logging.console.time.monotonic", lambda: now)
+    pace = Pace(0)
+    now = 100.0
+    pace.advance(10)
+    assert pace.seconds_per_step == 10.0
+    now = 101.0
+    pace.advance(20)
+    assert pace.seconds_per_step == pytest.approx(0.1)
+    now = 111.0
+    pace.advance(30)
+    assert pace.seconds_per_step == pytest.approx(11 / 20)
+    assert pace.last_seconds_per_step == pytest.approx(1.0)

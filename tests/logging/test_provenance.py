@@ -1,0 +1,90 @@
+"""Where a run comes from; git in every state it can be in."""
+
+import datetime
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tpu_experiments.config.identity import config_hash
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.logging.provenance import git_state, provenance, versions, write_provenance
+
+UNKNOWN = {"git_commit": None, "git_dirty": None, "git_diff_sha256": None}
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.py").write_text("a = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    return tmp_path
+
+
+def test_a_clean_checkout(checkout: Path) -> None:
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert git_state(checkout) == {"git_commit": commit, "git_dirty": False, "git_diff_sha256": None}
+
+
+def test_changes_of_any_kind_are_dirty_and_hash_differently(checkout: Path) -> None:
+    (checkout / "a.py").write_bytes(b"a = '\xff\xfe'\n")  # not UTF-8
+    changed = git_state(checkout)
+    (checkout / "new.py").write_text("")
+    added = git_state(checkout)
+    assert changed["git_dirty"] is True
+    assert added["git_dirty"] is True
+    assert changed["git_diff_sha256"] != added["git_diff_sha256"]
+
+
+def test_before_the_first_commit(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("")
+    state = git_state(tmp_path)
+    assert (state["git_commit"], state["git_dirty"]) == (None, True)
+
+
+def test_no_checkout_another_one_above_and_no_git(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = checkout / "site-packages"
+    inner.mkdir()
+    assert git_state(inner) == UNKNOWN
+    monkeypatch.setenv("PATH", "")
+    assert git_state(checkout) == UNKNOWN
+
+
+def test_the_facts_of_a_run(make_config: Callable[..., Config]) -> None:
+    config = make_config("seed=7")
+    facts = provenance(config, device="xla:0", argv=["run.py", "seed=7"])
+    assert (facts["seed"], facts["device"], facts["argv"]) == (7, "xla:0", ["run.py", "seed=7"])
+    assert facts["config_hash"] == config_hash(config)
+    assert facts["num_cpus"] > 0
+    assert facts["ram_gib"] > 0
+    assert datetime.datetime.fromisoformat(facts["started"]).utcoffset() == datetime.timedelta(0)
+
+
+def test_versions_of_what_is_not_installed_are_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpu_experiments.logging.provenance.PACKAGES", ("numpy", "no-such-package"))
+    found = versions()
+    assert found["no-such-package"] is None
+    assert found["numpy"]
+    assert found["python"]
+
+
+def test_a_resumed_run_adds_its_life(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "x")
+    (tmp_path / "x").mkdir()
+    write_provenance(folder, {"device": "cpu"})
+    write_provenance(folder, {"device": "tpu"})
+    stored = json.loads((tmp_path / "x" / "provenance.json").read_text())
+    assert stored == {"lives": [{"device": "cpu"}, {"device": "tpu"}]}

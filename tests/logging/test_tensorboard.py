@@ -1,0 +1,118 @@
+"""Event files read back record for record with TensorBoard's own reader."""
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ShownEvents
+from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data, parse_session_start_info_plugin_data
+
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import config_yaml
+from tpu_experiments.logging.base import LoggerContext
+from tpu_experiments.logging.tensorboard import TensorBoardLogger
+
+MakeContext = Callable[..., LoggerContext]
+
+
+def read(folder: str) -> EventAccumulator:
+    return EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def curve(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def start(context: LoggerContext, *, steps: list[int], slope: float = 1.0) -> TensorBoardLogger:
+    logger = TensorBoardLogger(context)
+    for step in steps:
+        logger.scalars(step, {"train/loss": slope * step, "train/lr": 0.5})
+    return logger
+
+
+def text(accumulator: EventAccumulator, tag: str) -> list[tuple[int, str]]:
+    found = accumulator.Tensors(f"{tag}/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+
+
+def test_scalars_text_and_config_read_back_while_running(make_context: MakeContext) -> None:
+    context = make_context()
+    logger = start(context, steps=[1, 2, 3])
+    logger.text(3, tag="sample", text="Dunărea")
+    found = read(context.run_folder.path("tensorboard"))
+    logger.finish()
+    assert curve(found, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert curve(found, "train/lr") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert text(found, "sample") == [(3, "Dunărea")]
+    assert text(found, "config") == [(0, f"```yaml\n{config_yaml(context.config)}```")]
+
+
+def test_a_resumed_run_has_one_curve(make_context: MakeContext) -> None:
+    start(make_context(), steps=[0, 1, 2, 3, 4]).finish()
+    context = make_context(resume_step=2)
+    start(context, steps=[3, 4, 5], slope=10.0).finish()
+    found = read(context.run_folder.path("tensorboard"))
+    expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
+    assert curve(found, "train/loss") == expected
+    assert len(text(found, "config")) == 1
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(make_context: MakeContext) -> None:
+    start(make_context(), steps=[0, 1, 2, 3]).finish()
+    context = make_context()
+    start(context, steps=[0, 1], slope=10.0).finish()
+    found = read(context.run_folder.path("tensorboard"))
+    assert curve(found, "train/loss") == [(0, 0.0), (1, 10.0)]
+    shown = ShownEvents(context.run_folder.path("tensorboard")).Reload()  # the other one purges no text
+    assert [event.step for event in shown.Tensors("config/text_summary")] == [0]
+
+
+def test_hparams_are_a_row_of_this_run_and_make_no_sub_run(make_context: MakeContext) -> None:
+    context = make_context()
+    logger = start(context, steps=[1, 2])
+    logger.hparams({"lr": 0.5, "model": "tiny", "targets": ["q", "v"], "none": None}, {"hparam/eval_loss": 1.5})
+    logger.finish()
+    folder = Path(context.run_folder.path("tensorboard"))
+    assert [path.is_file() for path in folder.iterdir()] == [True]
+    found = read(str(folder))
+    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    values = parse_session_start_info_plugin_data(content).hparams
+    assert values["lr"].number_value == 0.5
+    assert values["model"].string_value == "tiny"
+    assert values["targets"].string_value == "['q', 'v']"
+    experiment = parse_experiment_plugin_data(found.SummaryMetadata("_hparams_/experiment").plugin_data.content)
+    assert [metric.name.tag for metric in experiment.metric_infos] == ["hparam/eval_loss"]
+    assert curve(found, "hparam/eval_loss") == [(2, 1.5)]
+
+
+def test_a_remote_run_folder_gets_every_record(make_context: MakeContext, tmp_path: Path) -> None:
+    output_dir = f"memory://{uuid.uuid4().hex}"
+    start(make_context(output_dir=output_dir), steps=list(range(200))).finish()
+    context = make_context(output_dir=output_dir, resume_step=150)
+    start(context, steps=[151, 152]).finish()
+    folder = context.run_folder.path("tensorboard")
+    assert len(paths.list_names(folder)) == 2
+    for name in paths.list_names(folder):
+        (tmp_path / name).write_bytes(paths.read_bytes(paths.join(folder, name)))
+    assert [step for step, _ in curve(read(str(tmp_path)), "train/loss")] == [*range(151), 151, 152]
+
+
+@pytest.mark.parametrize(
+    ("imports", "absent"),
+    [
+        ("torch.utils.tensorboard", ("torch_xla", "tensorflow")),
+        (
+            "tpu_experiments.logging.base, tpu_experiments.logging.console, tpu_experiments.logging.jsonl, "
+            "tpu_experiments.logging.tensorboard, tpu_experiments.logging.wandb, tpu_experiments.logging.runlog",
+            ("torch", "torch_xla", "wandb", "gcsfs"),
+        ),
+    ],
+)
+def test_what_an_import_brings_along(imports: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {imports}; print([m for m in {absent} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

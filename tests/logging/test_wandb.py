@@ -1,0 +1,56 @@
+"""wandb for real, offline, in a process of its own (it starts a service and keeps global state)."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.logging.base import LoggerContext
+from tpu_experiments.logging.wandb import WandbLogger
+
+MakeContext = Callable[..., LoggerContext]
+
+PROGRAM = """
+import pickle, sys
+from pathlib import Path
+from tpu_experiments.logging.wandb import WandbLogger
+logger = WandbLogger(pickle.loads(Path(sys.argv[1]).read_bytes()), project="test")
+logger.scalars(1, {"train/loss": 2.5})
+logger.text(1, tag="sample", text="<b>Dunarea</b>")
+logger.hparams({"lora.r": 16}, {"eval/loss": 1.25})
+logger.finish()
+"""
+
+
+def test_an_offline_run_leaves_its_files_in_the_run_folder(make_context: MakeContext, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    import pickle
+
+    context = make_context()
+    (tmp_path / "context").write_bytes(pickle.dumps(context))
+    home = {"HOME": str(tmp_path / "home"), "WANDB_SILENT": "true"}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "context")], env=clean | home, check=True)
+    (run,) = Path(context.run_folder.path("wandb")).glob("offline-run-*")
+    (record,) = run.glob("run-x.wandb")
+    content = record.read_bytes()
+    for expected in (b"train/loss", b"2.5", b"lora.r", b"eval/loss", b"1.25"):
+        assert expected in content
+    (page,) = run.glob("files/media/html/*.html")
+    assert "&lt;b&gt;Dunarea&lt;/b&gt;" in page.read_text()
+
+
+def test_without_the_package_the_error_says_what_to_do(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install wandb or leave it out of logger="):
+        WandbLogger(make_context(), project="test")
+
+
+def test_its_failure_never_stops_a_run() -> None:
+    assert WandbLogger.on_error == "drop"

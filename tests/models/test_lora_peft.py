@@ -1,0 +1,160 @@
+"""Our LoRA against PEFT's on the same weights: forward, gradients, 20 training steps, and the exported adapter."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.models.forward import attention_masks, logits_of, row_losses
+from tpu_experiments.runtime.eager import EagerRuntime
+
+pytestmark = [
+    pytest.mark.xla,  # importing peft imports torch_xla
+    # peft 0.21 reads a property that transformers 5.23 deprecates
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+LR = 1e-3
+
+
+def overrides(model: str, *more: str) -> list[str]:
+    return [f"model={model}", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "hw.runtime=eager", *more]
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def pair(request, make_config):
+    """Our run and a PEFT model with the same base weights and the same A and B."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(*overrides(request.param))
+    run = Run(config, EagerRuntime(config.hw))
+    torch.manual_seed(config.seed)
+    base = AutoModelForCausalLM.from_config(run.model.source.config, dtype=torch.float32)
+    settings = LoraConfig(
+        r=config.lora.r, lora_alpha=config.lora.alpha, target_modules=config.lora.targets, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(base, settings)
+    named = dict(model.named_parameters())
+    for name, value in run.parameters.items():
+        with torch.no_grad():
+            named[peft_name(name)].copy_(value)
+    return run, model
+
+
+def peft_name(name: str) -> str:
+    return f"base_model.model.{name}.default.weight"
+
+
+def peft_loss(model: nn.Module, batch) -> torch.Tensor:
+    rows = {name: batch[name][0] for name in ("ids", "learn", "positions", "segments")}
+    logits = model(
+        input_ids=rows["ids"],
+        position_ids=rows["positions"],
+        attention_mask=attention_masks(rows["segments"], config=model.config),
+        use_cache=False,
+    ).logits
+    sums, weights = row_losses(logits, rows)
+    return sums.sum() / weights.sum()
+
+
+def randomise_b(run: Run, model: nn.Module) -> None:
+    """B starts at zero, which would hide A; give both the same random B."""
+    generator = torch.Generator().manual_seed(1)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in run.parameters.items():
+            if name.endswith("lora_B"):
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.02)
+                named[peft_name(name)].copy_(value)
+
+
+def test_loss_and_gradients_agree_with_peft(pair):
+    run, model = pair
+    randomise_b(run, model)
+    batch = random_batch(0)
+    leaves = {name: p.clone().requires_grad_() for name, p in run.parameters.items()}
+    rows = {name: batch[name][0] for name in ("ids", "learn", "positions", "segments")}
+    sums, weights = row_losses(logits_of(run.model.module, leaves, rows), rows)
+    loss = sums.sum() / weights.sum()
+    loss.backward()
+    reference = peft_loss(model, batch)
+    reference.backward()
+    assert abs(loss.item() - reference.item()) < 1e-5
+    named = dict(model.named_parameters())
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad, named[peft_name(name)].grad, atol=1e-5, rtol=1e-5)
+
+
+def test_twenty_steps_agree_with_peft(pair):
+    run, model = pair
+    batches = [random_batch(i, lr=LR) for i in range(20)]
+    ours = run.losses(batches)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    for step, batch in enumerate(batches):
+        loss = peft_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        assert abs(ours[step] - loss.item()) < 1e-5, f"step {step}"
+
+
+@pytest.mark.parametrize("init", ["b_zero", "a_zero", "pissa"])
+@pytest.mark.parametrize("scaling", ["alpha_over_r", "alpha_over_sqrt_r"])
+def test_exported_adapter_gives_the_same_logits_in_peft(make_config, tmp_path, init, scaling):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(*overrides("qwen05b", f"lora.init={init}", f"lora.scaling={scaling}"))
+    run = Run(config, EagerRuntime(config.hw))
+    run.losses([random_batch(i) for i in range(3)])
+    write_adapter(
+        str(tmp_path),
+        parameters=run.parameters,
+        initial=run.model.initial,
+        lora=config.lora,
+        base_path="base",
+        revision=None,
+    )
+    torch.manual_seed(config.seed)
+    base = AutoModelForCausalLM.from_config(run.model.source.config, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(tmp_path)).eval()
+    rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
+    with torch.no_grad():
+        ours = logits_of(run.model.module.eval(), run.parameters, rows)
+        theirs = model(
+            input_ids=rows["ids"],
+            position_ids=rows["positions"],
+            attention_mask=attention_masks(rows["segments"], config=base.config),
+            use_cache=False,
+        ).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("init", ["b_zero", "a_zero", "pissa"])
+def test_every_initialisation_starts_at_the_base_model(make_config, init):
+    config = make_config(*overrides("mistral7b", f"lora.init={init}"))
+    run = Run(config, EagerRuntime(config.hw))
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(config.seed)
+    base = AutoModelForCausalLM.from_config(run.model.source.config, dtype=torch.float32)
+    rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
+    masks = attention_masks(rows["segments"], config=base.config)
+    with torch.no_grad():
+        ours = logits_of(run.model.module, run.parameters, rows)
+        theirs = base(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=masks).logits
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+def test_kaiming_bound_is_that_of_a_linear_layer(make_config):
+    config = make_config(*overrides("mistral7b"))
+    run = Run(config, EagerRuntime(config.hw))
+    a = run.parameters["model.layers.0.mlp.down_proj.lora_A"]
+    bound = 1 / math.sqrt(a.shape[1])
+    assert a.abs().max() <= bound
+    assert a.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)

@@ -1,0 +1,122 @@
+"""What only the data, the tokenizer, the model or the run folder can tell is refused before anything is written."""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io.folder import open_run
+from tpu_experiments.tasks.train import run
+
+SAMPLES = Path(__file__).parents[1] / "tpu_experiments" / "samples"
+LAID = "data=sample_text data.sample_text.path={tmp}/"
+CHAT = "data=sample_chat data.sample_chat.format=messages data.sample_chat.path={tmp}/"
+CASES = {
+    "missing file": (LAID + "brokn.jsonl", ["there is no such file or folder. Did you mean broken.jsonl"]),
+    "empty file": (LAID + "empty.jsonl", ["0 documents were read; point data.sample_text.path= at a file with"]),
+    "broken line": (LAID + "broken.jsonl", ["line 2 of broken.jsonl is not JSON", "mend or remove the line"]),
+    "unsupported file": (LAID + "rows.csv", ["the suffix '.csv' is not supported; convert the file to .jsonl"]),
+    "no supervised token": (
+        CHAT + "unanswered.json",
+        ["document unanswered.json:1 has no assistant turn to learn", "teaches nothing; remove it"],
+    ),
+    "no chat template": (
+        "model.tokenizer_path={tmp}/tokenizer",
+        ["has no chat template; set model.chat_template_path="],
+    ),
+    "no tokenizer": ("model.tokenizer_path={tmp}/no_config", ["this folder holds no tokenizer"]),
+    "no model folder": ("model.path={tmp}/nowhere", ["model.path={tmp}/nowhere; there is no such folder"]),
+    "no config.json": ("model.path={tmp}/no_config", ["model.path={tmp}/no_config; no config.json there"]),
+    "unknown target": (
+        "lora.targets=[q_proj,kproj]",
+        ["lora.targets has 'kproj', which matches no Linear of the model. Did you mean 'k_proj'?", "down_proj"],
+    ),
+    "row longer than the checkpoint allows": (
+        "model.path={tmp}/short ~model.arch.max_position_embeddings",
+        ["trainer.seq_len=128 (stage text) is longer than model.path={tmp}/short allows (max_position_embeddings=64)"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bad inputs."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "empty.jsonl").touch()
+    (folder / "broken.jsonl").write_text('{"text": "unu doi trei"}\n{"text": \n')
+    (folder / "rows.csv").write_text("text\nunu\n")
+    (folder / "unanswered.json").write_text('[{"messages": [{"role": "user", "content": "Salut"}]}]')
+    shutil.copytree(SAMPLES / "tokenizer", folder / "tokenizer")
+    (folder / "tokenizer" / "chat_template.jinja").unlink()
+    (folder / "no_config").mkdir()
+    (folder / "no_weights").mkdir()
+    config = (SAMPLES / "tiny_base" / "config.json").read_text()
+    (folder / "no_weights" / "config.json").write_text(config)
+    shutil.copytree(SAMPLES / "tiny_base", folder / "short")
+    shorter = config.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 64')
+    assert shorter != config
+    (folder / "short" / "config.json").write_text(shorter)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def restored_root_logger() -> Iterator[None]:
+    """A run takes over the root logger; give it back."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def refused(inputs: Path, tmp_path: Path) -> Callable[[str], str]:
+    """Run the task in this process; the message, after a look that nothing was written."""
+
+    def refused(overrides: str) -> str:
+        config = composed(f"output_dir={tmp_path}/outputs", *overrides.format(tmp=inputs).split())
+        with pytest.raises(ConfigError) as caught:
+            run(config)
+        assert list(tmp_path.iterdir()) == []
+        return str(caught.value)
+
+    return refused
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_in_one_sentence_before_anything_is_written(
+    case: str, refused: Callable[[str], str], inputs: Path
+) -> None:
+    overrides, fragments = CASES[case]
+    message = refused(overrides)
+    assert len(message.splitlines()) == 1
+    assert [f for f in fragments if f.format(tmp=inputs) not in message] == [], message
+
+
+def test_a_checkpoint_without_weights_is_refused_before_anything_is_written(refused: Callable[[str], str]) -> None:
+    assert "no model.safetensors" in refused("model.path={tmp}/no_weights")
+
+
+def test_a_run_folder_of_another_config_lists_what_changed(tmp_path: Path) -> None:
+    first = composed("name=before", f"output_dir={tmp_path}", "lora.r=8", "optim.lr=0.0002")
+    open_run(first).create(first)
+    files = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as caught:
+        run(composed("name=before", f"output_dir={tmp_path}", "lora.r=4", "optim.lr=0.0003"))
+    assert str(caught.value) == (
+        f"name=before; {tmp_path}/before was made with lora.r=8, now 4; optim.lr=0.0002, now 0.0003; "
+        "choose another name= or restore the values."
+    )
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_a_folder_that_no_run_made_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("one")
+    with pytest.raises(ConfigError, match=r"name=thesis; .*thesis exists and is not a run folder .*another name="):
+        run(composed("name=thesis", f"output_dir={tmp_path}"))
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]

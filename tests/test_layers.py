@@ -1,0 +1,93 @@
+"""An import points down only, and torch_xla stays in the runtime; read from the source, so nothing is imported."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tpu_experiments"
+LAYER_OF = {
+    "config": 0,
+    "runtime": 1,
+    "io": 1,
+    "data": 2,
+    "models": 2,
+    "optim": 2,
+    "metrics": 2,
+    "checkpoint": 3,
+    "logging": 3,
+    "export": 3,
+    "training": 4,
+    "planning": 4,
+    "tasks": 5,
+}
+NAMES_TORCH_XLA = {"runtime/xla.py", "runtime/launch.py"}
+FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "tokenizers", "safetensors", "pyarrow"}
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(file: Path) -> set[str]:
+    """Every module a file imports, anywhere in it, dotted."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import hides its layer"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def parts_of(names: set[str]) -> set[str]:
+    """Folders of the package that dotted names lie in."""
+    ours = (name.split(".") for name in names if name.startswith("tpu_experiments."))
+    return {parts[1] for parts in ours if parts[1] in LAYER_OF}
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def test_imports_point_down(file: Path) -> None:
+    own = file.relative_to(PACKAGE).parts[0]
+    if own not in LAYER_OF:
+        assert not parts_of(imported(file)), "only the layers may import each other"
+        return
+    sideways_or_up = {part for part in parts_of(imported(file)) - {own} if LAYER_OF[part] >= LAYER_OF[own]}
+    assert not sideways_or_up, f"{name_of(file)} (layer {LAYER_OF[own]}) imports {sideways_or_up}"
+
+
+def test_every_folder_has_a_layer() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders - set(LAYER_OF) == {"samples"}
+
+
+def test_only_the_runtime_names_torch_xla() -> None:
+    named = {name_of(file) for file in SOURCES if any(n.split(".")[0] == "torch_xla" for n in imported(file))}
+    assert "runtime/xla.py" in named
+    assert named <= NAMES_TORCH_XLA
+
+
+def test_the_launcher_takes_nothing_of_torch_xla_but_launch() -> None:
+    tree = ast.parse((PACKAGE / "runtime" / "launch.py").read_text(encoding="utf-8"))
+    accesses = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    used = {node.attr for node in accesses if isinstance(node.value, ast.Name) and node.value.id == "torch_xla"}
+    assert used <= {"launch"}
+    assert imported(PACKAGE / "runtime" / "launch.py").isdisjoint({"torch_xla.core", "torch_xla.runtime"})
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "config").glob("*.py")), ids=name_of)
+def test_the_config_names_no_framework(file: Path) -> None:
+    assert not {name.split(".")[0] for name in imported(file)} & FRAMEWORKS
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
+    file = tmp_path / "probe.py"
+    file.write_text(
+        "import torch_xla.runtime as xr\nfrom tpu_experiments.tasks import train\n"
+        "def later():\n    from tpu_experiments import models\n"
+    )
+    assert parts_of(imported(file)) == {"tasks", "models"}
+    assert "torch_xla.runtime" in imported(file)

@@ -1,0 +1,118 @@
+"""The lock, pyproject.toml and the top level agree with each other and with the rules."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PROJECT = tomllib.loads(PYPROJECT)["project"]
+LOCK = (ROOT / "launch" / "requirements.lock").read_text()
+TOP_LEVEL = {
+    "LICENSE",
+    "README.md",
+    "conf",
+    "launch",
+    "outputs",
+    "pyproject.toml",
+    "run.py",
+    "tests",
+    "tpu_experiments",
+}
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def wanted() -> list[str]:
+    extras = PROJECT["optional-dependencies"].values()
+    return [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
+
+
+def lock_entries() -> list[str]:
+    """The lock cut into one text per package: its requirement line and its hash lines."""
+    lines = [line for line in LOCK.splitlines() if not line.lstrip().startswith("#")]
+    return re.split(r"\n(?=\S)", "\n".join(lines).strip())
+
+
+def locked(name: str, *, python: str) -> list[Requirement]:
+    """The lock's entries for a package on Linux x86_64 with one Python."""
+    environment = {
+        **default_environment(),
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+        "platform_machine": "x86_64",
+    }
+    entries = [Requirement(entry.split("\\")[0]) for entry in lock_entries()]
+    same = [e for e in entries if canonicalize_name(e.name) == canonicalize_name(name)]
+    return [e for e in same if e.marker is None or e.marker.evaluate(environment)]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("line", wanted())
+def test_the_lock_has_each_dependency_at_a_version_that_fits(line: str, python: str) -> None:
+    requirement = Requirement(line)
+    if requirement.marker and not requirement.marker.evaluate({"python_version": python}):
+        pytest.skip(f"not for Python {python}: {requirement.marker}")
+    entries = locked(requirement.name, python=python)
+    assert len(entries) == 1
+    (pin,) = entries[0].specifier
+    assert pin.operator == "=="
+    assert requirement.specifier.contains(pin.version, prereleases=True)
+
+
+def test_each_locked_package_is_pinned_with_hashes() -> None:
+    for entry in lock_entries():
+        assert re.match(r"[a-z0-9-]+==[^ ]+ ", entry), entry
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
+
+
+def test_the_lock_names_no_address() -> None:
+    assert "://" not in LOCK
+    assert not re.search(r"^\s*(-i|-f|--(extra-)?index-url|--find-links)\b", LOCK, re.MULTILINE)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("name", ["torch", "torch_xla"])
+def test_torch_and_torch_xla_are_pinned_together(name: str, python: str) -> None:
+    assert [str(e.specifier) for e in locked(name, python=python)] == ["==2.9.0"]
+    assert any(re.match(rf"{name}==2\.9\.0$", line) for line in PROJECT["dependencies"])
+
+
+@pytest.mark.parametrize(("python", "count"), [("3.11", 1), ("3.12", 1), ("3.13", 0)])
+def test_libtpu_is_locked_where_it_has_a_wheel(python: str, count: int) -> None:
+    assert len(locked("libtpu", python=python)) == count
+
+
+def test_the_header_says_how_the_lock_is_made() -> None:
+    assert "bash launch/lock.sh" in LOCK.splitlines()[1]
+
+
+def test_each_dependency_says_why_it_is_there() -> None:
+    for line in wanted():
+        written = [text for text in PYPROJECT.splitlines() if f'"{line}",' in text]
+        assert written, f"{line} is not on a line of its own"
+        assert all(re.search(r'",\s+# \w', text) for text in written), f"{line} has no reason"
+
+
+def test_the_top_level_holds_only_the_agreed_names() -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    names = {path.split("/")[0] for path in listing.stdout.split("\0") if path}
+    assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
+
+
+def test_outputs_keeps_only_its_placeholder() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"outputs/*", "!outputs/.gitkeep", ".venv/", "conf/local/*.yaml"} <= set(ignored)
+    assert (ROOT / "outputs" / ".gitkeep").is_file()

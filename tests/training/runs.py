@@ -1,0 +1,44 @@
+"""Whole runs of run.py in a process of their own, and what they left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*overrides: str, output_dir: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    """`python run.py ...`; the environment is the caller's without what the tests set for themselves."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    return subprocess.run(
+        [sys.executable, "run.py", *overrides, f"output_dir={output_dir}"],
+        cwd=REPOSITORY,
+        env=kept | (env or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=540,
+    )
+
+
+def finished(*overrides: str, output_dir: Path) -> dict[str, Any]:
+    """Run to the end and return result.json; the output is shown when the run fails."""
+    done = run(*overrides, output_dir=output_dir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = output_dir.glob("*/result.json")
+    loaded: dict[str, Any] = json.loads(result.read_text())
+    return loaded
+
+
+def records(output_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl of the one run in `output_dir`."""
+    (metrics,) = output_dir.glob("*/metrics.jsonl")
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def losses(output_dir: Path) -> list[float]:
+    """The logged training losses, in order."""
+    return [record["train/loss"] for record in records(output_dir) if "train/loss" in record]

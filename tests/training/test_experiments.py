@@ -1,0 +1,47 @@
+"""Every experiment's tiny version runs as a whole and compiles what it said it would, nothing later."""
+
+import json
+
+import pytest
+
+from tests.training.runs import REPOSITORY, finished
+
+pytestmark = pytest.mark.xla
+EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
+    result = finished(f"experiment={name}", "debug=smoke", output_dir=tmp_path)
+    assert result["num_compiles"] == result["expected_programs"] == 3
+    assert result["compiles_after_warmup"] == 0
+    assert result["status"] == "finished"
+    assert all(stage["steps"] == 6 for stage in result["stages"])
+
+
+def test_two_lengths_are_two_programs(tmp_path):
+    overrides = ("model=mistral7b", "debug=smoke", "curriculum.stages.chat.seq_len=48", "sample.max_new_tokens=0")
+    result = finished(*overrides, output_dir=tmp_path)
+    assert result["num_compiles"] == result["expected_programs"] == 3
+    assert result["compiles_after_warmup"] == 0
+
+
+def test_main_job_leaves_a_whole_run_folder(tmp_path):
+    result = finished("trainer.max_stage_steps=4", "trainer.log_every_steps=2", output_dir=tmp_path)
+    folder = tmp_path / result["name"]
+    present = {path.name for path in folder.iterdir()}
+    expected = {"config.yaml", "run.log", "metrics.jsonl", "tensorboard", "checkpoints", "adapter", "provenance.json"}
+    assert expected | {"result.json", "identity.json"} <= present
+    assert {path.name for path in (folder / "adapter").iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    assert any(path.name.startswith("events.out") for path in (folder / "tensorboard").iterdir())
+    assert "expecting 3 compiled programs" in (folder / "run.log").read_text()
+    seconds = {"setup", "load", "trace", "compile", "train", "eval", "checkpoint"}
+    assert seconds <= result["seconds"].keys()
+    assert result["sample_before"]
+    assert result["sample_after"]
+    assert [stage["name"] for stage in result["stages"]] == ["text", "chat"]
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert "seed" in json.dumps(facts)

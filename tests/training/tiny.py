@@ -1,0 +1,73 @@
+"""A tiny model, its step and random batches, for tests that compare numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.models.build import BuiltModel, build_model
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.optim.adamw import AdamW
+from tpu_experiments.optim.base import State
+from tpu_experiments.training.step import TrainStep, commit
+
+ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
+
+
+def built(config: Config, runtime: Any) -> BuiltModel:
+    """The configured model on the runtime's device."""
+    source = HuggingFaceModel(config.model, seed=config.seed)
+    return build_model(source, lora=config.lora, seed=config.seed, place=runtime.place)
+
+
+def random_batch(
+    seed: int, *, accumulation: int = 1, rows: int = 4, seq_len: int = 32, lr: float = 1e-3
+) -> dict[str, Tensor]:
+    """(A, R, T) rows of two packed documents and some padding, about two thirds of the tokens learnt."""
+    generator = np.random.Generator(np.random.Philox(key=seed))
+    shape = (accumulation, rows, seq_len)
+    border, end = seq_len // 3, seq_len - 3
+    index = np.arange(seq_len)
+    segments = np.where(index < border, 1, np.where(index < end, 2, 0))
+    positions = np.where(index < border, index, np.where(index < end, index - border, 0))
+    host = {
+        "ids": generator.integers(5, 4000, shape),
+        "learn": generator.random(shape) < 0.67,
+        "positions": np.broadcast_to(positions, shape),
+        "segments": np.broadcast_to(segments, shape),
+    }
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(a).astype(np.int32)) for name, a in host.items()}
+    return tensors | {"lr": torch.tensor([lr])}
+
+
+class Run:
+    """A model, an optimizer state and the step, driven batch by batch on one runtime."""
+
+    def __init__(self, config: Config, runtime: Any, *, clip_norm: float | None = 1.0) -> None:
+        self.runtime, self.model = runtime, built(config, runtime)
+        optimizer = AdamW(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
+        self.parameters: dict[str, Tensor] = self.model.trainable
+        self.state: State = {
+            name: {slot: runtime.place(t, name=f"{name}/{slot}") for slot, t in slots.items()}
+            for name, slots in optimizer.init({n: p.cpu() for n, p in self.parameters.items()}).items()
+        }
+        self.step = TrainStep(
+            self.model.module,
+            optimizer=optimizer,
+            clip_norm=clip_norm,
+            sum_over_processes=runtime.sum_over_processes,
+        )
+        self.program = runtime.program(self._in_place, name="train")
+
+    def _in_place(self, batch: Mapping[str, Tensor]) -> Any:
+        parameters, state, output = self.step(self.parameters, self.state, batch)
+        commit(self.parameters, self.state, new=(parameters, state))
+        return output
+
+    def losses(self, batches: list[dict[str, Tensor]]) -> list[float]:
+        """Train on the batches in order; the loss of each."""
+        outputs = [self.program(self.runtime.put(batch, rows_dim=1)) for batch in batches]
+        return [float(output.loss.cpu()) for output in outputs]

@@ -1,0 +1,207 @@
+"""Cross-field checks: every problem of a config is collected and reported together, before any device is touched."""
+
+import dataclasses
+import math
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tpu_experiments.config.build import target_problems
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.schema import Config
+
+
+def check(config: Config) -> None:
+    """Raise one ConfigError that lists every problem found.
+
+    Raises:
+        ConfigError: at least one value is out of range or does not go with another.
+    """
+    problems = list(_field_problems(config))
+    if not problems:
+        problems = _stages(config)  # divides by the values, so they must be in range
+    for rule in RULES:
+        problems += rule(config)
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
+    """Values outside the ranges and choices that the schema states."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _field_problems(value, f"{prefix}{name}.")
+    if not dataclasses.is_dataclass(node):
+        return
+    for spec in dataclasses.fields(node):
+        key, value = f"{prefix}{spec.name}", getattr(node, spec.name)
+        yield from _field_problems(value, f"{key}.")
+        allowed = spec.metadata.get("allowed")
+        if allowed and value is not None and value not in allowed:
+            yield f"{key}={value}; it is not a choice. {suggest(str(value), allowed)}"
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{key}={value}; it must be a finite number."
+        elif isinstance(value, int | float):
+            yield from _range_problems(key, value, spec.metadata)
+
+
+def _range_problems(key: str, value: float, bounds: Any) -> Iterator[str]:
+    tests = {
+        "at_least": (lambda v, b: v >= b, "at least"),
+        "above": (lambda v, b: v > b, "above"),
+        "at_most": (lambda v, b: v <= b, "at most"),
+        "below": (lambda v, b: v < b, "below"),
+    }
+    for name, (holds, words) in tests.items():
+        if name in bounds and not holds(value, bounds[name]):
+            yield f"{key}={value}; it must be {words} {bounds[name]}."
+
+
+def _task(config: Config) -> list[str]:
+    folder = Path(__file__).parents[1] / "tasks"
+    tasks = [module.name for module in pkgutil.iter_modules([str(folder)])]
+    if config.task.name in tasks:
+        return []
+    return [f"task.name={config.task.name}; there is no such task. {suggest(config.task.name, tasks)}"]
+
+
+def _name(config: Config) -> list[str]:
+    if config.name is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*", config.name):
+        return []
+    return [
+        f"name={config.name}; it names a folder: use letters, digits and . _ + = , - only, the first a letter or digit."
+    ]
+
+
+def _output_dir(config: Config) -> list[str]:
+    if config.output_dir:
+        return []
+    return ["output_dir=; it is empty; name a folder, or write output_dir=. for this one."]
+
+
+def _stages(config: Config) -> list[str]:
+    if not config.data:
+        return []  # `_data` says so
+    try:
+        resolve_stages(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _hardware(config: Config) -> list[str]:
+    hw = config.hw
+    problems = []
+    if hw.runtime == "xla" and hw.device == "cuda":
+        problems.append("hw.runtime=xla with hw.device=cuda; torch_xla 2.9 has no CUDA device; use hw.runtime=eager.")
+    if hw.runtime == "eager" and hw.device == "tpu":
+        problems.append("hw.runtime=eager with hw.device=tpu; plain torch cannot use a TPU; use hw.runtime=xla.")
+    if hw.runtime == "eager" and hw.parallel == "spmd":
+        problems.append("hw.parallel=spmd with hw.runtime=eager; plain torch has no SPMD; use hw.parallel=spawn.")
+    if hw.parallel == "inline" and hw.num_devices != 1:
+        problems.append(
+            f"hw.num_devices={hw.num_devices} with hw.parallel=inline; inline uses one device; use hw.parallel=spmd, "
+            "or hw.num_devices=1."
+        )
+    if hw.parallel == "spawn" and hw.runtime == "xla" and hw.device == "cpu" and hw.num_devices != 1:
+        problems.append(
+            f"hw.num_devices={hw.num_devices} with hw.parallel=spawn on torch_xla's CPU device; it has no collectives "
+            "between processes; use hw.parallel=spmd, or hw.runtime=eager, which uses gloo."
+        )
+    return problems
+
+
+def _sharding(config: Config) -> list[str]:
+    problems = []
+    for glob, axes in config.sharding.rules.items():
+        for axis in axes:
+            if axis not in (None, "fsdp"):
+                problems.append(f"sharding.rules[{glob!r}]; there is no mesh axis {axis!r}; write fsdp or null.")
+    return problems
+
+
+def _model(config: Config) -> list[str]:
+    model = config.model
+    problems = []
+    if (model.init == "random" or model.size == "tiny") and "model_type" not in model.arch:
+        setting = "model.size=tiny" if model.size == "tiny" else "model.init=random"
+        problems.append(
+            f"{setting} builds the model from model.arch, and model.arch.model_type is not set; "
+            "add it, for example +model.arch.model_type=mistral."
+        )
+    arch = {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
+    limit = arch.get("max_position_embeddings")
+    if limit is not None:
+        problems += _length_problems(config, int(limit))
+    if config.lora.r > 0 and not config.lora.targets:
+        problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
+    return problems
+
+
+def _length_problems(config: Config, limit: int) -> list[str]:
+    lengths = {"trainer.seq_len": config.trainer.seq_len, "sample.window": config.sample.window}
+    for name, stage in config.curriculum.stages.items():
+        if stage.seq_len:
+            lengths[f"curriculum.stages.{name}.seq_len"] = stage.seq_len
+    return [
+        f"{key}={length} is longer than model={config.model.name} allows (max_position_embeddings={limit}); "
+        f"use {limit} or less."
+        for key, length in lengths.items()
+        if length > limit
+    ]
+
+
+def _sample(config: Config) -> list[str]:
+    if config.sample.max_new_tokens < config.sample.window:
+        return []
+    return [
+        f"sample.max_new_tokens={config.sample.max_new_tokens}; it leaves no room for the prompt in "
+        f"sample.window={config.sample.window}; use less, or a longer window."
+    ]
+
+
+def _data(config: Config) -> list[str]:
+    if not config.data:
+        return ["data=[]; no source is selected; name at least one, for example data=sample_text."]
+    if config.data_size == "full":
+        return []
+    return [
+        f"data_size=sample; data.{name}.sample_path is not set; set it, or use data_size=full."
+        for name, source in config.data.items()
+        if source.sample_path is None
+    ]
+
+
+def _targets(config: Config) -> list[str]:
+    """Every `_target_` lies under an allowed prefix; the module is looked up, never imported, here."""
+    swap_points: dict[str, Any] = {"model": config.model, "optim": config.optim, "trainer": config.trainer}
+    swap_points |= {f"data.{name}": source for name, source in config.data.items()}
+    swap_points |= {f"logger.{name}": logger for name, logger in config.logger.items()}
+    prefixes = ("tpu_experiments", *config.plugins)
+    problems = []
+    for key, node in swap_points.items():
+        target = node._target_
+        if not any(target == prefix or target.startswith(prefix + ".") for prefix in prefixes):
+            problems.append(
+                f"{key}._target_={target}; it lies outside {', '.join(prefixes)}; to allow it add its package to "
+                f"'plugins=[...]'."
+            )
+        else:
+            problems += target_problems(target, key=key)
+    return problems
+
+
+RULES: tuple[Callable[[Config], list[str]], ...] = (
+    _task,
+    _name,
+    _output_dir,
+    _data,
+    _hardware,
+    _sharding,
+    _model,
+    _sample,
+    _targets,
+)

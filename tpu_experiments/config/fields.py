@@ -1,0 +1,29 @@
+"""Dataclass field makers that carry what OmegaConf cannot express: allowed values and ranges.
+
+`checks.py` reads the metadata, so a value out of range is reported together with every other problem.
+"""
+
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def choice(*allowed: str, default: str = MISSING) -> Any:
+    """A string field that takes one of `allowed` (OmegaConf 2.3 has no Literal)."""
+    return field(default=default, metadata={"allowed": allowed})
+
+
+def number(
+    *,
+    default: Any = MISSING,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A numeric field with bounds; `None` as the value passes (the field says what it means)."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    metadata = {name: value for name, value in bounds.items() if value is not None}
+    return field(default=default if default is not NO_DEFAULT else MISSING, metadata=metadata)

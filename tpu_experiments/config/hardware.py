@@ -1,0 +1,74 @@
+"""Schema of the `hw` group: the machine, how its chips are used, what it costs.
+
+Nothing outside conf/hw/*.yaml names a TPU generation. A hardware choice never changes the mathematics:
+batches are global, and micro-batch and accumulation are derived from it.
+"""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from tpu_experiments.config.fields import choice, number
+
+
+@dataclass
+class ChipConfig:
+    """Datasheet of one chip."""
+
+    name: str = MISSING
+    """Name as Google writes it, for example `v6e`."""
+    hbm_gib: float = number(above=0)
+    """High-bandwidth memory per chip in GiB."""
+    peak_tflops_bf16: float = number(above=0)
+    """Peak dense bf16 TFLOP/s per chip."""
+    hbm_gb_per_second: float = number(above=0)
+    """Memory bandwidth per chip in GB/s (10^9)."""
+    ici_gb_per_second: float = number(at_least=0)
+    """Inter-chip bandwidth per chip, both directions together, in GB/s; 0 where there is none."""
+    clock_ghz: float = number(above=0)
+    """Clock at which the datasheet's peak holds (an assumption, not measured)."""
+    source: str = MISSING
+    """Where the figures come from, with date."""
+
+
+@dataclass
+class PriceConfig:
+    """Price of one chip-hour; override it with your region's."""
+
+    usd_per_chip_hour_on_demand: float = number(at_least=0)
+    """US dollars per chip and hour, on demand."""
+    usd_per_chip_hour_spot: float = number(at_least=0)
+    """US dollars per chip and hour, spot; moves monthly."""
+    region: str = MISSING
+    """Region the two prices hold for."""
+    date: str = MISSING
+    """Date of the price list, ISO 8601."""
+    source: str = MISSING
+    """Where the prices come from."""
+
+
+@dataclass
+class HwConfig:
+    """One machine and one way to use its chips."""
+
+    name: str = MISSING
+    """Name of the machine; the file name in conf/hw."""
+    device: str = choice("cpu", "tpu", "cuda")
+    """Kind of device the arithmetic runs on."""
+    runtime: str = choice("xla", "eager")
+    """`xla`: torch_xla. `eager`: plain torch (cpu or cuda), the reference the xla runtime is tested against."""
+    parallel: str = choice("inline", "spmd", "spawn")
+    """`inline`: one device in this process. `spmd`: one process per host, arrays sharded over the mesh.
+    `spawn`: one process per device, replicated, gradients summed in the graph."""
+    num_devices: int = number(at_least=1)
+    """Devices that take part, over all processes."""
+    chip: ChipConfig | None = None
+    """Datasheet of the chip; null on a CPU."""
+    price: PriceConfig | None = None
+    """Price of a chip-hour; null where nothing is rented."""
+    libtpu_flags: list[str] = field(default_factory=list)
+    """Put into LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on a flag it does not know."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Further environment variables, set before torch_xla is imported."""
+    num_threads: int | None = number(default=None, at_least=1)
+    """CPU threads of one process of the eager runtime; null shares the usable cores among the processes."""

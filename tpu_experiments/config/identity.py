@@ -1,0 +1,61 @@
+"""What makes two runs the same run: the flattened config, its hash, and the keys that may change on a resume."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+
+# None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
+MAY_CHANGE = (
+    "hw.",
+    "sharding.",
+    "logger.",
+    "checkpoint.",
+    "output_dir",
+    "plugins",
+    "trainer.micro_batch_rows",
+    "trainer.log_every_steps",
+)
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """One `key.sub: value` per leaf; empty dicts and lists are leaves."""
+    if dataclasses.is_dataclass(node):
+        node = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
+    if isinstance(node, dict) and node:
+        flat: dict[str, Any] = {}
+        for name, value in node.items():
+            flat |= flatten(value, f"{prefix}.{name}" if prefix else str(name))
+        return flat
+    return {prefix: node}
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The flattened config without the keys that may change."""
+    return {key: value for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+
+
+def config_hash(config: Config) -> str:
+    """First 16 hex digits of the SHA-256 of the identity."""
+    text = json.dumps(identity(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def require_same(stored: dict[str, Any], config: Config, *, folder: str) -> None:
+    """Compare a run folder's stored identity with this config.
+
+    Raises:
+        ConfigError: they differ; every changed key is listed with both values.
+    """
+    now = json.loads(json.dumps(identity(config), default=str))
+    changed = sorted(key for key in stored.keys() | now.keys() if stored.get(key) != now.get(key))
+    if not changed:
+        return
+    shown = "; ".join(f"{key}={stored.get(key)!r}, now {now.get(key)!r}" for key in changed[:8])
+    more = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
+    raise ConfigError(
+        f"name={config.name}; {folder} was made with {shown}{more}; choose another name= or restore the values."
+    )

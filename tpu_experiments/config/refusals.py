@@ -1,0 +1,153 @@
+"""What Hydra and OmegaConf refuse, in one sentence of ours: key=value; what is wrong; what to do."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from tpu_experiments.config.errors import suggest
+from tpu_experiments.config.help import choices
+from tpu_experiments.config.schema import Config
+
+# What the library says, and what to do about it; {key} and {value} are the override's.
+COMPLAINTS = {
+    r"could not be converted to Integer": "it must be a whole number.",
+    r"could not be converted to Float": "it must be a number.",
+    r"is not a ListConfig, list or tuple": "it must be a list; write '{key}=[{value}]'.",
+    r"is not Optional": "null is not allowed here; give a value or leave the override out.",
+    r"does not support deletion": "a setting cannot be removed; give it another value instead.",
+    r"dict is not a subclass of": "the command line cannot add one; write it in a YAML file of conf/{group}.",
+}
+
+
+def sentence(error: HydraException | OmegaConfBaseException) -> str:
+    """One sentence for what Hydra or OmegaConf refused."""
+    if isinstance(error, MissingConfigException):
+        return _unknown_choice(error)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    ambiguous = re.search(r"Ambiguous value for argument '(.*)'", str(error))
+    if ambiguous:
+        key, _, value = ambiguous[1].partition("=")
+        return (
+            f"{key}={value}; a comma separates values: write '{key}=[{value}]' for a list, "
+            f"'{key}=\"{value}\"' for a text, or add -m to run once per value."
+        )
+    absent = re.search(r"Could not delete from config. '(.*)' does not exist", str(error))
+    if absent:
+        return f"~{absent[1]}; there is nothing of that name to remove. {suggest(absent[1], get_type_hints(Config))}"
+    # Hydra raises `from` the cause for an override, and inside its handler for a file
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    if isinstance(cause, OmegaConfBaseException):
+        file = re.match(r"In '(.+?)': ", str(error))
+        return _refused_value(cause, override=_override_of(error), file=file[1] if file else "")
+    return _plain(error)
+
+
+def unreadable_yaml(error: MarkedYAMLError) -> str:
+    """A YAML file with a mistake in its syntax, or a key that comes twice."""
+    mark = error.problem_mark or error.context_mark
+    place = f"line {mark.line + 1} of {mark.name}" if mark else "a YAML file"
+    return f"{place} cannot be read: {error.problem}; mend it."
+
+
+def null_group(overrides: list[str]) -> str:
+    """`lora=null`, which Hydra answers with a ValueError."""
+    given = [o for o in overrides if re.fullmatch(r"[a-z_]+=(null|~|)", o, re.IGNORECASE)] or ["GROUP=null"]
+    group = given[0].partition("=")[0]
+    return f"{given[0]}; a group cannot be null; leave it out, or name a choice: {', '.join(choices(group))}."
+
+
+def _override_of(error: Exception) -> str:
+    """The override that Hydra was at work on, empty when it came from a YAML file."""
+    found = re.search(r"(?:Error merging override |To append to your config use \+)(.+)", str(error))
+    return found[1] if found else ""
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    """`model=mistrl7b`: name the file, the near miss and what exists."""
+    missing = error.missing_cfg_file or ""
+    name = missing[0] if isinstance(missing, list | tuple) else str(missing)
+    group, _, wanted = name.rpartition("/")
+    if not group:
+        return _plain(error)
+    group = group.strip("/")
+    offered = [o for o in (error.options or []) if not o.startswith("base")]
+    known = suggest(wanted, {*offered, *choices(group)})
+    if not wanted:
+        return f"{group}=; it has no value. {known}"
+    return f"{group}={wanted}; there is no conf/{group}/{wanted}.yaml. {known}"
+
+
+def _unreadable(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{override!r} is no key=value; write {key}=VALUE, or see --help."
+    return (
+        f"{key}={value}; the value cannot be read; close its brackets and quotes, and quote a value that holds any "
+        f"of = : , [ ] {{ }} like this: '{key}=\"VALUE\"'."
+    )
+
+
+def _refused_value(error: OmegaConfBaseException, *, override: str, file: str) -> str:
+    key = str(error.full_key or override.partition("=")[0].lstrip("+~"))
+    shown = override or (f"{key} in {file}.yaml" if file else key)
+    kind = error.object_type
+    if "not in '" in str(error) and kind is not None and dataclasses.is_dataclass(kind):
+        return f"{shown}; there is no key {key}. {_hint(key, get_type_hints(kind))}"
+    if "is not in struct" in str(error) and isinstance(error.parent_node, DictConfig):
+        return _unknown_entry(shown, key=key, parent_node=error.parent_node)
+    value = override.partition("=")[2] or "VALUE"
+    for pattern, advice in COMPLAINTS.items():
+        if re.search(pattern, str(error)):
+            group = re.split(r"[.=]", override.lstrip("+~"))[0]
+            return f"{shown}; {advice.format(key=key, value=value, group=group)}"
+    return f"{shown}; {_plain(error)}"
+
+
+def _hint(key: str, siblings: dict[str, Any]) -> str:
+    """The places where a key of that name does exist, else a near miss beside it."""
+    parent, _, leaf = key.rpartition(".")
+    homes = [known for known in dict.fromkeys(known_keys()) if known.rpartition(".")[2] == leaf]
+    if not homes:
+        return suggest(leaf, siblings)
+    place = f" in {parent}" if parent else ""
+    return f"Did you mean {' or '.join(homes)}? Names that exist{place}: {', '.join(sorted(siblings))}."
+
+
+def _unknown_entry(shown: str, *, key: str, parent_node: DictConfig) -> str:
+    """A name that a mapping (the selected sources, stages, arch values) does not have."""
+    parent, _, leaf = key.rpartition(".")
+    entries = [str(name) for name in parent_node]
+    if parent in ("data", "logger"):
+        if leaf in choices(parent):
+            return f"{shown}; {leaf} is not selected; add it: '{parent}=[{','.join([*entries, leaf])}]'."
+        return f"{shown}; {parent}={','.join(entries)} has no {leaf}. {suggest(leaf, {*entries, *choices(parent)})}"
+    problem = f"{shown}; {parent} has no {leaf}. {suggest(leaf, entries)}"
+    if dataclasses.is_dataclass(parent_node._metadata.element_type):
+        return f"{problem} A new one is written in a YAML file of conf/{parent.partition('.')[0]}."
+    return f"{problem} To add it write '+{shown}'." if "=" in shown else problem
+
+
+def known_keys(kind: Any = Config, prefix: str = "") -> Iterator[str]:
+    """Every key of the schema, dotted; `<name>` stands for a source, stage or logger."""
+    for name, hint in get_type_hints(kind).items():
+        yield f"{prefix}{name}"
+        inner = f"{prefix}{name}.<name>." if get_origin(hint) is dict else f"{prefix}{name}."
+        for part in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                for variant in (part, *part.__subclasses__()):
+                    yield from known_keys(variant, inner)
+
+
+def _plain(error: Exception) -> str:
+    """The library's own words on one line, without paths and OmegaConf's trailer."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    said = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|To append)", line)]
+    text = " ".join(said[:2]) or type(error).__name__
+    return text if text.endswith(("?", ".")) else text + "."

@@ -1,0 +1,227 @@
+"""Schema of the whole configuration: every group's name, type, unit and meaning; YAML owns the values.
+
+`register` puts the schemas into Hydra's ConfigStore. This package never imports torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.sources import (
+    DataSourceConfig,
+    LoraConfig,
+    ModelConfig,
+    ShardingConfig,
+)
+
+
+@dataclass
+class TaskConfig:
+    """What the command does."""
+
+    name: str = MISSING
+    """Name of the task; a module of tpu_experiments/tasks."""
+
+
+@dataclass
+class OptimConfig:
+    """Settings every optimizer has."""
+
+    _target_: str = MISSING
+    """Swap point: class with `init(params)` and `update(params, grads, state, lr)`."""
+    lr: float | None = number(default=None, above=0)
+    """Peak learning rate; null takes `model.lr`."""
+    weight_decay: float = number(default=0.0, at_least=0)
+    """Decoupled weight decay per unit of learning rate, on matrices only."""
+    clip_norm: float | None = number(default=1.0, above=0)
+    """Largest global gradient norm, applied after the reduction over devices; null does not clip."""
+
+
+@dataclass
+class AdamWConfig(OptimConfig):
+    """AdamW (arXiv 1711.05101), moments in float32."""
+
+    _target_: str = "tpu_experiments.optim.adamw.AdamW"
+    beta1: float = number(default=0.9, at_least=0, below=1)
+    """Decay of the first moment."""
+    beta2: float = number(default=0.95, at_least=0, below=1)
+    """Decay of the second moment."""
+    eps: float = number(default=1e-8, above=0)
+    """Added to the root of the second moment."""
+
+
+@dataclass
+class AdafactorConfig(OptimConfig):
+    """Adafactor (arXiv 1804.04235) with an external learning rate and no first moment."""
+
+    _target_: str = "tpu_experiments.optim.adafactor.Adafactor"
+    beta2_decay: float = number(default=-0.8, below=0)
+    """Second moments decay with 1 - step^beta2_decay."""
+    eps1: float = number(default=1e-30, above=0)
+    """Added to squared gradients."""
+    eps2: float = number(default=1e-3, above=0)
+    """Smallest root mean square of a parameter in the relative step size."""
+    clip_threshold: float = number(default=1.0, above=0)
+    """Largest root mean square of an update."""
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over the steps of one stage, as a multiple of the peak."""
+
+    name: str = choice("constant", "linear", "cosine", "wsd")
+    """`wsd`: warm-up, constant, then linear decay (arXiv 2404.06395)."""
+    warmup_steps: int = number(default=0, at_least=0)
+    """Steps of linear rise from 0 to the peak."""
+    floor: float = number(default=0.0, at_least=0, at_most=1)
+    """Multiple of the peak at the end of the decay."""
+    decay_fraction: float = number(default=0.2, above=0, at_most=1)
+    """Share of the stage's steps that decay; `wsd` only."""
+
+
+@dataclass
+class StageConfig:
+    """One stage of the curriculum; null takes the run's own value."""
+
+    kind: str = choice("text", "chat", "any", default="any")
+    """Takes every selected source of this kind."""
+    sources: list[str] = field(default_factory=list)
+    """Takes these sources instead, by name; empty goes by `kind`."""
+    steps: int | None = number(default=None, at_least=1)
+    """Optimizer steps; exactly one of `steps` and `epochs` is set."""
+    epochs: float | None = number(default=None, above=0)
+    """Passes over the stage's rows."""
+    seq_len: int | None = number(default=None, at_least=8)
+    """Tokens per row."""
+    global_batch_rows: int | None = number(default=None, at_least=1)
+    """Rows per optimizer step over all devices."""
+    lr: float | None = number(default=None, above=0)
+    """Peak learning rate."""
+    schedule: ScheduleConfig | None = None
+    """Schedule of this stage."""
+    optimizer: str = choice("carry", "fresh", default="carry")
+    """`carry` keeps the moments of the stage before, `fresh` starts them at zero."""
+
+
+@dataclass
+class CurriculumConfig:
+    """Stages in the order they run, keyed by name."""
+
+    name: str = MISSING
+    """Name of the curriculum; the file name in conf/curriculum."""
+    stages: dict[str, StageConfig] = field(default_factory=dict)
+    """A stage for which no source of its kind is selected is left out, and the log says so."""
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    _target_: str = "tpu_experiments.training.trainer.Trainer"
+    """Swap point: a subclass of Trainer."""
+    seq_len: int = number(at_least=8)
+    """Tokens per row."""
+    global_batch_rows: int = number(at_least=1)
+    """Rows per optimizer step over all devices."""
+    micro_batch_rows: int | None = number(default=None, at_least=1)
+    """Rows per device that pass through the model at once; null takes all of a device's rows. What is left of the
+    global batch is accumulated inside the step."""
+    log_every_steps: int = number(default=10, at_least=1)
+    """Steps between two log records; only then is a value read from the device."""
+    eval_every_steps: int = number(default=0, at_least=0)
+    """Steps between two evaluations; 0 evaluates before the first and after the last step only."""
+    max_eval_rows: int = number(default=256, at_least=1)
+    """Held-out rows that are evaluated at most, over all sources."""
+    max_stage_steps: int | None = number(default=None, at_least=1)
+    """Ends every stage after this many steps at most, for trials; null runs each to its end."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a trainer of your own."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints of the run folder."""
+
+    every_steps: int = number(default=100, at_least=0)
+    """Steps between two checkpoints; 0 writes one at the end of each stage only."""
+    keep_last: int = number(default=2, at_least=1)
+    """Checkpoints kept; older ones are removed after a newer one is complete."""
+
+
+@dataclass
+class SampleConfig:
+    """Text written by the model before and after training."""
+
+    prompt: str = MISSING
+    """Prompt; rendered with the chat template when a chat source is selected."""
+    max_new_tokens: int = number(default=48, at_least=0)
+    """Tokens written; 0 writes no sample."""
+    temperature: float = number(default=0.7, at_least=0)
+    """Divides the logits before a token is drawn, seeded by `seed`; 0 takes the likeliest token."""
+    window: int = number(default=128, at_least=16)
+    """Tokens of prompt and answer together; one compiled program of this length."""
+
+
+@dataclass
+class LoggerConfig:
+    """A place metrics are written to."""
+
+    _target_: str = MISSING
+    """Swap point: a class with `scalars`, `text`, `finish` (logging/base.py)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that class."""
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    name: str | None = None
+    """Name of the run and of its folder; null derives it from model, data and hw."""
+    seed: int = number(default=0, at_least=0)
+    """Seed of data order, initialisation and dropout."""
+    output_dir: str = "outputs"
+    """Folder that holds the run folders."""
+    data_size: str = choice("full", "sample", default="full")
+    """`sample` reads every source's shipped sample instead of its path."""
+    plugins: list[str] = field(default_factory=list)
+    """Import prefixes, beside tpu_experiments, that `_target_` may name."""
+    task: TaskConfig = MISSING
+    model: ModelConfig = MISSING
+    data: dict[str, DataSourceConfig] = field(default_factory=dict)
+    hw: HwConfig = MISSING
+    curriculum: CurriculumConfig = MISSING
+    lora: LoraConfig = MISSING
+    optim: OptimConfig = MISSING
+    schedule: ScheduleConfig = MISSING
+    sharding: ShardingConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    logger: dict[str, LoggerConfig] = field(default_factory=dict)
+
+
+GROUPS: dict[str, dict[str, type]] = {
+    "task": {"base": TaskConfig},
+    "model": {"base": ModelConfig},
+    "hw": {"base": HwConfig},
+    "curriculum": {"base": CurriculumConfig},
+    "lora": {"base": LoraConfig},
+    "optim": {"base_adamw": AdamWConfig, "base_adafactor": AdafactorConfig, "base": OptimConfig},
+    "schedule": {"base": ScheduleConfig},
+    "sharding": {"base": ShardingConfig},
+    "trainer": {"base": TrainerConfig},
+}
+
+
+def register() -> None:
+    """Put every schema into Hydra's ConfigStore, so that a YAML file can extend it by `defaults: [base, _self_]`."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config, provider="tpu_experiments")
+    for group, schemas in GROUPS.items():
+        for name, node in schemas.items():
+            store.store(group=group, name=name, node=node, provider="tpu_experiments")

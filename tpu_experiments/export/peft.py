@@ -1,0 +1,80 @@
+"""The adapter in PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
+
+PEFT loads it with `PeftModel.from_pretrained(base, folder)`; names are Hugging Face's with PEFT's prefix and suffix.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.io import paths
+
+PREFIX = "base_model.model."
+
+
+def write_adapter(
+    folder: str,
+    *,
+    parameters: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
+    lora: LoraConfig,
+    base_path: str,
+    revision: str | None,
+) -> None:
+    """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `<module>.lora_B`).
+
+    Args:
+        initial: PiSSA's A and B at the start. The adapter is meant for the unreduced base, so the export is
+            B A - B0 A0, of rank 2 r.
+    """
+    tensors = dict(parameters)
+    r, alpha = lora.r, lora.alpha
+    if initial:
+        tensors = {name: _with_initial(name, t, initial[name].to(t)) for name, t in tensors.items()}
+        r = 2 * lora.r
+        alpha = lora.alpha * (2 if lora.scaling == "alpha_over_r" else math.sqrt(2))
+    layout = {f"{PREFIX}{name}.weight": t.detach().contiguous() for name, t in tensors.items()}
+    paths.make_dirs(folder)
+    paths.write_bytes_atomic(paths.join(folder, "adapter_model.safetensors"), save(layout, metadata={"format": "pt"}))
+    config = adapter_config(
+        lora, r=r, alpha=alpha, modules=_modules(parameters), base_path=base_path, revision=revision
+    )
+    paths.write_text_atomic(paths.join(folder, "adapter_config.json"), json.dumps(config, indent=2))
+
+
+def adapter_config(
+    lora: LoraConfig, *, r: int, alpha: float, modules: list[str], base_path: str, revision: str | None
+) -> dict[str, Any]:
+    """The fields of PEFT's LoraConfig that define the adapter; the rest keep PEFT's defaults."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_path,
+        "revision": revision,
+        "r": r,
+        "lora_alpha": alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.scaling == "alpha_over_sqrt_r",
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _modules(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Full names of the adapted modules: exact for every choice of targets, globs included."""
+    return sorted({name.rpartition(".")[0] for name in parameters})
+
+
+def _with_initial(name: str, tensor: Tensor, start: Tensor) -> Tensor:
+    if name.endswith("lora_A"):
+        return torch.cat([tensor, start], dim=0)
+    return torch.cat([tensor, -start], dim=1)

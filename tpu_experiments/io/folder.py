@@ -1,0 +1,95 @@
+"""The run folder: one name, one config. A check writes nothing; `create` is the first thing that does.
+
+<output_dir>/<name>/identity.json   flattened identity of the config that made the folder
+                    config.yaml     resolved config of the latest start
+                    result.json     written last, by logging/result.py
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import identity, require_same
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run; `output_dir` is a local path or a URL."""
+
+    output_dir: str
+    name: str
+
+    def path(self, *parts: str) -> str:
+        """Path below the run folder; without parts the folder itself."""
+        return paths.join(self.output_dir, self.name, *parts)
+
+    @property
+    def config_path(self) -> str:
+        """The resolved config."""
+        return self.path("config.yaml")
+
+    @property
+    def identity_path(self) -> str:
+        """The file that makes a folder a run folder."""
+        return self.path("identity.json")
+
+    def exists(self) -> bool:
+        """Whether `create` has been called, by this process or an earlier one."""
+        return paths.exists(self.identity_path)
+
+    def create(self, config: Config) -> None:
+        """Make the folder, or note the latest config in the one that is there.
+
+        Call it after `open_run`, on one process only.
+        """
+        paths.make_dirs(self.path())
+        if not self.exists():
+            text = json.dumps(identity(config), default=str, indent=1, sort_keys=True)
+            paths.write_text_atomic(self.identity_path, text + "\n")
+        paths.write_text_atomic(self.config_path, config_yaml(config))
+
+    def finished(self) -> dict[str, Any] | None:
+        """The result when the run is complete, else None."""
+        if not paths.exists(self.path(RESULT)):
+            return None
+        result: dict[str, Any] = json.loads(paths.read_text(self.path(RESULT)))
+        return result if result.get("status") == "finished" else None
+
+
+def config_yaml(config: Config) -> str:
+    """The resolved config as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def open_run(config: Config) -> RunFolder:
+    """The folder of this run, new or made by the same config.
+
+    Raises:
+        ConfigError: the folder belongs to another config, or is no run folder.
+    """
+    assert config.name is not None, "to_config names the run"
+    folder = RunFolder(config.output_dir, config.name)
+    if folder.exists():
+        stored = json.loads(paths.read_text(folder.identity_path))
+        require_same(stored, config, folder=folder.path())
+    elif _holds_files(folder):
+        raise ConfigError(
+            f"name={config.name}; {folder.path()} exists and is not a run folder "
+            "(it has no identity.json); choose another name=."
+        )
+    return folder
+
+
+def _holds_files(folder: RunFolder) -> bool:
+    """Names with a leading dot do not count: a start killed in `create` leaves a temporary one."""
+    try:
+        return any(not name.startswith(".") for name in paths.list_names(folder.path()))
+    except NotADirectoryError:
+        return True

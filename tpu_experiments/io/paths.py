@@ -1,0 +1,155 @@
+"""Local paths and fsspec URLs (gs://, memory://) behind a few functions.
+
+A written file appears whole or not at all: locally through a temporary file and a rename; remotely
+through one upload whose bytes are ready before it starts. (fsspec publishes the partial object when
+an exception leaves an open file's `with` block, so no file is ever held open on a URL.)
+Listings are never cached: gcsfs would keep another writer's new file invisible.
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GCSFS_CHUNK_BYTES = 64 * 2**20  # gcsfs uploads in 5 MiB pieces otherwise, one request each
+
+
+def is_remote(path: str) -> bool:
+    """Whether `path` is a URL of another file system than the local one."""
+    return "://" in path and not path.startswith("file://")
+
+
+def join(base: str, *parts: str) -> str:
+    """`base/part/part`, for local paths and URLs alike."""
+    if not is_remote(base):
+        return os.path.join(base, *parts)
+    return "/".join([base.rstrip("/"), *(part.strip("/") for part in parts)])
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file at `path`, or a folder (remotely: at least one object below it)."""
+    if not is_remote(path):
+        return _local(path).exists()
+    filesystem, key = _remote(path)
+    return bool(filesystem.exists(key))
+
+
+def make_dirs(path: str) -> None:
+    """Make a local folder and its parents; object stores have no folders, so nothing there."""
+    if not is_remote(path):
+        _local(path).mkdir(parents=True, exist_ok=True)
+
+
+def list_names(folder: str) -> list[str]:
+    """Sorted names in `folder`; empty when it does not exist (an object store knows no empty one).
+
+    Raises:
+        NotADirectoryError: a local file has that name.
+    """
+    try:
+        if not is_remote(folder):
+            return sorted(os.listdir(_local(folder)))
+        filesystem, key = _remote(folder)
+        found = filesystem.ls(key, detail=False)
+    except FileNotFoundError:
+        return []
+    own = key.strip("/")
+    keys = {str(name).strip("/") for name in found} - {own}  # gcsfs lists a placeholder as itself
+    return sorted(name.rpartition("/")[2] for name in keys)
+
+
+def read_bytes(path: str) -> bytes:
+    """The whole file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if not is_remote(path):
+        return _local(path).read_bytes()
+    filesystem, key = _remote(path)
+    return bytes(filesystem.cat_file(key))
+
+
+def read_text(path: str) -> str:
+    """The whole file as UTF-8.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    return read_bytes(path).decode()
+
+
+def write_text_atomic(path: str, text: str) -> None:
+    """Replace the file by `text` in UTF-8; readers see the old file or the new one."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: str, data: bytes) -> None:
+    """Replace the file by `data`; readers see the old file or the new one, also after a crash."""
+    if is_remote(path):
+        filesystem, key = _remote(path)
+        filesystem.pipe_file(key, data)
+    else:
+        _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data))
+
+
+def copy_file(local: str, destination: str) -> None:
+    """Copy a local file to a path or URL; the destination appears whole or not at all.
+
+    Raises:
+        FileNotFoundError: `local` does not exist.
+    """
+    if is_remote(destination):
+        filesystem, key = _remote(destination)
+        if destination.startswith(("gs://", "gcs://")):
+            filesystem.put_file(local, key, chunksize=GCSFS_CHUNK_BYTES)
+        else:
+            filesystem.put_file(local, key)
+    else:
+        _replace(_local(destination), fill=lambda temporary: shutil.copyfile(local, temporary))
+
+
+def remove_tree(path: str) -> None:
+    """Remove a folder with everything below it, or one file; nothing there is fine."""
+    if is_remote(path):
+        filesystem, key = _remote(path)
+        if filesystem.exists(key):
+            filesystem.rm(key, recursive=True)
+    elif _local(path).is_dir():
+        shutil.rmtree(_local(path))
+    else:
+        _local(path).unlink(missing_ok=True)
+
+
+def _local(path: str) -> Path:
+    return Path(path.removeprefix("file://"))
+
+
+def _remote(url: str) -> tuple[Any, str]:
+    """The file system (fsspec caches one per process) and the key in it."""
+    # gcsfs 2026 asks for each bucket's type first and logs a failure when it may not.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    from fsspec.core import url_to_fs  # imports gcsfs only for a gs:// URL
+
+    filesystem, key = url_to_fs(url, use_listings_cache=False)
+    filesystem.invalidate_cache()
+    return filesystem, key
+
+
+def _replace(path: Path, *, fill: Callable[[Path], object]) -> None:
+    """Fill a temporary file next to `path`, bring it to disk, then rename it."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        fill(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself survives a power cut only after this
+    finally:
+        os.close(folder)

@@ -1,0 +1,89 @@
+"""What a metric logger is, what it is built from, and the fan-out the trainer holds.
+
+A logger receives host numbers only; nothing here reads from a device.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+class MetricLogger(Protocol):
+    """A place metrics are written to.
+
+    A class may set `on_error = "drop"`: its errors are logged, it is dropped, and the run goes on.
+    """
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Values after optimizer step `step`, by name: `train/loss`, `perf/tokens_per_second`."""
+
+    def text(self, step: int, *, tag: str, text: str) -> None:
+        """A piece of text, such as a sample of the model."""
+
+    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """The run's settings (flat) and what came of them; once, at the end."""
+
+    def finish(self) -> None:
+        """Bring everything to its place; nothing is written afterwards."""
+
+
+@dataclass(frozen=True)
+class LoggerContext:
+    """First argument of every logger's constructor; the run folder exists by then."""
+
+    run_folder: RunFolder
+    config: Config
+    total_steps: int
+    """Optimizer steps of the whole run, over all stages."""
+    resume_step: int
+    """Optimizer steps already done and kept; 0 starts afresh."""
+
+
+class Loggers:
+    """Fans out to several loggers; on processes that log nothing, `Loggers({})`."""
+
+    def __init__(self, loggers: dict[str, MetricLogger]) -> None:
+        self._loggers = dict(loggers)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """See MetricLogger."""
+        self._each(lambda logger: logger.scalars(step, values))
+
+    def text(self, step: int, *, tag: str, text: str) -> None:
+        """See MetricLogger."""
+        self._each(lambda logger: logger.text(step, tag=tag, text=text))
+
+    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """See MetricLogger."""
+        self._each(lambda logger: logger.hparams(values, metrics))
+
+    def finish(self) -> None:
+        """Finish every logger, also after one of them failed, then raise the first error.
+
+        A second call does nothing, so that a `finally` may repeat it.
+        """
+        try:
+            self._each(lambda logger: logger.finish())
+        finally:
+            self._loggers.clear()
+
+    def _each(self, call: Callable[[MetricLogger], None]) -> None:
+        """Every logger gets the call; the first error of one that must not fail is raised last."""
+        first: Exception | None = None
+        for name, logger in list(self._loggers.items()):
+            try:
+                call(logger)
+            except Exception as error:
+                if getattr(logger, "on_error", "raise") == "drop":
+                    log.warning("logger=%s failed and is dropped; the run goes on", name, exc_info=error)
+                    del self._loggers[name]
+                else:
+                    first = first or error
+        if first is not None:
+            raise first

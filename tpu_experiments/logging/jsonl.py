@@ -1,0 +1,59 @@
+"""metrics.jsonl: one JSON object a line, `{"step", "time", ...}`; `time` in unix seconds.
+
+A run that was killed and resumed leaves one curve: records after the checkpoint it resumed from are
+dropped before the first new one. Non-finite values are written as null.
+"""
+
+import json
+import logging
+import time
+from typing import Any
+
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.mirror import Mirror
+from tpu_experiments.logging.base import LoggerContext
+
+log = logging.getLogger(__name__)
+
+
+class JsonlLogger:
+    """Appends to <run>/metrics.jsonl, flushed per record."""
+
+    def __init__(self, context: LoggerContext) -> None:
+        self._mirror = Mirror.of_file(context.run_folder.path("metrics.jsonl"))
+        local = str(self._mirror.local)
+        if paths.exists(local):
+            _keep_until(local, step=context.resume_step)
+        self._file = self._mirror.local.open("a", encoding="utf-8")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """One line."""
+        self._write({"step": step, "time": time.time(), **values})
+
+    def text(self, step: int, *, tag: str, text: str) -> None:
+        """One line, the text under its tag."""
+        self._write({"step": step, "time": time.time(), tag: text})
+
+    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Nothing: config.yaml and result.json hold them."""
+
+    def finish(self) -> None:
+        """Close the file and upload it where the run folder is remote."""
+        self._file.close()
+        self._mirror.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(strict_json.dumps(record) + "\n")
+        self._file.flush()
+        self._mirror.upload_if_due()
+
+
+def _keep_until(path: str, *, step: int) -> None:
+    """Keep the records up to `step`; a start from 0 keeps none, for it writes step 0 again."""
+    *lines, torn = paths.read_text(path).split("\n")  # splitlines would also cut at U+2028 inside a text
+    if torn:
+        log.warning("%s: dropped its last line, torn when the run was killed", path)
+    kept = [line for line in lines if step > 0 and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        log.info("%s: dropped %d records after step %d", path, len(lines) - len(kept), step)
+    paths.write_text_atomic(path, "".join(f"{line}\n" for line in kept))

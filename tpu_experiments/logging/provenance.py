@@ -1,0 +1,89 @@
+"""Where a run comes from: code, versions, machine, seeds."""
+
+import datetime
+import hashlib
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tpu_experiments.config.identity import config_hash
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import RunFolder
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = (
+    "torch", "torch_xla", "libtpu", "jaxlib", "transformers", "tokenizers", "datasets", "safetensors", "hydra-core",
+    "omegaconf", "numpy",
+)  # fmt: skip
+
+
+def provenance(config: Config, *, device: str, argv: list[str]) -> dict[str, Any]:
+    """Facts for provenance.json; null where the machine does not tell."""
+    return {
+        **git_state(REPOSITORY),
+        "versions": versions(),
+        "device": device,
+        "hw": config.hw.name,
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "num_cpus": psutil.cpu_count(),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "seed": config.seed,
+        "argv": argv,
+        "config_hash": config_hash(config),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_provenance(folder: RunFolder, facts: dict[str, Any]) -> None:
+    """provenance.json; a resumed run adds its life to the list."""
+    path = folder.path("provenance.json")
+    lives = json.loads(paths.read_text(path))["lives"] if paths.exists(path) else []
+    paths.write_text_atomic(path, json.dumps({"lives": [*lives, facts]}, indent=1) + "\n")
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit, whether files differ from it (new ones too), and a hash of how; null outside a checkout."""
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if top is None or Path(top.decode().strip()) != root.resolve():  # installed below another checkout
+        return {"git_commit": None, "git_dirty": None, "git_diff_sha256": None}
+    commit = _git(root, "rev-parse", "HEAD")  # None before the first commit
+    changes = (_git(root, "status", "--porcelain") or b"") + (_git(root, "diff", "--binary", "HEAD") or b"")
+    return {
+        "git_commit": commit.decode().strip() if commit is not None else None,
+        "git_dirty": bool(changes),
+        "git_diff_sha256": hashlib.sha256(changes).hexdigest() if changes else None,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Installed version of everything that decides a result."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    """Standard output; None when git is missing or refuses."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

@@ -1,0 +1,111 @@
+"""Python logging of a run: to the terminal through tqdm, so that bars survive, and on rank 0 to run.log.
+
+`start_run_log(None, ...)` comes first and keeps records in memory, because a refused config must write
+nothing; `start_run_log(folder, ...)` writes them to run.log once the run folder exists.
+"""
+
+import atexit
+import logging
+import logging.handlers
+import sys
+
+from tqdm import tqdm
+
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.io.mirror import Mirror
+
+NOISY = ("httpx", "httpcore", "urllib3", "fsspec", "gcsfs", "datasets", "filelock", "matplotlib")
+FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+NUM_KEPT_RECORDS = 10_000
+
+
+class TerminalHandler(logging.Handler):
+    """Prints above a running progress bar, and leaves out the records the bar itself shows."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record to stderr."""
+        if getattr(record, "shown_by_bar", False):
+            return
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        except Exception:
+            self.handleError(record)
+
+
+class TerminalFormatter(logging.Formatter):
+    """`HH:MM:SS message`; a rank other than 0 and a level above INFO are named."""
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        self._rank = "" if rank == 0 else f"rank {rank}: "
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        """The line without a traceback."""
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        return f"{record.asctime} {self._rank}{level}{record.message}"
+
+
+class RunLogHandler(logging.FileHandler):
+    """Appends to run.log."""
+
+    def __init__(self, path: str) -> None:
+        self._mirror = Mirror.of_file(path)
+        super().__init__(self._mirror.local, encoding="utf-8")
+        self.setFormatter(logging.Formatter(FILE_FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, flushed."""
+        super().emit(record)
+        self._mirror.upload_if_due()
+
+    def close(self) -> None:
+        """Close the file and upload it where the run folder is remote."""
+        super().close()
+        self._mirror.close()  # without this handler's lock: an upload that is still running may log
+
+
+OURS = (TerminalHandler, RunLogHandler, logging.handlers.MemoryHandler)
+
+
+def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
+    """Set up the root logger; None keeps the records for a folder that does not exist yet."""
+    root = logging.getLogger()
+    kept = _kept_records()
+    stop_run_log()
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    terminal = TerminalHandler()
+    terminal.setFormatter(TerminalFormatter(rank=rank))
+    root.addHandler(terminal)
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    if folder is None:
+        root.addHandler(_memory_handler())
+    elif rank == 0:
+        file = RunLogHandler(folder.path("run.log"))
+        for record in kept:
+            file.handle(record)
+        root.addHandler(file)
+        # logging's own exit hook runs after the temporary folder of a remote run.log is gone
+        atexit.register(stop_run_log)
+
+
+def stop_run_log() -> None:
+    """Take the handlers off the root logger, close run.log and upload it where it is remote."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h, OURS)]:
+        root.removeHandler(handler)
+        handler.close()
+    logging.captureWarnings(False)
+    atexit.unregister(stop_run_log)
+
+
+def _memory_handler() -> logging.handlers.MemoryHandler:
+    never = logging.CRITICAL + 1
+    return logging.handlers.MemoryHandler(NUM_KEPT_RECORDS, flushLevel=never, flushOnClose=False)
+
+
+def _kept_records() -> list[logging.LogRecord]:
+    handlers = logging.getLogger().handlers
+    memories = [h for h in handlers if isinstance(h, logging.handlers.MemoryHandler)]
+    return [record for memory in memories for record in memory.buffer]

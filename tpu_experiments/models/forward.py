@@ -1,0 +1,80 @@
+"""The forward pass used by training, evaluation and generation: ready masks, so that nothing is read on the host.
+
+transformers builds masks by looking at tensor values, which on XLA is a host read per step (measured: seeds.md 4.0);
+a ready 4-D mask is passed through untouched. Legend: B rows, T tokens, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, Tensor]:
+    """Boolean masks (B, 1, T, T), true where a token may look: causal, inside its own document, inside the window.
+
+    Padding (segment 0) sees padding only, so that no row of the softmax is empty. Models with `layer_types`
+    (Gemma 3, Qwen2) take one mask per type; Mistral takes one mask with its window.
+    """
+    length = segments_BT.shape[1]
+    index_T = torch.arange(length, device=segments_BT.device)
+    distance_TT = index_T[:, None] - index_T[None, :]
+    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
+    full = (same_BTT & (distance_TT >= 0))[:, None]
+    window: Any = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return full & (distance_TT < window) if window else full
+    masks = {"full_attention": full}
+    if "sliding_attention" in layer_types:
+        masks["sliding_attention"] = full & (distance_TT < window)
+    return masks
+
+
+def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits (B, T, V) with `parameters` in place of the module's own, cast to the module's data type.
+
+    Args:
+        parameters: float32 trainable parameters by name.
+        batch: `ids`, `positions`, `segments`, all (B, T).
+    """
+    dtype: Any = module.dtype
+    cast = {name: p.to(dtype) for name, p in parameters.items()}
+    inputs = {
+        "input_ids": batch["ids"],
+        "position_ids": batch["positions"],
+        "attention_mask": _in_its_form(attention_masks(batch["segments"], config=module.config), module),
+        "use_cache": False,
+    }
+    return functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
+
+
+def _in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
+    """sdpa takes the boolean mask; transformers' eager attention adds its mask to the scores: 0 or the lowest."""
+    config: Any = module.config
+    if config._attn_implementation != "eager":
+        return masks
+    if isinstance(masks, dict):
+        return {kind: _in_its_form(mask, module) for kind, mask in masks.items()}
+    dtype: Any = module.dtype
+    return torch.where(masks, 0.0, torch.finfo(dtype).min).to(dtype)
+
+
+def target_weights(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Next-token targets (B, T) and their float32 weights (B, T): 1 where learnt and of the same document, else 0."""
+    targets_BT = torch.roll(batch["ids"], -1, dims=1)
+    next_learn = torch.roll(batch["learn"], -1, dims=1)
+    same = torch.roll(batch["segments"], -1, dims=1) == batch["segments"]
+    weights_BT = (next_learn * same * (batch["segments"] > 0)).to(torch.float32)
+    inside = torch.arange(targets_BT.shape[1], device=targets_BT.device) < targets_BT.shape[1] - 1
+    return targets_BT, weights_BT * inside
+
+
+def row_losses(logits_BTV: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the cross-entropy (nats) and sum of weights of every row, both (B,) float32."""
+    targets_BT, weights_BT = target_weights(batch)
+    losses = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten().long(), reduction="none")
+    return (losses.view_as(weights_BT) * weights_BT).sum(1), weights_BT.sum(1)

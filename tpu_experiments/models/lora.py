@@ -1,0 +1,128 @@
+"""Low-rank adapters from first principles: y = W x + scale * B A x, W frozen (arXiv 2106.09685).
+
+`inject` replaces Linear modules by name; the frozen weight keeps Hugging Face's name. `adapter_weights` draws A and B
+(and, for PiSSA, takes them out of W). Shapes: A (r, in), B (out, r), both float32.
+"""
+
+import fnmatch
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.models.huggingface import Named
+
+A, B = "lora_A", "lora_B"
+
+
+class LoraLinear(nn.Module):
+    """A frozen Linear with an adapter; parameters `weight`, `bias` (the Linear's own), `lora_A`, `lora_B`."""
+
+    def __init__(self, linear: nn.Linear, *, r: int, scale: float, dropout: float) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale, self.dropout = scale, dropout
+        self.weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(r, linear.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.empty(linear.out_features, r, dtype=torch.float32, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features), in the data type of `x`."""
+        low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype))
+        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """How many parameters are trained and how many there are (tied ones once, adapters included in `total`)."""
+
+    trainable: int
+    total: int
+    adapters: int
+
+    def __str__(self) -> str:
+        share = 100 * self.trainable / self.total
+        return f"{self.trainable:,} of {self.total:,} parameters trained ({share:.3f} %), {self.adapters} adapters"
+
+
+def scale_of(lora: LoraConfig) -> float:
+    """alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    return lora.alpha / (lora.r if lora.scaling == "alpha_over_r" else math.sqrt(lora.r))
+
+
+def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
+    """Freeze `module` and give every matching Linear an adapter; `r: 0` leaves every weight trainable.
+
+    Raises:
+        ConfigError: a target matches no Linear; the names that exist are listed.
+    """
+    linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    if lora.r == 0:
+        return report(module, adapters=0)
+    module.requires_grad_(False)
+    matched = _matched(linears, lora.targets)
+    for name in matched:
+        parent, _, leaf = name.rpartition(".")
+        adapted = LoraLinear(linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout)
+        setattr(module.get_submodule(parent), leaf, adapted)
+    return report(module, adapters=len(matched))
+
+
+def _matched(linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:
+    names: dict[str, None] = {}
+    for target in targets:
+        hits = [n for n in linears if n.rpartition(".")[2] == target or fnmatch.fnmatchcase(n, target)]
+        if not hits:
+            leaves = {name.rpartition(".")[2] for name in linears}
+            raise ConfigError(
+                f"lora.targets has {target!r}, which matches no Linear of the model. {suggest(target, leaves)}"
+            )
+        names |= dict.fromkeys(hits)
+    return [name for name in linears if name in names]
+
+
+def report(module: nn.Module, *, adapters: int) -> ParameterReport:
+    """Count parameters; `module.parameters()` yields tied ones once."""
+    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return ParameterReport(trainable, sum(p.numel() for p in module.parameters()), adapters)
+
+
+def adapter_weights(base: Named, *, lora: LoraConfig, seed: int) -> Iterator[Named]:
+    """The base weight and its adapter: `base` reduced by B A for PiSSA, then A and B.
+
+    The draw depends on the seed and the parameter's name alone, so it is the same on any number of devices.
+    """
+    prefix = base.name.removesuffix("weight")
+    weight = base.tensor
+    shape_a, shape_b = (lora.r, weight.shape[1]), (weight.shape[0], lora.r)
+    digest = hashlib.blake2b(f"{seed}:{base.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    if lora.init == "pissa":
+        weight, a, b = _pissa(weight, r=lora.r, scale=scale_of(lora))
+    elif lora.init == "a_zero":
+        a = torch.zeros(shape_a)
+        # the standard deviation that Kaiming-uniform(a=sqrt(5)) gives A in b_zero, with B's fan-in r
+        b = torch.randn(shape_b, generator=generator) / math.sqrt(3 * lora.r)
+    else:
+        bound = 1 / math.sqrt(weight.shape[1])  # Kaiming-uniform with a = sqrt(5), as nn.Linear
+        a = torch.empty(shape_a).uniform_(-bound, bound, generator=generator)
+        b = torch.zeros(shape_b)
+    yield Named(base.name, weight)
+    yield Named(prefix + A, a)
+    yield Named(prefix + B, b)
+
+
+def _pissa(weight: Tensor, *, r: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """W - scale B A, A = sqrt(S_r) V_r^T, B = U_r sqrt(S_r), divided by sqrt(scale) each (arXiv 2404.02948)."""
+    full = weight.to(torch.float32)
+    u, s, vt = torch.linalg.svd(full, full_matrices=False)
+    root = torch.sqrt(s[:r] / scale)
+    a, b = root[:, None] * vt[:r], u[:, :r] * root
+    return (full - scale * b @ a).to(weight.dtype), a, b

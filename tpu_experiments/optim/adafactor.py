@@ -1,0 +1,60 @@
+"""Adafactor (arXiv 1804.04235) as a pure function: factored second moments, update clipping, relative step size.
+
+Follows torch.optim.Adafactor (external learning rate, no first moment); equal to it, tested.
+"""
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.optim.base import Named, State
+
+# eps1 = 1e-30 squared is 0 in float32, and a gradient of zeros (that of A at the first step: B is zero) would be 0/0.
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Adafactor:
+    """State of a matrix is one row and one column of float32; of a vector, the whole second moment."""
+
+    def __init__(
+        self, *, weight_decay: float, beta2_decay: float, eps1: float, eps2: float, clip_threshold: float
+    ) -> None:
+        self.weight_decay, self.beta2_decay = weight_decay, beta2_decay
+        self.eps1, self.eps2, self.clip_threshold = eps1, eps2, clip_threshold
+
+    def init(self, parameters: Named) -> State:
+        state: State = {"": {"count": torch.zeros(1)}}
+        for name, p in parameters.items():
+            shape = tuple(p.shape)
+            if len(shape) > 1:
+                state[name] = {"row": torch.zeros(*shape[:-1], 1), "column": torch.zeros(*shape[:-2], 1, shape[-1])}
+            else:
+                state[name] = {"variance": torch.zeros(shape)}
+        return state
+
+    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
+        count = state[""]["count"] + 1
+        keep = 1 - count**self.beta2_decay
+        rho = torch.minimum(lr, 1 / count.sqrt())
+        new_parameters: dict[str, Tensor] = {}
+        new_state: State = {"": {"count": count}}
+        for name, p in parameters.items():
+            variance, new_state[name] = self._variance(grads[name], state[name], keep=keep)
+            update = grads[name] / variance.clamp(min=max(self.eps1**2, TINY)).sqrt()
+            clipped = torch.clamp(_rms(update) / self.clip_threshold, min=1.0)
+            alpha = torch.clamp(_rms(p), min=self.eps2) * rho
+            decay = self.weight_decay if p.ndim > 1 else 0.0
+            new_parameters[name] = p * (1 - lr * decay) - alpha / clipped * update
+        return new_parameters, new_state
+
+    def _variance(self, grad: Tensor, state: dict[str, Tensor], *, keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        squared = grad.square()
+        if grad.ndim < 2:
+            variance = keep * state["variance"] + (1 - keep) * squared
+            return variance, {"variance": variance}
+        row = keep * state["row"] + (1 - keep) * squared.mean(-1, keepdim=True)
+        column = keep * state["column"] + (1 - keep) * squared.mean(-2, keepdim=True)
+        return row @ column / row.mean(-2, keepdim=True).clamp(min=self.eps1), {"row": row, "column": column}
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()

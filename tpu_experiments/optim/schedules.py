@@ -1,0 +1,30 @@
+"""Learning-rate multipliers as pure functions of the step inside a stage.
+
+The value reaches the device as an input of the step, never as a constant of the graph: one program serves all steps
+and all stages.
+"""
+
+import math
+
+from tpu_experiments.config.schema import ScheduleConfig
+
+
+def multiplier(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
+    """Multiple of the peak for update number `step` (from 0) of `num_steps`.
+
+    Warm-up rises linearly so that update `warmup_steps` is at the peak; the decay ends at `floor` on the last update.
+    """
+    warmup = min(schedule.warmup_steps, num_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule.name == "constant":
+        return 1.0
+    start = warmup
+    if schedule.name == "wsd":
+        start = max(warmup, num_steps - math.ceil(schedule.decay_fraction * num_steps))
+    if step < start:
+        return 1.0
+    progress = (step - start) / max(1, num_steps - 1 - start)
+    if schedule.name == "cosine":
+        return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return 1.0 + (schedule.floor - 1.0) * min(1.0, progress)

@@ -1,0 +1,72 @@
+"""What the rest of the package may ask of a device: the Runtime protocol.
+
+`xla.py` implements it on torch_xla, `eager.py` in plain torch. A `program` is a function of one batch (a dict of
+tensors on the device) that runs as one compiled graph; nothing in it may read a tensor on the host.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+Batch = Mapping[str, Tensor]
+Out = TypeVar("Out")
+Result = TypeVar("Result", covariant=True)
+
+
+@dataclass
+class Counters:
+    """What the device's compiler did so far in this process."""
+
+    num_compiles: int = 0
+    compiles_after_warmup: int = 0
+    compile_seconds: float = 0.0
+    trace_seconds: float = 0.0
+
+
+class Runtime(Protocol):
+    """One process's view of its devices."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    num_devices: int
+
+    def seed(self, value: int) -> None:
+        """Set the device's random state; the next program's dropout depends on nothing else."""
+
+    def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Copy a parameter or a tensor shaped like it to where `name` lives (sharded by the table in spmd)."""
+
+    def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
+        """Send host tensors to the device in one transfer; tensors that have `rows_dim` are split along it in spmd."""
+
+    def program(self, function: Callable[[Batch], Out], *, name: str) -> "Program[Out]":
+        """`function` as one compiled program per batch shape."""
+
+    def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Sum each tensor over all processes; inside a program it is part of the graph."""
+
+    def any_process(self, flag: bool) -> bool:
+        """True on every process when it is True on one; all processes must call it."""
+
+    def barrier(self, tag: str) -> None:
+        """Wait for every process."""
+
+    def wait(self) -> None:
+        """Wait until everything queued on the device is done, step closures included."""
+
+    def counters(self) -> Counters:
+        """Compiler activity so far."""
+
+    def memory_gib(self) -> float | None:
+        """Device memory in use in GiB; None where the device does not tell."""
+
+
+class Program(Protocol[Result]):
+    """A compiled function of a batch."""
+
+    def __call__(self, batch: Batch, *, then: Callable[[Any], None] | None = None) -> Result:
+        """Queue it. `then` gets the same outputs once they are computed, possibly in another thread."""

@@ -1,0 +1,80 @@
+"""Runtime in plain torch on CPU or CUDA: the reference that the xla runtime is tested against.
+
+In `spawn` it is one process per device with torch.distributed (gloo on CPU, nccl on CUDA).
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.base import Batch, Counters, Out, Program
+
+GIB = 2**30
+
+
+class EagerRuntime:
+    """One process in plain torch; `rank` of `world_size` when torch.distributed is initialised."""
+
+    def __init__(self, hw: HwConfig) -> None:
+        distributed = dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        self.num_devices = hw.num_devices
+        self.device = torch.device(f"cuda:{self.rank}" if hw.device == "cuda" else "cpu")
+        if hw.device == "cpu":
+            torch.set_num_threads(hw.num_threads or max(1, len(os.sched_getaffinity(0)) // self.world_size))
+        self._trace_seconds = 0.0
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        return tensor.to(self.device)
+
+    def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def program(self, function: Callable[[Batch], Out], *, name: str) -> Program[Out]:
+        def run(batch: Batch, *, then: Callable[[Out], None] | None = None) -> Out:
+            started = time.perf_counter()
+            out = function(batch)
+            self._trace_seconds += time.perf_counter() - started
+            if then is not None:
+                then(out)
+            return out
+
+        return run
+
+    def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.world_size == 1:
+            return tensors
+        flat = torch.cat([t.detach().reshape(-1).to(torch.float32) for t in tensors])
+        dist.all_reduce(flat)
+        parts = flat.split([t.numel() for t in tensors])
+        return [part.reshape(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
+
+    def any_process(self, flag: bool) -> bool:
+        if self.world_size == 1:
+            return flag
+        votes = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(votes)
+        return bool(votes.item() > 0)
+
+    def barrier(self, tag: str) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def memory_gib(self) -> float | None:
+        return torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else None

@@ -1,0 +1,51 @@
+"""The environment a run needs, set before torch_xla is imported (it reads its flags once, at import)."""
+
+import os
+import sys
+from pathlib import Path
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+
+GOOGLE_PCI_VENDOR = "0x1ae0"
+# The same ids as torch_xla 2.9, _internal/tpu.py: v2/v3, v4, v5p, v5e, v6e, v7x.
+TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+
+
+def prepare_environment(hw: HwConfig) -> None:
+    """Check that the device is there and set the variables of `hw`.
+
+    Raises:
+        ConfigError: `hw.device=tpu` on a machine without a TPU.
+        RuntimeError: torch_xla is already imported, so the variables would have no effect.
+    """
+    if hw.device == "tpu" and not tpu_present():
+        raise ConfigError(
+            f"hw={hw.name} asks for a TPU and this machine has none (no Google PCI device, no /dev/accel*, "
+            "no /dev/vfio/*); run it on the TPU VM, or use hw=cpu here."
+        )
+    if "torch_xla" in sys.modules:
+        raise RuntimeError("torch_xla was imported before the environment of hw was set; import nothing of it earlier")
+    os.environ.update(variables(hw))
+
+
+def variables(hw: HwConfig) -> dict[str, str]:
+    """Environment variables for this hardware (`hw.env` wins over what is derived)."""
+    values = {"TOKENIZERS_PARALLELISM": "true", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    if hw.runtime == "xla":
+        values["PJRT_DEVICE"] = hw.device.upper()
+    if hw.runtime == "xla" and hw.device == "cpu":
+        values["CPU_NUM_DEVICES"] = str(hw.num_devices)
+    if hw.libtpu_flags:
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()
+    return values | hw.env
+
+
+def tpu_present() -> bool:
+    """Whether the host shows a TPU chip: a Google PCI device, or the device nodes of a container."""
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        device = (vendor.parent / "device").read_text().strip()
+        if vendor.read_text().strip() == GOOGLE_PCI_VENDOR and device in TPU_PCI_DEVICES:
+            return True
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))

@@ -1,0 +1,111 @@
+"""Start the processes of a run and hand each its Runtime.
+
+`inline` and `spmd` run in this process. `spawn` starts one process per device; a child dies with its parent,
+however the parent ends, so nothing keeps holding a device.
+"""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.runtime.base import Runtime
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+Main = Callable[..., Any]
+
+
+def launch(main: Main, config: Config, *args: Any) -> None:
+    """Call `main(runtime, config, *args)` once per process; `main` must be importable, `args` picklable."""
+    if config.hw.parallel != "spawn":
+        main(make_runtime(config), config, *args)
+    elif config.hw.runtime == "xla":
+        import torch_xla
+
+        # Its children run `main` in a thread, where no signal arrives: on SIGTERM they end with this process.
+        torch_xla.launch(_xla_child, args=(os.getpid(), main, config, args))
+    else:
+        _spawn_eager(main, config, args)
+
+
+def make_runtime(config: Config) -> Runtime:
+    """The Runtime of this process."""
+    if config.hw.runtime == "xla":
+        from tpu_experiments.runtime.xla import XlaRuntime
+
+        return XlaRuntime(config.hw, sharding=config.sharding)
+    from tpu_experiments.runtime.eager import EagerRuntime
+
+    return EagerRuntime(config.hw)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; end at once if it already has."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _xla_child(index: int, parent: int, main: Main, config: Config, args: tuple[Any, ...]) -> None:
+    die_with(parent)
+    main(make_runtime(config), config, *args)
+
+
+def _spawn_eager(main: Main, config: Config, args: tuple[Any, ...]) -> None:
+    import torch.multiprocessing as mp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    payload = pickle.dumps((main, config, args))
+    children = mp.start_processes(
+        _eager_child, (os.getpid(), port, payload), nprocs=config.hw.num_devices, join=False, start_method="spawn"
+    )
+    _forward_signals()
+    try:
+        while not children.join():
+            pass
+    except mp.ProcessExitedException as error:
+        if error.exit_code > 0:  # a child that ended itself has said why
+            sys.exit(error.exit_code)
+        raise
+
+
+def _forward_signals() -> None:
+    """Pass SIGTERM and Ctrl-C on to the children, who save and stop; this process waits for them."""
+    me = psutil.Process()
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in me.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, forward)
+
+
+def _eager_child(rank: int, parent: int, port: int, payload: bytes) -> None:
+    die_with(parent)
+    import torch.distributed as dist
+
+    main, config, args = pickle.loads(payload)
+    backend = "nccl" if config.hw.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=config.hw.num_devices)
+    try:
+        main(make_runtime(config), config, *args)
+    except ConfigError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        os._exit(2)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,157 @@
+"""Runtime on torch_xla: the only file that names it for training.
+
+`inline`: one device. `spmd`: all devices of the host as one, arrays annotated with a sharding and the graph
+partitioned by XLA. `spawn`: one process per device, gradients summed in the graph.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import Tensor
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.runtime.base import Batch, Counters, Out, Program
+from tpu_experiments.runtime.sharding import ShardingTable
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+
+
+class XlaRuntime:
+    """One process on torch_xla."""
+
+    def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
+        self.mesh: xs.Mesh | None = None
+        if hw.parallel == "spmd":
+            xr.use_spmd()
+        self.device = torch_xla.device()  # before any CPU backward: it starts autograd's XLA queue
+        found = xr.global_runtime_device_count()
+        if found != hw.num_devices:
+            raise ConfigError(
+                f"hw.num_devices={hw.num_devices} but torch_xla sees {found} devices; set hw.num_devices={found}, "
+                "or close the process that holds the others."
+            )
+        if hw.parallel == "spmd":
+            self.mesh = xs.Mesh(np.arange(found), (found,), ("fsdp",))
+        self.num_devices = found
+        self.rank = xr.global_ordinal() if hw.parallel == "spawn" else 0
+        self.world_size = xr.world_size() if hw.parallel == "spawn" else 1
+        self._table = ShardingTable(sharding, num_devices=found)
+        self._first_call_compiles = 0
+        self._setup_compiles: int | None = None
+        self._warm = False
+        self._trace_seconds = 0.0
+
+    def seed(self, value: int) -> None:
+        xm.set_rng_state(value, str(self.device))
+
+    def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        if self.mesh is None:
+            return tensor.to(self.device)
+        spec = xs.ShardingSpec(self.mesh, self._table.axes(name, tuple(tensor.shape)))
+        (placed,) = xm.send_cpu_data_to_device([tensor.contiguous()], self.device, spec)
+        return placed
+
+    def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
+        names, tensors = list(batch), list(batch.values())
+        if self.mesh is None:
+            return dict(zip(names, xm.send_cpu_data_to_device(tensors, self.device), strict=True))
+        sent: dict[str, Tensor] = {}
+        for ndim in {t.ndim for t in tensors}:
+            group = [n for n in names if batch[n].ndim == ndim]
+            axes = tuple("fsdp" if dim == rows_dim and ndim > 1 else None for dim in range(ndim))
+            spec = xs.ShardingSpec(self.mesh, axes)
+            values = xm.send_cpu_data_to_device([batch[n] for n in group], self.device, spec)
+            sent |= dict(zip(group, values, strict=True))
+        return {name: sent[name] for name in names}
+
+    def program(self, function: Callable[[Batch], Out], *, name: str) -> Program[Out]:
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+
+        def run(batch: Batch, *, then: Callable[[Out], None] | None = None) -> Out:
+            before = _num_compiles()
+            if self._setup_compiles is None:
+                self._setup_compiles = before
+            started = time.perf_counter()
+            out = function(batch)
+            self._trace_seconds += time.perf_counter() - started
+            if then is not None:
+                xm.add_step_closure(then, args=(out,), run_async=True)
+            torch_xla.sync()
+            shapes = tuple(tuple(t.shape) for t in batch.values())
+            compiled = _num_compiles() - before
+            self._warm = True
+            if shapes not in seen:
+                seen.add(shapes)
+                self._first_call_compiles += compiled
+                log.info("%s %s: compiled %d program(s)", name, _shape_text(batch), compiled)
+            elif compiled:
+                log.warning("%s %s compiled again after warm-up", name, _shape_text(batch))
+            return out
+
+        return run
+
+    def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.world_size == 1:
+            return tensors
+        summed = [t.clone() for t in tensors]
+        xm.all_reduce(xm.REDUCE_SUM, summed)
+        return summed
+
+    def any_process(self, flag: bool) -> bool:
+        if self.world_size == 1:
+            return flag
+        return bool(xm.mesh_reduce("any_process", flag, any))
+
+    def barrier(self, tag: str) -> None:
+        if self.world_size > 1:
+            xm.rendezvous(tag)
+
+    def wait(self) -> None:
+        xm.wait_device_ops()
+        # An empty closure behind the queued ones: the asynchronous handler runs them in order.
+        done = torch.futures.Future()  # type: ignore[var-annotated]
+        xm.add_step_closure(lambda: done.set_result(None), run_async=True)
+        torch_xla.sync()
+        done.wait()
+
+    def counters(self) -> Counters:
+        num = _num_compiles()
+        after = num - self._first_call_compiles - (self._setup_compiles or 0)
+        return Counters(
+            num_compiles=num,
+            compiles_after_warmup=after if self._warm else 0,
+            compile_seconds=_compile_seconds(),
+            trace_seconds=self._trace_seconds,
+        )
+
+    def memory_gib(self) -> float | None:
+        if self.device.type != "xla" or xr.device_type() != "TPU":
+            return None
+        info = xm.get_memory_info(self.device)
+        return float(info["bytes_used"]) / GIB
+
+
+def _num_compiles() -> int:
+    data = met.metric_data("CompileTime")
+    return int(data[0]) if data else 0
+
+
+def _compile_seconds() -> float:
+    data = met.metric_data("CompileTime")
+    return float(data[1]) / 1e9 if data else 0.0  # the metric counts nanoseconds
+
+
+def _shape_text(batch: Batch) -> str:
+    shapes = {tuple(t.shape) for t in batch.values() if t.ndim > 1}
+    return " ".join("x".join(map(str, s)) for s in sorted(shapes, key=len))

@@ -1,0 +1,175 @@
+"""task=train: prepare the inputs, start the processes, train, report.
+
+Everything a user can get wrong is found before the run folder is made and before a device is touched.
+"""
+
+import importlib.util
+import inspect
+import logging
+import sys
+from typing import Any
+
+from tpu_experiments.checkpoint.store import latest_step
+from tpu_experiments.config.build import locate
+from tpu_experiments.config.curriculum import resolve_stages, skipped_stages
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.prepare import prepare
+from tpu_experiments.data.tokenizer import load_tokenizer, require_chat_template
+from tpu_experiments.io.folder import RunFolder, open_run
+from tpu_experiments.logging.base import LoggerContext, Loggers
+from tpu_experiments.logging.provenance import provenance, write_provenance
+from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.models.build import describe, shapes_of_base
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.launch import launch
+from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.training.inputs import RunInputs, expected_programs, stage_rows, stage_steps
+from tpu_experiments.training.outputs import RunOutputs
+from tpu_experiments.training.stop import STOPPED_EXIT_CODE
+from tpu_experiments.training.summary import summary
+from tpu_experiments.training.trainer import StoppedByRequest
+from tpu_experiments.training.window import TrainingStopped
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Train; exit code 0 finished, 2 refused, 75 stopped on request (the same command goes on), 1 failed.
+
+    Raises:
+        ConfigError: something the user can mend; nothing was written.
+    """
+    watch = Stopwatch()
+    folder = open_run(config)
+    finished = folder.finished()
+    if finished is not None:
+        print(summary(finished, folder=folder))
+        print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
+        return
+    start_run_log(None, rank=0)
+    with watch.measure("setup"):
+        check_loggers(config)
+        check_model(config)
+        inputs = make_inputs(config)
+    folder.create(config)
+    launch(train_process, config, inputs, folder, dict(watch.seconds))
+    result = folder.finished()
+    assert result is not None, "the run ended without result.json"
+    print(summary(result, folder=folder))
+
+
+def make_inputs(config: Config) -> RunInputs:
+    """Tokenizer, packed rows of every source at every length, and the stages."""
+    stages = resolve_stages(config)
+    for name in skipped_stages(config):
+        log.info("stage %s is left out: no source of its kind in data=%s", name, list(config.data))
+    tokenizer = load_tokenizer(
+        config.model.tokenizer_path or tokenizer_of(config),
+        revision=config.model.revision,
+        chat_template_path=config.model.chat_template_path,
+    )
+    for name, source in config.data.items():
+        if source.kind == "chat":
+            require_chat_template(tokenizer, source=name)
+    sources = prepare(
+        config.data,
+        data_size=config.data_size,
+        tokenizer=tokenizer,
+        seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
+        read=lambda name, spec: locate(config.data[name]._target_, key=f"data.{name}")(spec),
+    )
+    return RunInputs(tokenizer, sources, stages)
+
+
+def tokenizer_of(config: Config) -> str:
+    """A tiny stand-in has the shipped tokenizer; a real model its own."""
+    return "tpu_experiments/samples/tokenizer" if config.model.size == "tiny" else config.model.path
+
+
+def check_model(config: Config) -> None:
+    """What only the model's own config can tell: lengths, adapter targets, sharding rules.
+
+    Raises:
+        ConfigError: one of them does not go with the model.
+    """
+    source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    limit = getattr(source.config, "max_position_embeddings", None)
+    for stage in resolve_stages(config):
+        if limit is not None and stage.geometry.seq_len > limit:
+            raise ConfigError(
+                f"trainer.seq_len={stage.geometry.seq_len} (stage {stage.name}) is longer than "
+                f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
+            )
+    module, report = describe(source, lora=config.lora)
+    source.require_weights(shapes_of_base(module))
+    log.info("%s: %s", config.model.name, report)
+    if config.hw.parallel == "spmd":
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        ShardingTable(config.sharding, num_devices=config.hw.num_devices).check(shapes)
+
+
+def train_process(
+    runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, seconds: dict[str, float]
+) -> None:
+    """What every process of the run does."""
+    watch = Stopwatch()
+    watch.seconds.update(seconds)
+    start_run_log(folder, rank=runtime.rank)
+    facts = provenance(config, device=str(runtime.device), argv=sys.argv)
+    loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
+    if runtime.rank == 0:
+        write_provenance(folder, facts)
+        log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
+    outputs = RunOutputs(config, folder, inputs=inputs, loggers=loggers, provenance=facts)
+    trainer: Any = locate(config.trainer._target_, key="trainer")
+    try:
+        trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
+    except StoppedByRequest:
+        say(runtime, f"stopped on request; the same command goes on from {folder.path('checkpoints')}")
+        sys.exit(STOPPED_EXIT_CODE)
+    except TrainingStopped as error:
+        say(runtime, f"error: {error}")
+        sys.exit(1)
+    finally:
+        outputs.close()
+        stop_run_log()
+
+
+def say(runtime: Runtime, text: str) -> None:
+    """Print once, whatever the number of processes."""
+    if runtime.rank == 0:
+        print(text, file=sys.stderr)
+
+
+def check_loggers(config: Config) -> None:
+    """Refuse a logger whose package is missing or whose options it does not take, before anything is written."""
+    for name, logger in config.logger.items():
+        kind = locate(logger._target_, key=f"logger.{name}")
+        package = getattr(kind, "package", None)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"logger={name} needs the package {package}; pip install {package}, or leave it out.")
+        try:
+            inspect.signature(kind).bind(None, **logger.options)
+        except TypeError as error:
+            raise ConfigError(f"logger.{name}.options={logger.options}; {kind.__name__} says: {error}.") from error
+
+
+def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Loggers:
+    """Every selected logger, told how long the run is and where it resumes."""
+    total = sum(
+        stage_steps(stage_rows(inputs, stage, seed=config.seed), stage, config=config) for stage in inputs.stages
+    )
+    context = LoggerContext(run_folder=folder, config=config, total_steps=total, resume_step=resume_step(folder))
+    return Loggers(
+        {
+            name: locate(logger._target_, key=f"logger.{name}")(context, **logger.options)
+            for name, logger in config.logger.items()
+        }
+    )
+
+
+def resume_step(folder: RunFolder) -> int:
+    """Step of the newest complete checkpoint, 0 without one."""
+    return latest_step(folder.path("checkpoints"))

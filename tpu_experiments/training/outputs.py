@@ -1,0 +1,123 @@
+"""What a run leaves behind: log records, the adapter and result.json. Rank 0 writes."""
+
+import logging
+import math
+from typing import Any
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.export.full import write_model
+from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.logging.base import Loggers
+from tpu_experiments.logging.result import write_result
+from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.training.evaluate import Evaluation
+from tpu_experiments.training.inputs import RunInputs, expected_programs
+from tpu_experiments.training.summary import Ending, result_fields
+from tpu_experiments.training.window import Reading
+
+log = logging.getLogger(__name__)
+
+
+class RunOutputs:
+    """The run folder of one process; on other ranks than 0 every method does nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        *,
+        inputs: RunInputs,
+        loggers: Loggers | None,
+        provenance: dict[str, Any],
+    ) -> None:
+        self.config, self.folder, self.inputs = config, folder, inputs
+        self.loggers, self.provenance = loggers, provenance
+        self.adapter_path: str | None = None
+        self.sample_texts: dict[str, str] = {}
+        self._last_time: float | None = None
+
+    def close(self) -> None:
+        """Finish the loggers; nothing is logged afterwards."""
+        loggers, self.loggers = self.loggers, None
+        if loggers is not None:
+            loggers.finish()
+
+    def training(self, reading: Reading, *, stage: str) -> None:
+        """One training record: mean loss of the interval, learning rate, gradient norm, throughput."""
+        if self.loggers is None:
+            return
+        values = {
+            "train/loss": reading.mean_loss,
+            "train/lr": reading.lr,
+            "train/grad_norm": reading.grad_norm,
+            "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
+        }
+        if self._last_time is not None:  # the first interval holds the compilation
+            seconds = max(reading.time - self._last_time, 1e-9)
+            values["perf/tokens_per_second"] = reading.num_tokens / seconds
+            values["perf/step_seconds"] = seconds / len(reading.losses)
+        self._last_time = reading.time
+        self.loggers.scalars(reading.step, values)
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Held-out loss and perplexity, over all sources and for each."""
+        self._last_time = None
+        if self.loggers is None:
+            return
+        values = {"eval/loss": evaluation.loss, "eval/perplexity": evaluation.perplexity}
+        values |= {f"eval/loss_{source}": loss for source, loss in evaluation.sources.items()}
+        self.loggers.scalars(step, values)
+
+    def sample(self, step: int, text: str, *, when: str) -> None:
+        """A sample generation."""
+        self.sample_texts[when] = text
+        if self.loggers is not None:
+            prompt = self.config.sample.prompt
+            self.loggers.text(step, tag=f"sample_{when}", text=f"prompt: {prompt}\n\nmodel: {text}")
+            log.info("sample %s training: %r -> %r", when, prompt, text)
+
+    def export(self, model: BuiltModel) -> None:
+        """The adapter in PEFT's layout, the whole model for `lora.r: 0`; and the base when its weights were drawn."""
+        if self.loggers is None:
+            return
+        trained = {name: t.detach().cpu() for name, t in model.trainable.items()}
+        source, config = model.source, self.config
+        writing = {
+            "config": source.config,
+            "architecture": type(model.module).__name__,
+            "dtype": source.dtype,
+            "tokenizer": self.inputs.tokenizer,
+        }
+        if config.lora.r == 0:
+            self.adapter_path = self.folder.path("model")
+            write_model(self.adapter_path, tensors=trained, **writing)
+            return
+        base_path = config.model.path
+        if source.random:
+            base_path = self.folder.path("base")
+            names = [n for n, _ in source.empty().named_parameters()]
+            write_model(base_path, tensors=((w.name, w.tensor) for w in source.weights(names)), **writing)
+        self.adapter_path = self.folder.path("adapter")
+        write_adapter(
+            self.adapter_path,
+            parameters=trained,
+            initial=model.initial,
+            lora=config.lora,
+            base_path=base_path,
+            revision=config.model.revision,
+        )
+
+    def result(self, ending: Ending) -> None:
+        """result.json, written last and atomically."""
+        if self.loggers is None:
+            return
+        config, loss = self.config, ending.evaluation.loss
+        hparams = {"model": config.model.name, "lora.r": config.lora.r, "lora.alpha": config.lora.alpha}
+        hparams |= {"lr": self.inputs.stages[0].lr, "seed": config.seed}
+        metrics = {"hparam/eval_loss": loss, "hparam/perplexity": ending.evaluation.perplexity}
+        self.loggers.hparams(hparams, {name: v for name, v in metrics.items() if math.isfinite(v)})
+        self.close()
+        fields = result_fields(ending, config=config, provenance=self.provenance)
+        fields |= {"adapter_path": self.adapter_path, "expected_programs": expected_programs(self.inputs, config)}
+        write_result(self.folder, fields)

@@ -1,0 +1,102 @@
+"""The end of a run: the fields of result.json and the closing lines on the terminal."""
+
+import shlex
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpu_experiments.config.identity import config_hash
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.logging.result import peak_host_rss_gib
+from tpu_experiments.models.lora import ParameterReport
+from tpu_experiments.runtime.base import Counters
+from tpu_experiments.training.evaluate import Evaluation
+from tpu_experiments.training.progress import Progress
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the trainer knows when it is done."""
+
+    progress: Progress
+    evaluation: Evaluation
+    sample_after: str | None
+    report: ParameterReport
+    counters: Counters
+    device_memory_gib: float | None
+    seconds: dict[str, float]
+    """Exclusive wall seconds by activity; those of `counters` lie inside `train` and `eval`."""
+    tokens_per_second: float
+    """Tokens trained on in this process's life per second of training, compilation taken off."""
+
+
+def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any]) -> dict[str, Any]:
+    """The content of result.json, without what only the writer of the adapter knows."""
+    progress, counters = ending.progress, ending.counters
+    return {
+        "status": "finished",
+        "name": config.name,
+        "task": config.task.name,
+        "model": config.model.name,
+        "data": list(config.data),
+        "hw": config.hw.name,
+        "stages": [asdict(record) for record in progress.stages],
+        **_quality(ending),
+        "num_trainable": ending.report.trainable,
+        "num_parameters": ending.report.total,
+        "tokens": progress.tokens,
+        "tokens_per_second": ending.tokens_per_second,
+        "seconds": ending.seconds | {"trace": counters.trace_seconds, "compile": counters.compile_seconds},
+        "num_compiles": counters.num_compiles,
+        "compiles_after_warmup": counters.compiles_after_warmup,
+        "peak_host_rss_gib": peak_host_rss_gib(),
+        "device_memory_gib": ending.device_memory_gib,
+        "config_hash": config_hash(config),
+        "git_commit": provenance["git_commit"],
+        "versions": provenance["versions"],
+    }
+
+
+def _quality(ending: Ending) -> dict[str, Any]:
+    """Held-out losses and samples, before and after."""
+    progress, evaluation = ending.progress, ending.evaluation
+    return {
+        "eval_loss_before": progress.eval_loss_before,
+        "eval_loss": evaluation.loss,
+        "eval_tokens": evaluation.num_tokens,
+        "eval_sources_before": progress.eval_sources_before,
+        "eval_sources": evaluation.sources,
+        "perplexity": evaluation.perplexity,
+        "sample_before": progress.sample_before,
+        "sample_after": ending.sample_after,
+    }
+
+
+def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
+    """The closing lines: what came out, where it lies, what to do next."""
+    before, after = result["eval_loss_before"], result["eval_loss"]
+    seconds = result["seconds"]
+    times = ", ".join(
+        f"{name} {seconds[name]:.1f}" for name in ("setup", "load", "compile", "train", "eval") if name in seconds
+    )
+    lines = [
+        f"finished {result['name']}",
+        f"  held-out loss   {before:.4f} -> {after:.4f}  (perplexity {result['perplexity']:.2f})",
+        *(
+            f"  stage {s['name']:<10} {s['steps']} steps, {s['tokens']:,} tokens, train loss "
+            f"{s['first_train_loss']:.4f} -> {s['last_train_loss']:.4f}"
+            for s in result["stages"]
+        ),
+        f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
+        f"  speed           {result['tokens_per_second']:,.0f} tokens/s; seconds: {times}",
+        f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up",
+        f"  sample before   {result['sample_before']!r}",
+        f"  sample after    {result['sample_after']!r}",
+        f"  run folder      {folder.path()}",
+        f"  adapter         {result['adapter_path']}",
+        "next:",
+        f"  tensorboard --logdir {shlex.quote(paths.join(folder.path(), 'tensorboard'))}",
+        "  python run.py " + shlex.quote(f"name={result['name']}_r32") + " lora=all_linear_r32   # rank 32 instead",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Reading the step's reports without stopping the device.
+
+Between two log records the reports stay on the device. At a log step a step closure reads them, in another thread on
+XLA, and puts the numbers into an inbox that the loop empties when it passes by.
+"""
+
+import math
+import queue
+import time
+from dataclasses import dataclass, field
+
+from tpu_experiments.training.step import StepOutput
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says where and why."""
+
+
+@dataclass
+class Pending:
+    """One queued step and what the host knows about it."""
+
+    step: int
+    lr: float
+    labels: list[str]
+    """`source:row` of every row of this process, in the order of the row losses."""
+    num_tokens: int
+    output: StepOutput
+
+
+@dataclass
+class Reading:
+    """One log record."""
+
+    step: int
+    lr: float
+    losses: list[tuple[int, float]]
+    """(step, loss) of every step since the record before."""
+    grad_norm: float
+    num_tokens: int
+    time: float
+    """Seconds on the monotonic clock when the values arrived."""
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over the steps of the record."""
+        return sum(loss for _, loss in self.losses) / len(self.losses)
+
+
+@dataclass
+class Window:
+    """The steps since the last log record."""
+
+    pending: list[Pending] = field(default_factory=list)
+    inbox: "queue.SimpleQueue[Reading | TrainingStopped]" = field(default_factory=queue.SimpleQueue)
+
+    def close(self) -> list[Pending]:
+        """Hand over the steps collected so far."""
+        steps, self.pending = self.pending, []
+        return steps
+
+    def read(self, steps: list[Pending]) -> None:
+        """Move the reports of `steps` to the host (waits for the device) into the inbox."""
+        losses = []
+        for pending in steps:
+            loss = float(pending.output.loss.cpu())
+            if not math.isfinite(loss):
+                self.inbox.put(_non_finite(pending, loss))
+                return
+            losses.append((pending.step, loss))
+        last = steps[-1]
+        norm = float(last.output.grad_norm.cpu())
+        tokens = sum(pending.num_tokens for pending in steps)
+        self.inbox.put(Reading(last.step, last.lr, losses, norm, tokens, time.perf_counter()))
+
+    def drain(self) -> list[Reading]:
+        """The readings that have arrived.
+
+        Raises:
+            TrainingStopped: a loss was not finite.
+        """
+        readings: list[Reading] = []
+        while not self.inbox.empty():
+            item = self.inbox.get()
+            if isinstance(item, TrainingStopped):
+                raise item
+            readings.append(item)
+        return readings
+
+
+def _non_finite(pending: Pending, loss: float) -> TrainingStopped:
+    values = pending.output.row_losses_AR.cpu().flatten().tolist()
+    bad = [label for label, value in zip(pending.labels, values, strict=True) if not math.isfinite(value)]
+    rows = ", ".join(bad[:16]) or "none by itself: the parameters were not finite before"
+    return TrainingStopped(
+        f"train loss is {loss} at step {pending.step} (learning rate {pending.lr:.3g}); rows (source:row): {rows}; "
+        "the last checkpoint is from before; lower optim.lr, or look at these rows."
+    )
