@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.training.runs import REPOSITORY, finished
+from tests.training.runs import REPOSITORY, finished, records
 
 pytestmark = pytest.mark.xla
 EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
@@ -17,6 +17,18 @@ def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
     assert result["compiles_after_warmup"] == 0
     assert result["status"] == "finished"
     assert all(stage["steps"] == 6 for stage in result["stages"])
+
+
+def test_the_padded_last_batch_of_an_epoch_compiles_nothing(tmp_path):
+    """12 documents fill no whole number of batches; the last one is filled up with rows of zero weight."""
+    overrides = ("experiment=qwen05b_uk_law", "debug=smoke", "trainer.max_stage_steps=null")
+    result = finished(*overrides, "data.uk_law.max_documents=12", "trainer.log_every_steps=1", output_dir=tmp_path)
+    (stage,) = result["stages"]
+    assert stage["tokens"] < stage["steps"] * 8 * 64
+    per_step = [r for r in records(tmp_path) if "train/loss" in r]
+    assert len(per_step) == stage["steps"]
+    assert result["num_compiles"] == result["expected_programs"] == 3
+    assert result["compiles_after_warmup"] == 0
 
 
 def test_two_lengths_are_two_programs(tmp_path):

@@ -4,12 +4,14 @@ Each case is the whole command in a process of its own, on a tiny Qwen2 with two
 """
 
 import math
+import os
 
 import pytest
 
-from tests.training.runs import finished, losses
+from tests.training.runs import REPOSITORY, finished, losses
 
 pytestmark = pytest.mark.xla
+GOLDEN = REPOSITORY / "tests" / "golden" / "losses" / "qwen05b_smoke.txt"
 COMMON = (
     "model=qwen05b",
     "data=[sample_text,sample_chat]",
@@ -36,6 +38,15 @@ def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
     result = finished(*COMMON, "hw.runtime=eager", output_dir=folder)
     return result, losses(folder)
+
+
+def test_losses_are_the_golden_ones(reference):
+    """Full precision in the file; 1e-5 here, since another CPU sums in another order. UPDATE_GOLDEN=1 rewrites it."""
+    _, ours = reference
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text("".join(f"{loss!r}\n" for loss in ours))
+    golden = [float(line) for line in GOLDEN.read_text().split()]
+    assert ours == pytest.approx(golden, abs=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

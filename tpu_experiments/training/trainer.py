@@ -163,16 +163,15 @@ class Trainer:
         self.runtime.seed(seed_of(config.seed, self.progress.step, self.runtime.rank))
         step = self.progress.step + 1
         due = step % config.trainer.log_every_steps == 0 or stage_step + 1 == num_steps
-        pending = Pending(step, lr, mine.labels, whole.num_tokens, None)  # type: ignore[arg-type]  # filled below
+        pending = Pending(step, lr, mine.labels, whole.num_tokens)
         self.window.pending.append(pending)
         steps = self.window.close() if due else []
 
         def read(output: StepOutput) -> None:
             pending.output = output
-            if steps:
-                self.window.read(steps)
+            self.window.read(steps)
 
-        pending.output = self.step_program(batch, then=read)
+        pending.output = self.step_program(batch, then=read if due else None)
         self.progress.step, self.progress.stage_step = step, stage_step + 1
         self.progress.stages[-1].steps = stage_step + 1
         self.progress.stages[-1].tokens += whole.num_tokens

@@ -25,7 +25,8 @@ class Pending:
     labels: list[str]
     """`source:row` of every row of this process, in the order of the row losses."""
     num_tokens: int
-    output: StepOutput
+    output: StepOutput | None = None
+    """Filled when the step is queued."""
 
 
 @dataclass
@@ -63,13 +64,13 @@ class Window:
         """Move the reports of `steps` to the host (waits for the device) into the inbox."""
         losses = []
         for pending in steps:
-            loss = float(pending.output.loss.cpu())
+            assert pending.output is not None
+            loss, norm = float(pending.output.loss.cpu()), float(pending.output.grad_norm.cpu())
             if not math.isfinite(loss):
-                self.inbox.put(_non_finite(pending, loss))
+                self.inbox.put(_non_finite(pending, loss, pending.output))
                 return
             losses.append((pending.step, loss))
         last = steps[-1]
-        norm = float(last.output.grad_norm.cpu())
         tokens = sum(pending.num_tokens for pending in steps)
         self.inbox.put(Reading(last.step, last.lr, losses, norm, tokens, time.perf_counter()))
 
@@ -88,8 +89,8 @@ class Window:
         return readings
 
 
-def _non_finite(pending: Pending, loss: float) -> TrainingStopped:
-    values = pending.output.row_losses_AR.cpu().flatten().tolist()
+def _non_finite(pending: Pending, loss: float, output: StepOutput) -> TrainingStopped:
+    values = output.row_losses_AR.cpu().flatten().tolist()
     bad = [label for label, value in zip(pending.labels, values, strict=True) if not math.isfinite(value)]
     rows = ", ".join(bad[:16]) or "none by itself: the parameters were not finite before"
     return TrainingStopped(
