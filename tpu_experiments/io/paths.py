@@ -28,6 +28,11 @@ def join(base: str, *parts: str) -> str:
     return "/".join([base.rstrip("/"), *(part.strip("/") for part in parts)])
 
 
+def absolute(path: str) -> str:
+    """A local path from the root; a remote one as it is."""
+    return path if is_remote(path) else str(_local(path).resolve())
+
+
 def exists(path: str) -> bool:
     """Whether there is a file at `path`, or a folder (remotely: at least one object below it)."""
     if not is_remote(path):

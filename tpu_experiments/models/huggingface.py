@@ -56,6 +56,12 @@ class HuggingFaceModel:
         config._attn_implementation = self.model.attention
         return config
 
+    @property
+    def reference(self) -> str:
+        """What an adapter names as its base: the full path of a local folder, or the Hub id."""
+        local = _local_path(self.model)
+        return self.model.path if local is None else str(local)
+
     def empty(self) -> nn.Module:
         """The module with parameters on the meta device and its buffers (RoPE frequencies) on the host."""
         with torch.device("meta"):
@@ -149,15 +155,21 @@ def _config_of(folder: Path) -> PretrainedConfig:
         ) from error
 
 
+def _local_path(model: ModelConfig) -> Path | None:
+    """`model.path` as a folder, from here or from the repository's root; None for a Hub id."""
+    candidates = (Path(model.path).expanduser(), REPOSITORY / model.path)
+    return next((folder.resolve() for folder in candidates if folder.is_dir()), None)
+
+
 def _local_folder(model: ModelConfig) -> Path:
     """The checkpoint's folder; a Hub id is downloaded into the Hub's cache (safetensors and configs only)."""
-    for candidate in (Path(model.path).expanduser(), REPOSITORY / model.path):
-        if candidate.is_dir():
-            if not (candidate / "config.json").exists():
-                raise ConfigError(
-                    f"model.path={model.path}; no config.json there; it is not a Hugging Face checkpoint folder."
-                )
-            return candidate
+    local = _local_path(model)
+    if local is not None:
+        if not (local / "config.json").exists():
+            raise ConfigError(
+                f"model.path={model.path}; no config.json there; it is not a Hugging Face checkpoint folder."
+            )
+        return local
     if model.path.startswith((".", "/", "~")) or model.path.count("/") != 1:
         raise ConfigError(
             f"model.path={model.path}; there is no such folder; give a checkpoint folder or a Hub id owner/name."

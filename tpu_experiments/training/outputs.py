@@ -7,6 +7,7 @@ from typing import Any
 from tpu_experiments.config.schema import Config
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.logging.base import Loggers
 from tpu_experiments.logging.result import write_result
@@ -93,9 +94,9 @@ class RunOutputs:
             self.adapter_path = self.folder.path("model")
             write_model(self.adapter_path, tensors=trained, **writing)
             return
-        base_path = config.model.path
+        base_path = source.reference
         if source.random:
-            base_path = self.folder.path("base")
+            base_path = paths.absolute(self.folder.path("base"))
             names = [n for n, _ in source.empty().named_parameters()]
             write_model(base_path, tensors=((w.name, w.tensor) for w in source.weights(names)), **writing)
         self.adapter_path = self.folder.path("adapter")
