@@ -35,6 +35,10 @@ CASES = {
         "lora.targets=[q_proj,kproj]",
         ["lora.targets has 'kproj', which matches no Linear of the model. Did you mean 'k_proj'?", "down_proj"],
     ),
+    "tokenizer of another model": (
+        "model.init=random model.arch.vocab_size=1000",
+        ["data.sample_text has token id", "model=tiny has 1000 embeddings", "model.tokenizer_path"],
+    ),
     "row longer than the checkpoint allows": (
         "model.path={tmp}/short ~model.arch.max_position_embeddings",
         ["trainer.seq_len=128 (stage text) is longer than model.path={tmp}/short allows (max_position_embeddings=64)"],

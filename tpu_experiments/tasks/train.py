@@ -51,8 +51,9 @@ def run(config: Config) -> None:
     start_run_log(None, rank=0)
     with watch.measure("setup"):
         check_loggers(config)
-        check_model(config)
+        vocab_size = check_model(config)
         inputs = make_inputs(config)
+        check_ids(config, inputs, vocab_size=vocab_size)
     folder.create(config)
     launch(train_process, config, inputs, folder, dict(watch.seconds))
     result = folder.finished()
@@ -88,8 +89,8 @@ def tokenizer_of(config: Config) -> str:
     return "tpu_experiments/samples/tokenizer" if config.model.size == "tiny" else config.model.path
 
 
-def check_model(config: Config) -> None:
-    """What only the model's own config can tell: lengths, adapter targets, sharding rules.
+def check_model(config: Config) -> int:
+    """What only the model's own config can tell: lengths, adapter targets, sharding rules; returns its vocabulary.
 
     Raises:
         ConfigError: one of them does not go with the model.
@@ -108,6 +109,22 @@ def check_model(config: Config) -> None:
     if config.hw.parallel == "spmd":
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         ShardingTable(config.sharding, num_devices=config.hw.num_devices).check(shapes)
+    return int(source.config.vocab_size)
+
+
+def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
+    """Refuse rows with a token the model has no embedding for: on XLA it would be read as another one, silently.
+
+    Raises:
+        ConfigError: tokenizer and model do not belong together.
+    """
+    for name, source in inputs.sources.items():
+        largest = max(int(rows.ids_NT.max()) for rows in source.train.values())
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"data.{name} has token id {largest} and model={config.model.name} has {vocab_size} embeddings; "
+                "set model.tokenizer_path to the tokenizer this model was trained with."
+            )
 
 
 def train_process(
