@@ -23,5 +23,5 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("case", ["ours_eager", "ours_xla"])
 def test_peak_is_at_most_115_percent_of_the_checkpoint(checkpoint, case):
     folder, num_bytes = checkpoint
-    # From below: the weights are there. Pages freed before the baseline and used again are not counted: 0.9985 was seen.
+    # From below: the weights are there; pages freed before the baseline and used again do not count (0.9985 seen).
     assert 0.95 * num_bytes <= measure(case, folder) <= LIMIT * num_bytes + CONSTANT_BYTES
