@@ -119,7 +119,8 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
         ConfigError: tokenizer and model do not belong together.
     """
     for name, source in inputs.sources.items():
-        largest = max(int(rows.ids_NT.max()) for rows in source.train.values())
+        parts = [*source.train.values(), *source.evaluation.values()]
+        largest = max(int(rows.ids_NT.max(initial=0)) for rows in parts)
         if largest >= vocab_size:
             raise ConfigError(
                 f"data.{name} has token id {largest} and model={config.model.name} has {vocab_size} embeddings; "

@@ -65,12 +65,14 @@ class Window:
         losses = []
         for pending in steps:
             assert pending.output is not None
-            loss, norm = float(pending.output.loss.cpu()), float(pending.output.grad_norm.cpu())
+            loss = float(pending.output.loss.cpu())
             if not math.isfinite(loss):
                 self.inbox.put(_non_finite(pending, loss, pending.output))
                 return
             losses.append((pending.step, loss))
         last = steps[-1]
+        assert last.output is not None
+        norm = float(last.output.grad_norm.cpu())
         tokens = sum(pending.num_tokens for pending in steps)
         self.inbox.put(Reading(last.step, last.lr, losses, norm, tokens, time.perf_counter()))
 
