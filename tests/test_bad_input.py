@@ -1,4 +1,4 @@
-"""What only the data, the tokenizer, the model or the run folder can tell is refused before anything is written."""
+"""What only the data, the tokenizer, the model or the run folder can tell is refused before a run folder is made."""
 
 import logging
 import shutil
@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed
+from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io.folder import open_run
-from tpu_experiments.tasks.train import run
+from tpu_experiments.tasks.train import check_data, make_inputs, run
+from tpu_experiments.training.progress import Progress
 
 SAMPLES = Path(__file__).parents[1] / "tpu_experiments" / "samples"
 LAID = "data=sample_text data.sample_text.path={tmp}/"
@@ -19,14 +21,14 @@ CASES = {
     "missing file": (LAID + "brokn.jsonl", ["there is no such file or folder. Did you mean broken.jsonl"]),
     "empty file": (LAID + "empty.jsonl", ["0 documents were read; point data.sample_text.path= at a file with"]),
     "broken line": (LAID + "broken.jsonl", ["line 2 of broken.jsonl is not JSON", "mend or remove the line"]),
-    "unsupported file": (LAID + "rows.csv", ["the suffix '.csv' is not supported; convert the file to .jsonl"]),
+    "unsupported file": (LAID + "rows.xlsx", ["the suffix '.xlsx' is not supported; convert the file to .jsonl"]),
     "no supervised token": (
         CHAT + "unanswered.json",
-        ["document unanswered.json:1 has no assistant turn to learn", "teaches nothing; remove it"],
+        ["no row is left to train on (1 documents were read, left out: 1 no_answer)"],
     ),
     "no chat template": (
         "model.tokenizer_path={tmp}/tokenizer",
-        ["has no chat template; set model.chat_template_path="],
+        ["has no chat template; set model.chat_format=chatml"],
     ),
     "no tokenizer": ("model.tokenizer_path={tmp}/no_config", ["this folder holds no tokenizer"]),
     "no model folder": ("model.path={tmp}/nowhere", ["model.path={tmp}/nowhere; there is no such folder"]),
@@ -52,7 +54,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "empty.jsonl").touch()
     (folder / "broken.jsonl").write_text('{"text": "unu doi trei"}\n{"text": \n')
-    (folder / "rows.csv").write_text("text\nunu\n")
+    (folder / "rows.xlsx").write_text("text\nunu\n")
     (folder / "unanswered.json").write_text('[{"messages": [{"role": "user", "content": "Salut"}]}]')
     shutil.copytree(SAMPLES / "tokenizer", folder / "tokenizer")
     (folder / "tokenizer" / "chat_template.jinja").unlink()
@@ -79,20 +81,23 @@ def restored_root_logger() -> Iterator[None]:
 
 @pytest.fixture
 def refused(inputs: Path, tmp_path: Path) -> Callable[[str], str]:
-    """Run the task in this process; the message, after a look that nothing was written."""
+    """Run the task in this process; the message, after a look that no run folder was made.
+
+    What was prepared of the data stays: it is named by what it is, and the next start goes on with it.
+    """
 
     def refused(overrides: str) -> str:
         config = composed(f"output_dir={tmp_path}/outputs", *overrides.format(tmp=inputs).split())
         with pytest.raises(ConfigError) as caught:
             run(config)
-        assert list(tmp_path.iterdir()) == []
+        assert {path.name for path in tmp_path.glob("*/*")} <= {"prepared"}
         return str(caught.value)
 
     return refused
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused_in_one_sentence_before_anything_is_written(
+def test_it_is_refused_in_one_sentence_before_there_is_a_run_folder(
     case: str, refused: Callable[[str], str], inputs: Path
 ) -> None:
     overrides, fragments = CASES[case]
@@ -101,7 +106,7 @@ def test_it_is_refused_in_one_sentence_before_anything_is_written(
     assert [f for f in fragments if f.format(tmp=inputs) not in message] == [], message
 
 
-def test_a_checkpoint_without_weights_is_refused_before_anything_is_written(refused: Callable[[str], str]) -> None:
+def test_a_checkpoint_without_weights_is_refused_before_there_is_a_run_folder(refused: Callable[[str], str]) -> None:
     assert "no model.safetensors" in refused("model.path={tmp}/no_weights")
 
 
@@ -124,3 +129,20 @@ def test_a_folder_that_no_run_made_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"name=thesis; .*thesis exists and is not a run folder .*another name="):
         run(composed("name=thesis", f"output_dir={tmp_path}"))
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
+
+
+def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path) -> None:
+    path = f"data.sample_text.path={tmp_path}/a.jsonl"
+    overrides = ("name=grown", f"output_dir={tmp_path}", "data=sample_text", path)
+    lines = (SAMPLES / "wiki_ro.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+    config = composed(*overrides)
+    folder = open_run(config)
+    folder.create(config)
+    progress = Progress(step=7, data=make_inputs(config).audit_hashes).to_dict()
+    save_checkpoint(folder.path("checkpoints"), step=7, groups={}, progress=progress, keep_last=1)
+    check_data(folder, make_inputs(config))
+    (tmp_path / "a.jsonl").write_text("".join(lines[1:]), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"name=grown; its checkpoint of step 7 .* other data .*sample_text@128") as e:
+        run(config)
+    assert "choose another name=" in str(e.value)

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from tpu_experiments.checkpoint.store import COMMIT, latest_step, load_latest, save_checkpoint
+from tpu_experiments.checkpoint.store import COMMIT, latest_progress, latest_step, load_latest, save_checkpoint
 from tpu_experiments.io import paths
 
 
@@ -32,6 +32,7 @@ def test_round_trip(folder):
     torch.testing.assert_close(tensors["parameters"]["a.lora_A"], torch.full((2, 3), 12.0))
     assert set(tensors) == {"parameters", "optimizer"}
     assert latest_step(folder) == 12
+    assert latest_progress(folder) == (12, {"step": 12, "tokens": 7})
 
 
 def test_only_the_newest_are_kept(folder):

@@ -94,6 +94,21 @@ CASES = {
         ["hw.parallel=spawn", "hw.num_devices=4"],
         ["hw.num_devices=4 with hw.parallel=spawn on torch_xla's CPU device", "use hw.parallel=spmd"],
     ),
+    "packing none on xla": (
+        ["prepare.packing=none", "prepare.long_documents=drop"],
+        [
+            "prepare.packing=none with hw.runtime=xla; every batch length would be another program; use "
+            "prepare.packing=best_fit or pad, or hw.runtime=eager."
+        ],
+    ),
+    "split documents, one a row": (
+        ["prepare.packing=pad"],
+        ["prepare.long_documents=split with prepare.packing=pad; ", "use prepare.long_documents=truncate or drop."],
+    ),
+    "split documents, no packing": (
+        ["prepare.packing=none", "hw.runtime=eager"],
+        ["prepare.long_documents=split with prepare.packing=none; "],
+    ),
     "no room for the prompt": (["sample.max_new_tokens=500"], ["sample.max_new_tokens=500; it leaves no room"]),
     "target outside": (["optim._target_=os.system"], ["optim._target_=os.system; it lies outside tpu_experiments"]),
     "target without a module": (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.data.tokenizer import load_tokenizer
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 
 TOKENIZER = Path(__file__).parents[2] / "tpu_experiments" / "samples" / "tokenizer"
 

@@ -105,3 +105,28 @@ REWRITES = (
     "{% endif %}{{ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+# Phi-3: an end of the conversation, which begins like the next turn that another conversation has.
+PHI3 = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+
+# The same texts as those above, with transformers' tags around what an assistant generates.
+CHATML_TAGGED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+_MISTRAL_TAGGED = (
+    "{{{{ bos_token }}}}{{% for message in messages %}}"
+    "{{% if message['role'] == 'user' %}}{{{{ '[INST] ' + message['content'] + '{question_end}' }}}}"
+    "{{% else %}}{{% generation %}}{{{{ {answer} + eos_token }}}}{{% endgeneration %}}{{{{ '{answer_end}' }}}}"
+    "{{% endif %}}{{% endfor %}}"
+)
+MISTRAL_V01_TAGGED = _MISTRAL_TAGGED.format(question_end=" [/INST]", answer="message['content']", answer_end=" ")
+MISTRAL_V02_TAGGED = _MISTRAL_TAGGED.format(question_end=" [/INST]", answer="message['content']", answer_end="")
+MISTRAL_V03_TAGGED = _MISTRAL_TAGGED.format(
+    question_end="[/INST]", answer="' ' + message['content'] | trim", answer_end=""
+)

@@ -5,141 +5,248 @@ import re
 import numpy as np
 import pytest
 
+from tests.data.preparing import (
+    SHARED,
+    all_rows,
+    chat_source,
+    prepared,
+    text_source,
+    texts,
+    write_lines,
+)
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.sources import CleanConfig, DataSourceConfig, DuplicatesConfig
+from tpu_experiments.data.cleaning.duplicates import content_key
+from tpu_experiments.data.cleaning.split import SPLITS, split_of
 from tpu_experiments.data.documents import Document
-from tpu_experiments.data.prepare import prepare
-from tpu_experiments.data.sources import read_documents
-from tpu_experiments.data.split import is_held_out
 
 SAMPLES = "tpu_experiments/samples"
 
 
-def text_source(path, **values):
-    return DataSourceConfig(path=str(path), kind="text", format="text", **values)
-
-
-def chat_source(path, **values):
-    return DataSourceConfig(path=str(path), kind="chat", format="alternating", **values)
-
-
-def prepared(sources, *, tokenizer, seq_lens=(64,), data_size="full", read=None):
-    return prepare(
-        sources,
-        data_size=data_size,
-        tokenizer=tokenizer,
-        seq_lens=seq_lens,
-        read=read or (lambda name, spec: read_documents(spec)),
-    )
-
-
 @pytest.fixture
-def texts(tmp_path):
-    path = tmp_path / "a.jsonl"
-    lines = [json.dumps({"text": f"Acesta este documentul {i}."}) for i in range(100)]
-    path.write_text("\n".join(lines))
-    return path
+def hundred(tmp_path):
+    return texts(tmp_path / "a.jsonl", 100)
 
 
-def test_every_document_is_on_one_side(texts, tokenizer):
-    source = prepared({"a": text_source(texts)}, tokenizer=tokenizer)["a"]
-    assert (source.name, source.kind, source.num_documents) == ("a", "text", 100)
-    sides = {
-        side: tokenizer.decode(rows[64].ids_NT.ravel(), skip_special_tokens=True)
-        for side, rows in (("train", source.train), ("evaluation", source.evaluation))
-    }
+def manifest_of(source, seq_len=64):
+    manifest = source.manifests[seq_len]
+    reported = sum(manifest["documents_reported"].values())
+    assert manifest["documents_in"] == manifest["documents_out"] + reported
+    return manifest
+
+
+def test_every_document_is_in_the_split_its_hash_says(hundred, tmp_path, tokenizer):
+    source = prepared({"a": text_source(hundred)}, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
+    held = {s: tokenizer.decode(all_rows(source, s).ids_NT.ravel(), skip_special_tokens=True) for s in SPLITS}
     for i in range(100):
-        text = f"Acesta este documentul {i}."
-        held_out = is_held_out(text, eval_fraction=0.1)
-        assert (text in sides["evaluation"], text in sides["train"]) == (held_out, not held_out)
+        text = f"Acesta este documentul cu numărul {i}."
+        own = split_of(content_key(Document("", text=text)), eval_fraction=0.1, test_fraction=0.1)
+        assert {split for split in SPLITS if text in held[split]} == {own}
 
 
-def test_every_length_once_and_the_same_twice(texts, tokenizer):
-    first, second = (
-        prepared({"a": text_source(texts)}, tokenizer=tokenizer, seq_lens=[32, 128, 32])["a"] for _ in range(2)
-    )
-    assert list(first.train) == list(first.evaluation) == [32, 128]
-    for length, rows in first.train.items():
-        assert rows.seq_len == length
-        assert np.array_equal(rows.ids_NT, second.train[length].ids_NT)
-    assert first.train[32].num_tokens == first.train[128].num_tokens
+def test_a_document_stays_in_its_split_when_the_data_grows(tmp_path, tokenizer):
+    splits = []
+    for count in (60, 100):
+        path = texts(tmp_path / f"{count}.jsonl", count)
+        source = prepared({"a": text_source(path)}, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
+        splits.append({s: manifest_of(source)["splits"][s]["documents"] for s in SPLITS})
+    assert all(splits[0][split] <= splits[1][split] for split in SPLITS)
+    assert sum(splits[1].values()) == 100
 
 
-def test_dropped_are_counted_and_logged(tmp_path, tokenizer, caplog):
-    path = tmp_path / "a.json"
-    rows = [{"data": ["întrebare " * 40, f"răspuns {i}"]} for i in range(40)]
-    path.write_text(json.dumps([*rows, {"data": ["singur"]}, {"data": []}]))
-    caplog.set_level(logging.INFO, logger="tpu_experiments.data.prepare")
-    source = prepared({"a": chat_source(path)}, tokenizer=tokenizer, seq_lens=[32])["a"]
-    assert source.num_documents == 42
-    assert source.num_dropped["empty_documents"] == 2
-    assert source.num_dropped["unlearnable_pieces@32"] > 0
-    kept = [n for side in (source.train, source.evaluation) for n in [side[32].num_supervised]]
-    assert min(kept) > 0
-    (message,) = caplog.messages
-    assert re.match(r"data\.a: 42 documents \(\d+ held out, 2 empty\) -> \d+ rows of 32", message)
+def test_found_again_and_not_made_again(hundred, tmp_path, tokenizer):
+    def made():
+        prepared({"a": text_source(hundred)}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[32, 64, 32])
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "p").rglob("*")}
+
+    first = made()
+    assert made() == first
+    assert len([path for path in first if path.name == "manifest.json"]) == 2, "one for each length"
+    assert len([path for path in first if path.name == "blocks.json"]) == 1, "tokenised once"
 
 
-def test_shipped_samples(tokenizer):
+def test_what_decides_the_rows_names_the_folder(hundred, tmp_path, tokenizer):
+    def folder_of(path=hundred, *, settings=None, **values):
+        source = text_source(path, **values)
+        return prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, **(settings or {}))["a"].folders[64]
+
+    base = folder_of()
+    assert folder_of(on_bad_row="skip") == base
+    assert folder_of(settings={"workers": 2, "documents": "keep"}) == base
+    others = [
+        folder_of(test_fraction=0.2),
+        folder_of(max_documents=90),
+        folder_of(clean=CleanConfig(unicode="nfc")),
+        folder_of(duplicates=DuplicatesConfig(exact="keep")),
+        folder_of(settings={"packing": "pad", "long_documents": "truncate"}),
+        folder_of(texts(tmp_path / "b.jsonl", 99)),
+    ]
+    assert len({base, *others}) == 7
+
+
+def test_left_out_rows_are_counted_and_named(tmp_path, tokenizer):
+    good = [{"data": [f"întrebare {i}", f"răspuns {i}"]} for i in range(60)]
+    rows = [*good, good[0], {"data": ["singur"]}, {"data": []}, {"data": "text"}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    with path.open("ab") as file:
+        file.write(b'{"data": ["a", "b"\n\xff\xfe\n')
+    source = chat_source(path, on_bad_row="skip")
+    source = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[32])["a"]
+    manifest = manifest_of(source, 32)
+    assert manifest["documents_in"] == 66
+    assert manifest["documents_out"] == 60
+    assert manifest["documents_reported"]["exact_duplicate"] == 1
+    lines = (tmp_path / "p").rglob("reported.jsonl")
+    reported = [json.loads(line) for path in lines for line in path.read_text().splitlines()]
+    assert [entry["place"] for entry in reported] == [f"line {n} of a.jsonl" for n in (62, 63, 64, 65, 66, 61)] or {
+        entry["place"] for entry in reported
+    } == {f"line {n} of a.jsonl" for n in range(61, 67)}
+    assert any("line 1 of a.jsonl" in entry["message"] for entry in reported if entry["reason"] == "exact_duplicate")
+
+
+def test_a_bad_row_stops_the_run_by_name(tmp_path, tokenizer):
+    path = texts(tmp_path / "a.jsonl", 20)
+    with path.open("a") as file:
+        file.write('{"text": "cut off\n')
+    sentence = r"data\.a\.path=.*a\.jsonl; line 21 of a\.jsonl .*on_bad_row=skip"
+    with pytest.raises(ConfigError, match=sentence):
+        prepared({"a": text_source(path)}, folder=tmp_path / "p", tokenizer=tokenizer)
+    assert not list((tmp_path / "p").rglob("manifest.json"))
+    skipping = {"a": text_source(path, on_bad_row="skip")}
+    source = prepared(skipping, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
+    assert sum(manifest_of(source)["documents_reported"].values()) == 1
+    with pytest.raises(ConfigError, match=sentence):  # the rows are there, but were made with skip
+        prepared({"a": text_source(path)}, folder=tmp_path / "p", tokenizer=tokenizer)
+
+
+def test_shipped_samples(tmp_path, tokenizer):
     sources = {
         "wiki": text_source("org/none", sample_path=f"{SAMPLES}/wiki_ro.jsonl"),
         "chat": chat_source("org/none", sample_path=f"{SAMPLES}/ultrachat_ro.json"),
-        "law": DataSourceConfig(
-            path="org/none",
-            sample_path=f"{SAMPLES}/uk_law.jsonl",
-            kind="chat",
-            format="question_answer",
-        ),
+        "law": chat_source("org/none", sample_path=f"{SAMPLES}/uk_law.jsonl"),
     }
-    result = prepared(sources, tokenizer=tokenizer, seq_lens=[128, 512], data_size="sample")
+    result = prepared(sources, folder=tmp_path, tokenizer=tokenizer, seq_lens=[128, 512], data_size="sample", workers=1)
     assert list(result) == ["wiki", "chat", "law"]
     for source in result.values():
-        assert source.num_dropped["empty_documents"] == 0
         for length in (128, 512):
-            assert source.train[length].num_rows > source.evaluation[length].num_rows > 0
-            assert source.train[length].ids_NT.max() < 4096
+            manifest = manifest_of(source, length)
+            assert manifest["documents_reported"] == {}
+            assert all(manifest["splits"][split]["rows"] > 0 for split in SPLITS)
+            assert manifest["max_token_id"] < 4096
+            train = manifest["splits"]["train"]
+            rows = all_rows(source, "train", length)
+            assert (train["tokens"], train["supervised_tokens"]) == (rows.num_tokens, rows.num_supervised)
+            assert sum(train["length_histogram"]["documents"]) == train["documents"] == train["documents_per_turn"][0]
 
 
-def test_no_bar_when_stderr_is_no_terminal(texts, tokenizer, capfd):
-    prepared({"a": text_source(texts)}, tokenizer=tokenizer)
+def test_per_turn_counts_are_those_of_the_conversations(tmp_path, tokenizer):
+    rows = [
+        {"data": [f"Întrebarea {i}", "Da.", "Și?", "Nu, nu."] if i % 2 else [f"Altă {i}", "Da."]} for i in range(40)
+    ]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = chat_source(path, eval_fraction=0, test_fraction=0)
+    manifest = manifest_of(prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer)["a"])
+    train = manifest["splits"]["train"]
+    assert train["documents_per_turn"] == [40, 20]
+    assert sum(train["supervised_per_turn"]) == train["supervised_tokens"]
+    assert train["supervised_per_turn"][0] % 40 == 0
+    assert train["supervised_per_turn"][1] % 20 == 0
+
+
+def test_percentiles_of_the_lengths(tmp_path, tokenizer):
+    rows = [{"text": "apă " * count} for count in range(1, 101)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = text_source(path, eval_fraction=0, test_fraction=0)
+    found = manifest_of(prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer)["a"])["length_percentiles"]
+    lengths = sorted(len(tokenizer(row["text"])["input_ids"]) for row in rows)
+    extra = found["100"] - lengths[-1]  # the tokens put around a text
+    assert {share: value - extra for share, value in found.items()} == {
+        str(share): lengths[share - 1] for share in (50, 90, 95, 99, 100)
+    }
+
+
+def test_kept_documents_are_prepared_to_the_same_rows(tmp_path, tokenizer):
+    rows = [{"data": [f"Întrebarea {i}  ", f" Răspunsul {i}"]} for i in range(40)]
+    first = chat_source(write_lines(tmp_path / "a.jsonl", rows), clean=CleanConfig(whitespace="collapse"))
+    made = prepared({"a": first}, folder=tmp_path / "p", tokenizer=tokenizer, documents="keep")["a"]
+    (documents,) = (tmp_path / "p").rglob("documents")
+    again = prepared({"a": chat_source(documents)}, folder=tmp_path / "q", tokenizer=tokenizer)["a"]
+    for split in SPLITS:
+        assert np.array_equal(all_rows(made, split).ids_NT, all_rows(again, split).ids_NT)
+    assert manifest_of(made)["changes"]["whitespace"] == 40
+
+
+def test_no_bar_when_stderr_is_no_terminal(hundred, tmp_path, tokenizer, capfd):
+    prepared({"a": text_source(hundred)}, folder=tmp_path / "p", tokenizer=tokenizer)
     assert capfd.readouterr().err == ""
 
 
-def test_own_reader(tokenizer):
-    def read(name, spec):
-        assert (name, spec.name, spec.path) == ("a", "a", "org/none")
-        return (Document(str(i), text=f"documentul {i}") for i in range(50))
+def test_log_names_the_numbers_and_the_folder(hundred, tmp_path, tokenizer, caplog):
+    caplog.set_level(logging.INFO, logger="tpu_experiments.data.prepare")
+    source = prepared({"a": text_source(hundred)}, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
+    (message,) = caplog.messages
+    assert re.match(r"data\.a: 100 documents in, 100 out -> \d+ rows of 64 \(\d+ to evaluate, \d+ to test\)", message)
+    assert source.folders[64] in message
 
-    result = prepared({"a": text_source("org/none")}, tokenizer=tokenizer, read=read)
-    assert result["a"].num_documents == 50
+
+def test_own_reader_is_read_again_only_when_it_changes(tmp_path, tokenizer):
+    def source_of(count):
+        def read(spec):
+            assert (spec.name, spec.path) == ("a", "org/none")
+            return (Document(str(i), text=f"documentul {i}") for i in range(count))
+
+        sources = {"a": text_source("org/none", _target_="my_lab.read")}
+        return prepared(sources, folder=tmp_path, tokenizer=tokenizer, readers={"a": read})["a"]
+
+    fifty, again, sixty = source_of(50), source_of(50), source_of(60)
+    assert manifest_of(fifty)["documents_in"] == 50
+    assert fifty.folders == again.folders != sixty.folders
 
 
-def test_reader_without_documents(tokenizer):
+def test_reader_without_documents(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"data\.a\.path=org/none; it is empty: 0 documents"):
-        prepared({"a": text_source("org/none")}, tokenizer=tokenizer, read=lambda *_: iter(()))
+        prepared(
+            {"a": text_source("org/none")}, folder=tmp_path, tokenizer=tokenizer, readers={"a": lambda spec: iter(())}
+        )
 
 
 def test_nothing_held_out(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "unu"}\n{"text": "doi"}\n')
-    sentence = r"data\.a\.eval_fraction=0\.001; no row was held out \(2 documents .* 0 held out\); r"
+    path = texts(tmp_path / "a.jsonl", 2)
+    sentence = r"data\.a\.eval_fraction=0\.001; no row was held out \(2 documents were read\); raise it"
     with pytest.raises(ConfigError, match=sentence):
-        prepared({"a": text_source(path, eval_fraction=0.001)}, tokenizer=tokenizer)
-    source = prepared({"a": text_source(path, eval_fraction=0)}, tokenizer=tokenizer)["a"]
+        prepared({"a": text_source(path, eval_fraction=0.001)}, folder=tmp_path / "p", tokenizer=tokenizer)
+    none = {"a": text_source(path, eval_fraction=0, test_fraction=0)}
+    source = prepared(none, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
     assert source.evaluation[64].num_rows == 0
 
 
 def test_nothing_to_train_on(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "unu"}\n{"text": "doi"}\n{"text": " "}\n')
-    sentence = r"no row is left to train on \(3 documents were read, 1 of them empty, 2 held out\)"
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "unu"}, {"text": "doi"}, {"text": " "}])
+    sentence = r"no row is left to train on \(3 documents were read, left out: 1 empty\)"
+    source = text_source(path, eval_fraction=0.5, test_fraction=0.4999)
     with pytest.raises(ConfigError, match=sentence):
-        prepared({"a": text_source(path, eval_fraction=0.999999)}, tokenizer=tokenizer)
+        prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer)
 
 
-def test_conversation_without_answer_names_the_document(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": "d7", "messages": [{"role": "user", "content": "?"}]}\n')
-    source = DataSourceConfig(path=str(path), kind="chat", format="messages")
-    with pytest.raises(ConfigError, match=r"^data\.a; document d7 has no assistant turn to learn"):
-        prepared({"a": source}, tokenizer=tokenizer)
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not on this machine")
+@pytest.mark.parametrize(
+    ("file", "kind", "count"),
+    [
+        ("ro_text.jsonl", "text", 814),
+        ("ro_chat.jsonl", "chat", 240),
+        ("uk_law.jsonl", "chat", 455),
+        ("instruct_en.jsonl", "chat", 1250),
+        ("chat_messages.jsonl", "chat", 613),
+    ],
+)
+def test_real_data(file, kind, count, tmp_path, tokenizer):
+    source = DataSourceConfig(path=str(SHARED / file), kind=kind, duplicates=DuplicatesConfig(near=0.8))
+    prepared_source = prepared({"a": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=[1024], workers=1)["a"]
+    manifest = manifest_of(prepared_source, 1024)
+    assert manifest["documents_in"] == count
+    assert manifest["documents_out"] > 0.9 * count
+    assert manifest["packing_efficiency"] > 0.95
+    assert manifest["overlaps"]["evaluation_content_in_train"] == 0
+    rows = all_rows(prepared_source, "train", 1024)
+    assert np.all(rows.learn_NT <= (rows.positions_NT > 0)), "a segment's first token is never predicted"
+    assert 0.05 < rows.num_supervised / rows.num_tokens <= 1

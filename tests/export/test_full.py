@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.config.sources import ModelConfig
-from tpu_experiments.data.tokenizer import load_tokenizer
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.full import write_model
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.forward import attention_masks, logits_of

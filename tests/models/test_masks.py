@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.training.tiny import ARCHITECTURES, Run
@@ -85,6 +87,22 @@ def test_a_change_in_one_document_changes_no_other_and_nothing_before(forward):
     torch.testing.assert_close(after[:10], before[:10], atol=0, rtol=0)
     torch.testing.assert_close(after[40:64], before[40:64], atol=0, rtol=0)
     assert (after[10:40] - before[10:40]).abs().max() > 1e-3
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 36), min_size=2, max_size=6), st.data())
+def test_whatever_is_in_a_document_changes_no_logit_of_another(forward, lengths, data):
+    lengths = [length for i, length in enumerate(lengths) if sum(lengths[: i + 1]) <= 72]
+    chosen = data.draw(st.integers(0, len(lengths) - 1))
+    start, stop = sum(lengths[:chosen]), sum(lengths[: chosen + 1])
+    rows = rows_of(lengths)
+    changed = {name: t.clone() for name, t in rows.items()}
+    changed["ids"][0, start:stop] = torch.tensor(
+        data.draw(st.lists(st.integers(5, 3999), min_size=stop - start, max_size=stop - start)), dtype=torch.int32
+    )
+    before, after = forward(rows), forward(changed)
+    torch.testing.assert_close(after[:start], before[:start], atol=0, rtol=0)
+    torch.testing.assert_close(after[stop : sum(lengths)], before[stop : sum(lengths)], atol=0, rtol=0)
 
 
 def test_a_packed_document_has_the_logits_it_has_alone(forward):

@@ -21,8 +21,13 @@ def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
 
 def test_the_padded_last_batch_of_an_epoch_compiles_nothing(tmp_path):
     """12 documents fill no whole number of batches; the last one is filled up with rows of zero weight."""
-    overrides = ("experiment=qwen05b_uk_law", "debug=smoke", "trainer.max_stage_steps=null")
-    result = finished(*overrides, "data.uk_law.max_documents=12", "trainer.log_every_steps=1", output_dir=tmp_path)
+    overrides = (
+        "experiment=qwen05b_uk_law",
+        "debug=smoke",
+        "trainer.max_stage_steps=null",
+        "trainer.log_every_steps=1",
+    )
+    result = finished(*overrides, "data.uk_law.max_documents=12", "data.uk_law.eval_fraction=0.3", output_dir=tmp_path)
     (stage,) = result["stages"]
     assert stage["tokens"] < stage["steps"] * 8 * 64
     per_step = [r for r in records(tmp_path) if "train/loss" in r]

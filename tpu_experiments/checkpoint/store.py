@@ -53,9 +53,15 @@ def load_latest(folder: str) -> tuple[dict[str, Any], dict[str, dict[str, Tensor
     return progress, {file.removesuffix(".safetensors"): tensors for file, tensors in found[1].items()}
 
 
+def latest_progress(folder: str) -> tuple[int, dict[str, Any]] | None:
+    """Step and progress of the newest complete checkpoint, verified one file at a time; None when there is none."""
+    found = _newest(folder, read=lambda name, content: json.loads(content) if name == PROGRESS else None)
+    return (found[0], found[1][PROGRESS]) if found else None
+
+
 def latest_step(folder: str) -> int:
-    """Step of the newest complete checkpoint, verified one file at a time; 0 when there is none."""
-    found = _newest(folder, read=lambda name, content: None)
+    """Step of the newest complete checkpoint; 0 when there is none."""
+    found = latest_progress(folder)
     return found[0] if found else 0
 
 

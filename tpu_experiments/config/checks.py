@@ -166,13 +166,34 @@ def _sample(config: Config) -> list[str]:
 def _data(config: Config) -> list[str]:
     if not config.data:
         return ["data=[]; no source is selected; name at least one, for example data=sample_text."]
+    problems = [
+        f"data.{name}.eval_fraction={source.eval_fraction} and data.{name}.test_fraction={source.test_fraction}; "
+        "nothing is left to train on; their sum must be below 1."
+        for name, source in config.data.items()
+        if source.eval_fraction + source.test_fraction >= 1
+    ]
     if config.data_size == "full":
-        return []
-    return [
+        return problems
+    return problems + [
         f"data_size=sample; data.{name}.sample_path is not set; set it, or use data_size=full."
         for name, source in config.data.items()
         if source.sample_path is None
     ]
+
+
+def _packing(config: Config) -> list[str]:
+    prepare, problems = config.prepare, []
+    if prepare.packing == "none" and config.hw.runtime == "xla":
+        problems.append(
+            "prepare.packing=none with hw.runtime=xla; every batch length would be another program; use "
+            "prepare.packing=best_fit or pad, or hw.runtime=eager."
+        )
+    if prepare.packing != "best_fit" and prepare.long_documents == "split":
+        problems.append(
+            f"prepare.long_documents=split with prepare.packing={prepare.packing}; a row holds one document and no "
+            "piece of one; use prepare.long_documents=truncate or drop."
+        )
+    return problems
 
 
 def _targets(config: Config) -> list[str]:
@@ -203,5 +224,6 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     _sharding,
     _model,
     _sample,
+    _packing,
     _targets,
 )

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.preparing import LoaderConfig, PrepareConfig
 from tpu_experiments.config.sources import (
     DataSourceConfig,
     LoraConfig,
@@ -200,6 +201,8 @@ class Config:
     schedule: ScheduleConfig = MISSING
     sharding: ShardingConfig = MISSING
     trainer: TrainerConfig = MISSING
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     logger: dict[str, LoggerConfig] = field(default_factory=dict)

@@ -7,6 +7,17 @@ from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
 
+FORMATS = (
+    "auto",
+    "text",
+    "messages",
+    "alternating",
+    "question_answer",
+    "instruction",
+    "llama2",
+    "human_assistant",
+)
+
 
 @dataclass
 class ModelConfig:
@@ -24,6 +35,9 @@ class ModelConfig:
     """Folder or Hub id of the tokenizer; null is `path`."""
     chat_template_path: str | None = None
     """Jinja file used instead of the tokenizer's own chat template."""
+    chat_format: str = choice("tokenizer", "chatml", "instruction_response", "llama2", "plain", default="tokenizer")
+    """`tokenizer`: its own chat template, or `chat_template_path`. The others are templates shipped here, for base
+    models that have none."""
     init: str = choice("pretrained", "random", default="pretrained")
     """`pretrained`: weights of `path`. `random`: drawn from `seed` with transformers' own initialisation."""
     size: str = choice("full", "tiny", default="full")
@@ -41,13 +55,58 @@ class ModelConfig:
 
 
 @dataclass
+class CleanConfig:
+    """Rules for the text of a document, in the order of the keys; each is off by default and counted in the audit.
+
+    With `scope: paragraph` (texts only) the rules see one paragraph at a time, and a document is refused when none is
+    left; otherwise they see the whole text, or every turn of a conversation. A turn is never removed: a rule that a
+    turn breaks refuses its conversation.
+    """
+
+    scope: str = choice("document", "paragraph", default="document")
+    """What a rule looks at; a paragraph is what an empty line ends."""
+    unicode: str = choice("keep", "nfc", "nfkc", default="keep")
+    """Unicode normalisation form."""
+    romanian_letters: str = choice("keep", "comma", default="keep")
+    """`comma` writes s and t with a comma below where they have a cedilla (Unicode 3.0 has both)."""
+    whitespace: str = choice("keep", "collapse", default="keep")
+    """`collapse` makes runs of blanks one blank and runs of empty lines one, and trims the ends."""
+    min_chars: int | None = number(default=None, at_least=1)
+    """Fewest characters kept."""
+    max_chars: int | None = number(default=None, at_least=1)
+    """Most characters kept."""
+    min_words: int | None = number(default=None, at_least=1)
+    """Fewest words (runs of non-blanks) kept."""
+    punctuation: str | None = None
+    """At least one of these characters must occur; null asks for none."""
+    language: str | None = None
+    """ISO 639-1 code that the text must be in; null takes every language. Checked over the whole conversation."""
+    language_min_probability: float = number(default=0.9, above=0, at_most=1)
+    """Smallest probability of `language`."""
+    max_paragraphs: int | None = number(default=None, at_least=1)
+    """Paragraphs kept of a document, from its start; needs `scope: paragraph`."""
+
+
+@dataclass
+class DuplicatesConfig:
+    """What happens to a document that was there before, anywhere in its source; the first one stays."""
+
+    exact: str = choice("drop", "keep", default="drop")
+    """Same words: letters case-folded, runs of blanks made one."""
+    near: float | None = number(default=None, above=0, at_most=1)
+    """Jaccard similarity of word 5-grams from which a document counts as a copy, estimated by MinHash (Broder 1997);
+    null does not look."""
+
+
+@dataclass
 class DataSourceConfig:
     """One named source of documents."""
 
-    _target_: str = "tpu_experiments.data.sources.read_documents"
+    _target_: str = "tpu_experiments.data.reading.sources.read_documents"
     """Swap point: callable that takes a `SourceSpec` and yields `Document`s."""
     path: str = MISSING
-    """Local file or folder (.jsonl, .json, .parquet), or a Hub id."""
+    """File, folder, glob, gs:// address of one of these, or a Hub id. Files are .jsonl, .json, .parquet, .csv, .tsv or
+    .txt, each also as .gz, .bz2, .xz or .zst."""
     hub_config: str | None = None
     """Configuration name on the Hub, for example `20231101.ro`."""
     hub_split: str = "train"
@@ -58,14 +117,24 @@ class DataSourceConfig:
     """Shipped sample in the same schema, read when `data_size: sample`."""
     kind: str = choice("text", "chat")
     """`text`: every token is learnt. `chat`: only assistant turns are."""
-    format: str = choice("text", "messages", "alternating", "question_answer")
-    """How a row becomes a document. `text`: field `text`. `messages`: list of role and content.
-    `alternating`: field `data`, a list of strings, user first. `question_answer`: question, answer, reasoning,
-    topic, difficulty, case_citation as the prompt and response of the UK-law recipe."""
+    format: str = choice(*FORMATS, default="auto")
+    """How a row becomes a document; `auto` recognises it from the first row. `text`: field `text`. `messages`: list of
+    role and content, or of from and value. `alternating`: field `data`, a list of strings, user first.
+    `question_answer`: question, answer, reasoning, topic, difficulty, case_citation as the prompt and response of the
+    UK-law recipe. `instruction`: instruction, input, output. `llama2`: field `text` with [INST] marks.
+    `human_assistant`: field `text` with ### Human and ### Assistant marks."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Where the file calls a field of the format something else: `{text: body}`."""
+    on_bad_row: str = choice("stop", "skip", default="stop")
+    """What happens at a row that cannot be read or is not of the format: the run stops, or the row is reported."""
     max_documents: int | None = number(default=None, at_least=1)
-    """Read at most this many documents, in file order; null reads all."""
+    """Read at most this many rows, in file order; null reads all."""
     eval_fraction: float = number(default=0.1, at_least=0, below=1)
-    """Share of documents held out for evaluation, chosen by a hash of the document."""
+    """Share of documents held out for evaluation during training, chosen by a hash of the document."""
+    test_fraction: float = number(default=0.1, at_least=0, below=1)
+    """Share of documents set aside for task=evaluate, never seen in training."""
+    clean: CleanConfig = field(default_factory=CleanConfig)
+    duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """Rows to global batches of G rows; a position in the data is (stage, epoch, index).
 
-`StageRows.batch(step)` depends on its arguments and the seed alone, so that resuming is arithmetic.
+`OrderedRows.batch(step)` depends on its arguments and the seed alone, so that resuming is arithmetic.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +12,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.data.rows import Rows, padding
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.rows import Rows, RowSource, empty, padding
 
 PADDING_LABEL = "-"
 KEPT_EPOCHS = 2  # a batch spans at most this many, as long as a stage has G rows
@@ -55,21 +57,68 @@ class Batch:
         )
 
 
-class StageRows:
-    """The rows of one stage: its sources' rows one after the other, shuffled anew every epoch."""
+class OrderedRows(ABC):
+    """A stage's rows in some order, epoch after epoch.
 
-    def __init__(self, parts: Sequence[Rows], *, names: Sequence[str], seed: int, stage_index: int) -> None:
-        assert len(parts) == len(names), "one name for each source"
-        self.rows = Rows.concatenate(parts)
+    The rows of its sources, one source after the other, are numbered from 0; that number is a row's origin.
+    """
+
+    def __init__(self, *, seq_len: int, names: Sequence[str], counts: Sequence[int]) -> None:
+        assert len(counts) == len(names), "one name for each source"
+        self.seq_len = seq_len
         self.names = tuple(names)
+        self.num_rows = sum(counts)
+        self._ends = np.cumsum(counts)
+
+    @abstractmethod
+    def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
+        """The rows at offsets `start` to `stop` of an epoch, and their origins, shape (stop - start,)."""
+
+    def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
+        """Rows at positions step * G ... (step + 1) * G - 1, on into the next epochs.
+
+        Positions from `num_total` on, in the last batch of a stage measured in epochs, are padding.
+        """
+        start = step * global_rows
+        stop = start + global_rows if num_total is None else min(start + global_rows, num_total)
+        pieces: list[Rows] = []
+        labels: list[str] = []
+        while start < stop:
+            epoch, offset = divmod(start, self.num_rows)
+            count = min(stop - start, self.num_rows - offset)
+            rows, origins_M = self.read(epoch, start=offset, stop=offset + count)
+            pieces.append(rows)
+            labels += [self.label(origin) for origin in origins_M.tolist()]
+            start += count
+        rows = Rows.concatenate(pieces or [empty(self.seq_len)])
+        return _batch(rows, labels=labels, global_rows=global_rows)
+
+    def label(self, origin: int) -> str:
+        """`source:row`, the row counted from 0 in its source."""
+        source = int(np.searchsorted(self._ends, origin, side="right"))
+        start = int(self._ends[source - 1]) if source else 0
+        return f"{self.names[source]}:{origin - start}"
+
+    def total_for(self, epochs: float) -> int:
+        """Positions in that many epochs: `num_total` of `batch`."""
+        # The decimal that was written: 0.07 * 100 is 7.000000000000001 in binary.
+        return math.ceil(Fraction(str(epochs)) * self.num_rows)
+
+    def steps_for(self, epochs: float, *, global_rows: int) -> int:
+        """Steps that cover that many epochs; the last batch may be part padding."""
+        return math.ceil(Fraction(str(epochs)) * self.num_rows / global_rows)
+
+
+class StageRows(OrderedRows):
+    """The rows of one stage, shuffled anew every epoch; read from their sources as they are needed."""
+
+    def __init__(self, parts: Sequence[RowSource], *, names: Sequence[str], seed: int, stage_index: int) -> None:
+        assert len({part.seq_len for part in parts}) == 1, "sources of several row lengths"
+        super().__init__(seq_len=parts[0].seq_len, names=names, counts=[part.num_rows for part in parts])
+        self.parts = tuple(parts)
         self.seed = seed
         self.stage_index = stage_index
-        self._ends = np.cumsum([part.num_rows for part in parts])
         self._orders: dict[int, NDArray[np.int64]] = {}
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows.num_rows
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Permutation of the rows in this epoch, shape (num_rows,)."""
@@ -82,35 +131,72 @@ class StageRows:
         return self._orders[epoch]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(epoch, index of the row) at a position counted from the stage's start."""
+        """(epoch, origin of the row) at a position counted from the stage's start."""
         epoch, offset = divmod(position, self.num_rows)
         return epoch, int(self.order(epoch)[offset])
 
-    def label(self, index: int) -> str:
-        """`source:row`, the row counted from 0 in its source."""
-        source = int(np.searchsorted(self._ends, index, side="right"))
-        start = int(self._ends[source - 1]) if source else 0
-        return f"{self.names[source]}:{index - start}"
+    def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
+        """See `OrderedRows`."""
+        origins_M = self.order(epoch)[start:stop]
+        return self.take(origins_M), origins_M
 
-    def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
-        """Rows at positions step * G ... (step + 1) * G - 1, on into the next epochs.
+    def take(self, origins_M: NDArray[np.int64]) -> Rows:
+        """Rows by their origin, shape (M, T): every source is read once."""
+        source_M = np.searchsorted(self._ends, origins_M, side="right")
+        pieces, places = [], []
+        for source in np.unique(source_M):
+            places.append(np.flatnonzero(source_M == source))
+            first = self._ends[source] - self.parts[source].num_rows
+            pieces.append(self.parts[source].take(origins_M[places[-1]] - first))
+        if len(pieces) == 1:
+            return pieces[0]
+        return Rows.concatenate(pieces).take(np.argsort(np.concatenate(places)))
 
-        Positions from `num_total` on, in the last batch of a stage measured in epochs, are padding.
+
+class WrittenRows(OrderedRows):
+    """The rows of one stage in epochs that were written in shuffled order, read from start to end."""
+
+    def __init__(
+        self,
+        epochs: Sequence[RowSource],
+        *,
+        origins: Sequence[NDArray[np.int64]],
+        names: Sequence[str],
+        counts: Sequence[int],
+        num_positions: int,
+    ) -> None:
+        """`origins[e][i]` is the origin of row i of epoch e; the stage takes `num_positions` rows.
+
+        Raises:
+            ConfigError: it takes more epochs than were written.
         """
-        start = step * global_rows
-        stop = start + global_rows if num_total is None else min(start + global_rows, num_total)
-        located = [self.locate(position)[1] for position in range(start, stop)]
-        rows = self.rows.take(np.array(located, np.int64))
-        return _batch(rows, labels=[self.label(i) for i in located], global_rows=global_rows)
+        needed = -(-num_positions // sum(counts))
+        if needed > len(epochs):
+            raise ConfigError(
+                f"loader.order=written; the stage needs {needed} epochs and {len(epochs)} were written; set "
+                f"prepare.written_epochs={needed}."
+            )
+        super().__init__(seq_len=epochs[0].seq_len, names=names, counts=counts)
+        assert all(part.num_rows == len(o) == self.num_rows for part, o in zip(epochs, origins, strict=True))
+        self.epochs, self.origins = tuple(epochs), tuple(origins)
 
-    def total_for(self, epochs: float) -> int:
-        """Positions in that many epochs: `num_total` of `batch`."""
-        # The decimal that was written: 0.07 * 100 is 7.000000000000001 in binary.
-        return math.ceil(Fraction(str(epochs)) * self.num_rows)
+    def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
+        """See `OrderedRows`."""
+        return self.epochs[epoch].take(slice(start, stop)), self.origins[epoch][start:stop]
 
-    def steps_for(self, epochs: float, *, global_rows: int) -> int:
-        """Steps that cover that many epochs; the last batch may be part padding."""
-        return math.ceil(Fraction(str(epochs)) * self.num_rows / global_rows)
+
+def trimmed(batch: Batch, *, multiple: int) -> Batch:
+    """Without the columns that are padding in every row, T still a multiple of `multiple` (or all of it)."""
+    used_T = np.flatnonzero(batch.segments_GT.any(axis=0))
+    longest = int(used_T[-1]) + 1 if len(used_T) else 1
+    kept = slice(0, -(-longest // multiple) * multiple)
+    return Batch(
+        np.ascontiguousarray(batch.ids_GT[:, kept]),
+        np.ascontiguousarray(batch.learn_GT[:, kept]),
+        np.ascontiguousarray(batch.positions_GT[:, kept]),
+        np.ascontiguousarray(batch.segments_GT[:, kept]),
+        batch.labels,
+    )
 
 
 def fixed_batches(rows: Rows, *, global_rows: int, name: str = "held_out") -> Iterator[Batch]:

@@ -1,15 +1,15 @@
 """What a source yields, and the settled description of a source that a reader takes."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import DataSourceConfig
-from tpu_experiments.data.paths import find_local
+from tpu_experiments.io.find import find_local
 
 FORMATS_OF_KIND = {
-    "text": ("text",),
-    "chat": ("messages", "alternating", "question_answer"),
+    "text": ("auto", "text"),
+    "chat": ("auto", "messages", "alternating", "question_answer", "instruction", "llama2", "human_assistant"),
 }
 
 
@@ -20,19 +20,35 @@ class Document:
     id: str
     text: str | None = None
     messages: tuple[tuple[str, str], ...] | None = None
+    place: str = ""
+    """Where it was read, for reports: `line 17 of a.jsonl`."""
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to read: white space, or no turn. The caller drops and counts such documents."""
+        """Nothing to read: white space, or no turn."""
         return not self.messages and not (self.text or "").strip()
 
     @property
     def content(self) -> str:
         """All of the document but its id, for hashing."""
         return self.text if self.text is not None else json.dumps(self.messages)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row or document that does not go on, and why; it is counted and reported, never lost."""
+
+    reason: str
+    """A slug that counts are kept under: `not_json`, `too_short`, `exact_duplicate`."""
+    place: str
+    """`line 17 of a.jsonl`."""
+    message: str
+    """What is wrong with it and what to do, without key and place."""
+    is_bad_row: bool = True
+    """Whether `on_bad_row` decides about it; False where a rule did its work."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,9 @@ class SourceSpec:
     hub_split: str = "train"
     revision: str | None = None
     kind: str = "text"
-    format: str = "text"
+    format: str = "auto"
+    fields: dict[str, str] = field(default_factory=dict)
+    on_bad_row: str = "stop"
     max_documents: int | None = None
 
     @property
@@ -77,8 +95,23 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         revision=source.revision,
         kind=source.kind,
         format=source.format,
+        fields=dict(source.fields),
+        on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
     )
+
+
+def raise_if_bad(refused: Refused, *, spec: SourceSpec) -> None:
+    """Stop at a bad row where `on_bad_row` says so.
+
+    Raises:
+        ConfigError: the row is bad and `on_bad_row` is stop.
+    """
+    if refused.is_bad_row and spec.on_bad_row == "stop":
+        raise ConfigError(
+            f"{spec.key}; {refused.place} {refused.message} Or leave such rows out and have them reported: "
+            f"data.{spec.name}.on_bad_row=skip."
+        )
 
 
 def no_document(spec: SourceSpec) -> ConfigError:

@@ -1,54 +1,61 @@
-"""Every source to its training and held-out rows: read, split by hash, tokenise, pack.
+"""Documents to shuffled rows on disk, once, on a CPU machine: read, clean, tokenise, drop duplicates, split, pack.
 
-Documents -> tokens, one document at a time -> rows in memory, for every row length asked for.
+Everything lies in folders that are named by a hash of what went in (data/steps/keys.py): a second run finds them, a
+changed setting makes others, and a preparation that was killed goes on where it was.
 """
 
+import json
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.sources import DataSourceConfig
-from tpu_experiments.data.documents import Document, SourceSpec, no_document, spec_of
-from tpu_experiments.data.pack import FlatTokens, Packed, flatten, pack_flat
-from tpu_experiments.data.rows import Rows
-from tpu_experiments.data.split import is_held_out
-from tpu_experiments.data.tokenize import Tokens, tokenize_document
-from tpu_experiments.data.tokenizer import pad_id, require_chat_template
+from tpu_experiments.data.audit.summary import audit_hash
+from tpu_experiments.data.cleaning.clean import check_rules
+from tpu_experiments.data.cleaning.split import SPLITS
+from tpu_experiments.data.documents import spec_of
+from tpu_experiments.data.prepared import MANIFEST, PreparedSource, read_manifest
+from tpu_experiments.data.steps.blocks import BlockIndex, read_index
+from tpu_experiments.data.steps.keys import rows_key
+from tpu_experiments.data.steps.report import write_report
+from tpu_experiments.data.steps.selection import Selection, select
+from tpu_experiments.data.steps.tokenized import Read, TokenizedSource, tokenize_source
+from tpu_experiments.data.steps.windows import WindowMaker, WindowSettings, cut_windows, merged
+from tpu_experiments.data.steps.workers import map_jobs
+from tpu_experiments.data.store.stream import CacheSettings
+from tpu_experiments.data.tokens.tokenizer import pad_id, require_chat_template, template_hash, tokenizer_hash
+from tpu_experiments.io import paths
+from tpu_experiments.io.find import shown_path
+from tpu_experiments.io.peak_memory import PeakMemory
 
 log = logging.getLogger(__name__)
 
-Read = Callable[[str, SourceSpec], Iterator[Document]]
-"""The configured reader of a source, called with its name."""
 
+@dataclass(frozen=True)
+class Preparation:
+    """How to prepare, for all sources; `readers` are those of the user's own by source."""
 
-@dataclass(frozen=True, eq=False)
-class PreparedSource:
-    """One source's rows, keyed by their length."""
-
-    name: str
-    kind: str
-    train: dict[int, Rows]
-    evaluation: dict[int, Rows]
-    num_documents: int
-    """Documents read, dropped ones included."""
-    num_dropped: dict[str, int]
-    """`empty_documents`, and `unlearnable_pieces@<length>` for every row length."""
+    settings: PrepareConfig
+    folder: str
+    tokenizer: PreTrainedTokenizerBase
+    readers: Mapping[str, Read]
+    cache: CacheSettings | None = None
 
 
 def prepare(
-    sources: dict[str, DataSourceConfig],
-    *,
-    data_size: str,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_lens: Iterable[int],
-    read: Read,
+    sources: Mapping[str, DataSourceConfig], *, data_size: str, seq_lens: Iterable[int], how: Preparation
 ) -> dict[str, PreparedSource]:
-    """Rows of every source at every length, in the order of `sources`.
+    """Rows of every source at every length, in the order of `sources`, made now or found as they are.
 
     Raises:
         ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
@@ -56,131 +63,187 @@ def prepare(
     lengths = sorted(set(seq_lens))
     specs = {name: spec_of(name, source, data_size=data_size) for name, source in sources.items()}
     for name, spec in specs.items():
+        check_rules(sources[name].clean, source=name, kind=spec.kind)
         if spec.kind == "chat":
-            require_chat_template(tokenizer, source=name)
+            require_chat_template(how.tokenizer, source=name)
+    prepared = {}
+    for name, spec in specs.items():
+        tokens = tokenize_source(
+            spec,
+            source=sources[name],
+            tokenizer=how.tokenizer,
+            settings=how.settings,
+            folder=how.folder,
+            read=how.readers.get(name),
+        )
+        rows = {n: _rows_of_length(tokens, source=sources[name], seq_len=n, how=how) for n in lengths}
+        prepared[name] = PreparedSource(
+            name=name,
+            kind=spec.kind,
+            folders={n: folder for n, (folder, _) in rows.items()},
+            manifests={n: manifest for n, (_, manifest) in rows.items()},
+            cache=how.cache,
+        )
+    return prepared
+
+
+def _rows_of_length(
+    tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, how: Preparation
+) -> tuple[str, dict[str, Any]]:
+    """Folder and manifest of the rows of one length."""
+    pad = pad_id(how.tokenizer)
+    key = rows_key(tokens.key, source=source, settings=how.settings, seq_len=seq_len, pad_id=pad)
+    folder = paths.join(how.folder, f"{tokens.spec.name}-rows-{seq_len}-{key}")
+    manifest = read_manifest(folder)
+    if manifest is None:
+        started = time.perf_counter()
+        with PeakMemory() as memory:
+            manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
+        seconds = time.perf_counter() - started + tokens.seconds
+        total = sum(split["tokens"] for split in manifest["splits"].values())
+        manifest |= {
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(total / seconds),
+            "peak_rss_gib": round(max(memory.gib, tokens.peak_rss_gib), 3),
+        }
+        _require_rows(manifest, source=source, tokens=tokens)
+        paths.write_text_atomic(paths.join(folder, MANIFEST), json.dumps(manifest, indent=1, ensure_ascii=False))
+    _require_rows(manifest, source=source, tokens=tokens)
+    _log_source(manifest, folder=folder)
+    return folder, manifest
+
+
+def _make_rows(
+    tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, how: Preparation, folder: str
+) -> dict[str, Any]:
+    """Write the shards and the report; returns the manifest without seconds and memory."""
+    paths.make_dirs(folder)
+    blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
+    selection = select(blocks, source=source, tokens_folder=tokens.folder)
+    records = _pack_windows(blocks, selection=selection, tokens=tokens, seq_len=seq_len, how=how, folder=folder)
+    splits = {split: merged([r for r in records if r["split"] == split]) for split in SPLITS}
+    reported, examples = write_report(folder, tokens=tokens, selection=selection, records=records)
+    changes: Counter[str] = Counter()
+    for block in blocks:
+        changes.update(block.changes)
+    for split in splits.values():
+        split["packing_efficiency"] = split["tokens"] / max(1, split.pop("slots") * seq_len)
+    manifest = {
+        **_described(tokens, seq_len=seq_len, how=how),
+        "max_token_id": max(block.max_token_id for block in blocks),
+        "documents_in": sum(block.num_rows for block in blocks),
+        "documents_out": sum(split["documents"] for split in splits.values()),
+        "documents_reported": dict(sorted(reported.items())),
+        "examples": examples,
+        "changes": dict(sorted(changes.items())),
+        "splits": splits,
+        "packing_efficiency": splits["train"]["packing_efficiency"],
+        "length_percentiles": _percentiles(blocks, chosen_D=selection.chosen("train")),
+        "overlaps": selection.overlaps,
+        "config": _settings_of(source, tokens=tokens),
+    }
+    assert manifest["documents_in"] == manifest["documents_out"] + sum(reported.values()), "a document was lost"
+    return manifest | {"audit_hash": audit_hash(manifest)}
+
+
+def _described(tokens: TokenizedSource, *, seq_len: int, how: Preparation) -> dict[str, Any]:
+    """What the manifest says before any number is known."""
+    path = str(how.tokenizer.name_or_path)
     return {
-        name: _prepare_source(
-            read(name, spec),
-            spec=spec,
-            eval_fraction=sources[name].eval_fraction,
-            tokenizer=tokenizer,
-            seq_lens=lengths,
-        )
-        for name, spec in specs.items()
+        "format": 1,
+        "source": tokens.spec.name,
+        "kind": tokens.spec.kind,
+        "path": shown_path(tokens.spec.path),
+        "files": tokens.num_files,
+        "seq_len": seq_len,
+        "packing": how.settings.packing,
+        "long_documents": how.settings.long_documents,
+        "pad_id": pad_id(how.tokenizer),
+        "tokenizer": shown_path(path),
+        "tokenizer_hash": tokenizer_hash(how.tokenizer),
+        "template_hash": template_hash(how.tokenizer) if tokens.spec.kind == "chat" else "none",
     }
 
 
-def _prepare_source(
-    documents: Iterator[Document],
-    *,
-    spec: SourceSpec,
-    eval_fraction: float,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_lens: list[int],
-) -> PreparedSource:
-    counts: Counter[str] = Counter()
-    held_out: list[Tokens] = []  # few; those to train on are flattened as they come
-    train = flatten(
-        _tokens_to_train(
-            documents,
-            spec=spec,
-            eval_fraction=eval_fraction,
-            tokenizer=tokenizer,
-            counts=counts,
-            held_out=held_out,
-        )
-    )
-    if not counts["documents"]:
-        raise no_document(spec)
-    sides = {"train": train, "evaluation": flatten(held_out)}
-    packed = {
-        side: {n: pack_flat(flat, seq_len=n, pad_id=pad_id(tokenizer)) for n in seq_lens}
-        for side, flat in sides.items()
+def _percentiles(blocks: list[BlockIndex], *, chosen_D: NDArray[np.bool_]) -> dict[str, int]:
+    """Tokens that so many per cent of the training documents do not exceed: what to choose a row length by."""
+    lengths = np.concatenate([block.lengths_D for block in blocks])[chosen_D]
+    shares = (50, 90, 95, 99, 100)
+    if not len(lengths):
+        return {}
+    values = np.percentile(lengths, shares, method="inverted_cdf")
+    return {str(share): int(value) for share, value in zip(shares, values, strict=True)}
+
+
+def _settings_of(source: DataSourceConfig, *, tokens: TokenizedSource) -> dict[str, Any]:
+    return {
+        "format": tokens.spec.format,
+        "clean": asdict(source.clean),
+        "duplicates": asdict(source.duplicates),
+        "eval_fraction": source.eval_fraction,
+        "test_fraction": source.test_fraction,
     }
-    _require_rows(packed, sides=sides, spec=spec, eval_fraction=eval_fraction, counts=counts)
-    for n in seq_lens:
-        counts[f"unlearnable_pieces@{n}"] = sum(p[n].num_dropped_pieces for p in packed.values())
-        _log_source(spec, seq_len=n, packed=packed, sides=sides, counts=counts)
-    return PreparedSource(
-        name=spec.name,
-        kind=spec.kind,
-        train={n: packed["train"][n].rows for n in seq_lens},
-        evaluation={n: packed["evaluation"][n].rows for n in seq_lens},
-        num_documents=counts.pop("documents"),
-        num_dropped=dict(counts),
-    )
 
 
-def _tokens_to_train(
-    documents: Iterator[Document],
+def _pack_windows(
+    blocks: list[BlockIndex],
     *,
-    spec: SourceSpec,
-    eval_fraction: float,
-    tokenizer: PreTrainedTokenizerBase,
-    counts: Counter[str],
-    held_out: list[Tokens],
-) -> Iterator[Tokens]:
-    """Tokens to train on; those held out go into `held_out`, the totals into `counts`."""
-    counts["documents"] = counts["empty_documents"] = 0
-    # disable=None: no bar unless stderr is a terminal.
-    bar = tqdm(documents, desc=spec.name, unit=" docs", mininterval=0.5, leave=False, disable=None)
-    for document in bar:
-        counts["documents"] += 1
-        if document.is_empty:
-            counts["empty_documents"] += 1
-            continue
-        tokens = tokenize_document(document, tokenizer=tokenizer, source=spec.name)
-        if is_held_out(document.content, eval_fraction=eval_fraction):
-            held_out.append(tokens)
-        else:
-            yield tokens
-
-
-def _require_rows(
-    packed: dict[str, dict[int, Packed]],
-    *,
-    sides: dict[str, FlatTokens],
-    spec: SourceSpec,
-    eval_fraction: float,
-    counts: Counter[str],
-) -> None:
-    """Raise unless every length has a row to train on and, if any is wanted, one held out."""
-    read = f"{counts['documents']} documents were read, {counts['empty_documents']} of them empty"
-    key = f"data.{spec.name}.eval_fraction={eval_fraction}"
-    if any(part.rows.num_rows == 0 for part in packed["train"].values()):
-        raise ConfigError(
-            f"{key}; no row is left to train on ({read}, {sides['evaluation'].num_documents} held "
-            f"out); lower data.{spec.name}.eval_fraction or add documents to {spec.path}."
-        )
-    if eval_fraction and any(part.rows.num_rows == 0 for part in packed["evaluation"].values()):
-        raise ConfigError(
-            f"{key}; no row was held out ({read}, {sides['evaluation'].num_documents} held out); "
-            f"raise data.{spec.name}.eval_fraction, set it to 0, or add documents to {spec.path}."
-        )
-
-
-def _log_source(
-    spec: SourceSpec,
-    *,
+    selection: Selection,
+    tokens: TokenizedSource,
     seq_len: int,
-    packed: dict[str, dict[int, Packed]],
-    sides: dict[str, FlatTokens],
-    counts: Counter[str],
-) -> None:
-    rows = packed["train"][seq_len].rows
+    how: Preparation,
+    folder: str,
+) -> list[dict[str, Any]]:
+    """The record of every window, with its `split`."""
+    size = how.settings.window_tokens
+    windows = [w for s in SPLITS for w in cut_windows(blocks, split=s, chosen_D=selection.chosen(s), tokens=size)]
+    settings = WindowSettings(
+        tokens_folder=tokens.folder,
+        folder=folder,
+        seq_len=seq_len,
+        packing=how.settings.packing,
+        long_documents=how.settings.long_documents,
+        pad_id=pad_id(how.tokenizer),
+        vocab_size=1 + max(how.tokenizer.get_vocab().values()),
+    )
+    engine, workers = how.settings.engine, how.settings.workers
+    made = map_jobs(WindowMaker, settings, windows, engine=engine, workers=workers)
+    bar = tqdm(made, desc=f"{tokens.spec.name}: rows", total=len(windows), unit=" shards", leave=False, disable=None)
+    return [{**record, "split": window.split} for window, record in zip(windows, bar, strict=True)]
+
+
+def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, tokens: TokenizedSource) -> None:
+    """Raise unless there is a row to train on and, if any is wanted, one held out for evaluation."""
+    splits, key = manifest["splits"], f"data.{tokens.spec.name}"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in manifest["documents_reported"].items())
+    read = f"{manifest['documents_in']} documents were read" + (f", left out: {reasons}" if reasons else "")
+    if not splits["train"]["rows"]:
+        raise ConfigError(
+            f"{key}.eval_fraction={source.eval_fraction} and {key}.test_fraction={source.test_fraction}; no row is "
+            f"left to train on ({read}); lower the fractions, loosen {key}.clean, or add documents to "
+            f"{tokens.spec.path}."
+        )
+    if source.eval_fraction and not splits["evaluation"]["rows"]:
+        raise ConfigError(
+            f"{key}.eval_fraction={source.eval_fraction}; no row was held out ({read}); raise it, set it to 0, or add "
+            f"documents to {tokens.spec.path}."
+        )
+
+
+def _log_source(manifest: Mapping[str, Any], *, folder: str) -> None:
+    train, evaluation, test = (manifest["splits"][split] for split in SPLITS)
     log.info(
-        "data.%s: %d documents (%d held out, %d empty) -> %d rows of %d (%d held out), %d tokens, "
-        "%.1f%% of the row filled, %.1f%% supervised; %d split, %d pieces without supervision",
-        spec.name,
-        counts["documents"],
-        sides["evaluation"].num_documents,
-        counts["empty_documents"],
-        rows.num_rows,
-        seq_len,
-        packed["evaluation"][seq_len].rows.num_rows,
-        rows.num_tokens,
-        100 * rows.num_tokens / rows.ids_NT.size,
-        100 * rows.num_supervised / rows.num_tokens,
-        sum(packed[side][seq_len].num_split for side in packed),
-        counts[f"unlearnable_pieces@{seq_len}"],
+        "data.%s: %d documents in, %d out -> %d rows of %d (%d to evaluate, %d to test), %d tokens, %.1f%% of the rows "
+        "filled, %.1f%% supervised; %s",
+        manifest["source"],
+        manifest["documents_in"],
+        manifest["documents_out"],
+        train["rows"],
+        manifest["seq_len"],
+        evaluation["rows"],
+        test["rows"],
+        train["tokens"],
+        100 * train["packing_efficiency"],
+        100 * train["supervised_tokens"] / train["tokens"],
+        folder,
     )

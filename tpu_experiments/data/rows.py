@@ -2,9 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class RowSource(Protocol):
+    """N rows of T tokens that are read by position: `Rows` in memory, `shards.RowStore` on a disk or in a bucket."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def seq_len(self) -> int: ...
+
+    def take(self, index_M: NDArray[np.int64] | slice) -> "Rows":
+        """The rows at `index_M`, shape (M, T), in that order."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import ModelConfig
+from tpu_experiments.io.find import find_local
 from tpu_experiments.models.stored import StoredTensor, stored_tensors
 
-REPOSITORY = Path(__file__).parents[2]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -157,8 +157,8 @@ def _config_of(folder: Path) -> PretrainedConfig:
 
 def _local_path(model: ModelConfig) -> Path | None:
     """`model.path` as a folder, from here or from the repository's root; None for a Hub id."""
-    candidates = (Path(model.path).expanduser(), REPOSITORY / model.path)
-    return next((folder.resolve() for folder in candidates if folder.is_dir()), None)
+    local = find_local(model.path)
+    return local.resolve() if local is not None and local.is_dir() else None
 
 
 def _local_folder(model: ModelConfig) -> Path:

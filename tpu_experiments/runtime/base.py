@@ -4,16 +4,20 @@
 tensors on the device) that runs as one compiled graph; nothing in it may read a tensor on the host.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from tpu_experiments.config.preparing import LoaderConfig
+
 Batch = Mapping[str, Tensor]
 Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
+Info = TypeVar("Info")
 
 
 @dataclass
@@ -42,6 +46,18 @@ class Runtime(Protocol):
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         """Send host tensors to the device in one transfer; tensors that have `rows_dim` are split along it in spmd."""
+
+    def feed(
+        self, batches: Iterator[tuple[Info, dict[str, Tensor]]], *, rows_dim: int, settings: LoaderConfig
+    ) -> AbstractContextManager[Iterator[tuple[Info, dict[str, Tensor]]]]:
+        """As `put` for every batch, in the same order, assembled and sent ahead by other threads.
+
+        Args:
+            batches: what stays on the host, and host tensors of one set of names. It is read in another thread.
+
+        An exception of `batches` is raised to the consumer after the batches before it. Leaving the context ends the
+        threads, wherever the consumer is; it waits for the batch that is being assembled.
+        """
 
     def program(self, function: Callable[[Batch], Out], *, name: str) -> "Program[Out]":
         """`function` as one compiled program per batch shape."""

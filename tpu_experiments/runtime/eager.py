@@ -5,14 +5,17 @@ In `spawn` it is one process per device with torch.distributed (gloo on CPU, ncc
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.base import Batch, Counters, Out, Program
+from tpu_experiments.config.preparing import LoaderConfig
+from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
+from tpu_experiments.runtime.feed import Ahead
 
 GIB = 2**30
 
@@ -38,6 +41,18 @@ class EagerRuntime:
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    @contextmanager
+    def feed(
+        self, batches: Iterator[tuple[Info, dict[str, Tensor]]], *, rows_dim: int, settings: LoaderConfig
+    ) -> Iterator[Iterator[tuple[Info, dict[str, Tensor]]]]:
+        pinned = ((info, self._pin(batch)) for info, batch in batches)
+        with closing(Ahead(pinned, size=settings.loader_prefetch_size)) as ahead:
+            yield ((info, self.put(batch, rows_dim=rows_dim)) for info, batch in ahead)
+
+    def _pin(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Only from page-locked memory does a copy to CUDA run beside the host."""
+        return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
 
     def program(self, function: Callable[[Batch], Out], *, name: str) -> Program[Out]:
         def run(batch: Batch, *, then: Callable[[Out], None] | None = None) -> Out:

@@ -5,7 +5,6 @@ however the parent ends, so nothing keeps holding a device.
 """
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -20,8 +19,8 @@ import psutil
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.parent import die_with
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Main = Callable[..., Any]
 
 
@@ -47,13 +46,6 @@ def make_runtime(config: Config) -> Runtime:
     from tpu_experiments.runtime.eager import EagerRuntime
 
     return EagerRuntime(config.hw)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end at once if it already has."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _xla_child(index: int, parent: int, main: Main, config: Config, args: tuple[Any, ...]) -> None:

@@ -9,13 +9,12 @@ import logging
 import sys
 from typing import Any
 
-from tpu_experiments.checkpoint.store import latest_step
+from tpu_experiments.checkpoint.store import latest_progress, latest_step
 from tpu_experiments.config.build import locate
-from tpu_experiments.config.curriculum import resolve_stages, skipped_stages
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.prepare import prepare
-from tpu_experiments.data.tokenizer import load_tokenizer, require_chat_template
+from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io.folder import RunFolder, open_run
 from tpu_experiments.logging.base import LoggerContext, Loggers
 from tpu_experiments.logging.provenance import provenance, write_provenance
@@ -27,6 +26,7 @@ from tpu_experiments.runtime.launch import launch
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.training.inputs import RunInputs, expected_programs, stage_rows, stage_steps
 from tpu_experiments.training.outputs import RunOutputs
+from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 from tpu_experiments.training.summary import summary
 from tpu_experiments.training.trainer import StoppedByRequest
@@ -54,6 +54,9 @@ def run(config: Config) -> None:
         vocab_size = check_model(config)
         inputs = make_inputs(config)
         check_ids(config, inputs, vocab_size=vocab_size)
+        check_data(folder, inputs)
+        for stage in inputs.stages:
+            stage_rows(inputs, stage, config=config)  # refuses too few written epochs
     folder.create(config)
     launch(train_process, config, inputs, folder, dict(watch.seconds))
     result = folder.finished()
@@ -62,31 +65,18 @@ def run(config: Config) -> None:
 
 
 def make_inputs(config: Config) -> RunInputs:
-    """Tokenizer, packed rows of every source at every length, and the stages."""
-    stages = resolve_stages(config)
-    for name in skipped_stages(config):
-        log.info("stage %s is left out: no source of its kind in data=%s", name, list(config.data))
-    tokenizer = load_tokenizer(
-        config.model.tokenizer_path or tokenizer_of(config),
-        revision=config.model.revision,
-        chat_template_path=config.model.chat_template_path,
-    )
-    for name, source in config.data.items():
-        if source.kind == "chat":
-            require_chat_template(tokenizer, source=name)
-    sources = prepare(
-        config.data,
-        data_size=config.data_size,
-        tokenizer=tokenizer,
-        seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
-        read=lambda name, spec: locate(config.data[name]._target_, key=f"data.{name}")(spec),
-    )
-    return RunInputs(tokenizer, sources, stages)
-
-
-def tokenizer_of(config: Config) -> str:
-    """A tiny stand-in has the shipped tokenizer; a real model its own."""
-    return "tpu_experiments/samples/tokenizer" if config.model.size == "tiny" else config.model.path
+    """Tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
+    stages = stages_of(config)
+    tokenizer = tokenizer_for(config)
+    sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
+    written = {}
+    if config.loader.order == "written":
+        folder = prepared_folder(config)
+        for stage in stages:
+            written[stage.index] = write_epochs(
+                stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder
+            )
+    return RunInputs(tokenizer, sources, stages, written)
 
 
 def check_model(config: Config) -> int:
@@ -119,13 +109,31 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
         ConfigError: tokenizer and model do not belong together.
     """
     for name, source in inputs.sources.items():
-        parts = [*source.train.values(), *source.evaluation.values()]
-        largest = max(int(rows.ids_NT.max(initial=0)) for rows in parts)
-        if largest >= vocab_size:
+        if source.max_token_id >= vocab_size:
             raise ConfigError(
-                f"data.{name} has token id {largest} and model={config.model.name} has {vocab_size} embeddings; "
-                "set model.tokenizer_path to the tokenizer this model was trained with."
+                f"data.{name} has token id {source.max_token_id} and model={config.model.name} has {vocab_size} "
+                "embeddings; set model.tokenizer_path to the tokenizer this model was trained with."
             )
+
+
+def check_data(folder: RunFolder, inputs: RunInputs) -> None:
+    """Refuse to go on with other data than the newest checkpoint was trained on.
+
+    Raises:
+        ConfigError: the audit hash of a source differs from the one in the checkpoint.
+    """
+    found = latest_progress(folder.path("checkpoints"))
+    if found is None:
+        return
+    step, progress = found
+    before, now = progress["data"], inputs.audit_hashes
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if changed:
+        shown = ", ".join(f"{key} {before.get(key)} then, {now.get(key)} now" for key in changed)
+        raise ConfigError(
+            f"name={folder.name}; its checkpoint of step {step} was trained on other data (audit hash of {shown}); "
+            "restore the files, tokenizer and rules of data preparation, or choose another name=."
+        )
 
 
 def train_process(
@@ -176,9 +184,7 @@ def check_loggers(config: Config) -> None:
 
 def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Loggers:
     """Every selected logger, told how long the run is and where it resumes."""
-    total = sum(
-        stage_steps(stage_rows(inputs, stage, seed=config.seed), stage, config=config) for stage in inputs.stages
-    )
+    total = sum(stage_steps(stage_rows(inputs, stage, config=config), stage, config=config) for stage in inputs.stages)
     context = LoggerContext(run_folder=folder, config=config, total_steps=total, resume_step=resume_step(folder))
     return Loggers(
         {

@@ -1,7 +1,10 @@
-"""What a run is fed: tokenizer, packed rows, stages. Made once before any device, handed to every process."""
+"""What a run is fed: tokenizer, prepared rows, stages, and the batches of each stage.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+`RunInputs` is made once before any device and handed to every process.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.batches import Batch, StageRows, fixed_batches
-from tpu_experiments.data.prepare import PreparedSource
+from tpu_experiments.data.batches import Batch, OrderedRows, StageRows, WrittenRows, fixed_batches, trimmed
+from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.steps.epochs import WrittenEpoch
+from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
 
 
@@ -21,6 +26,13 @@ class RunInputs:
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, PreparedSource]
     stages: list[Stage]
+    written: dict[int, list[WrittenEpoch]] = field(default_factory=dict)
+    """Written epochs by the index of their stage; used with `loader.order=written`."""
+
+    @property
+    def audit_hashes(self) -> dict[str, str]:
+        """`<source>@<row length>` to the hash of what the data is."""
+        return {key: value for source in self.sources.values() for key, value in source.audit_hashes.items()}
 
     @property
     def prompt_kind(self) -> str:
@@ -33,13 +45,42 @@ class RunInputs:
         return max(stage.geometry.seq_len for stage in self.stages)
 
 
-def stage_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> StageRows:
-    """The training rows of one stage in their seeded order."""
-    rows = [inputs.sources[name].train[stage.geometry.seq_len] for name in stage.sources]
-    return StageRows(rows, names=list(stage.sources), seed=seed, stage_index=stage.index)
+@dataclass(frozen=True)
+class StepInfo:
+    """What the host knows about the batch of one step."""
+
+    stage_step: int
+    lr: float
+    labels: list[str]
+    """`source:row` of every row of this process."""
+    num_tokens: int
+    """Tokens of the global batch that are not padding."""
+    is_last: bool
+    """Whether the stage ends with it."""
 
 
-def stage_steps(rows: StageRows, stage: Stage, *, config: Config) -> int:
+def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> OrderedRows:
+    """The training rows of one stage in the order of `loader.order`.
+
+    Raises:
+        ConfigError: the stage needs more epochs than were written.
+    """
+    parts = [inputs.sources[name].train[stage.geometry.seq_len] for name in stage.sources]
+    shuffled = StageRows(parts, names=stage.sources, seed=config.seed, stage_index=stage.index)
+    if config.loader.order == "permutation":
+        return shuffled
+    epochs = inputs.written.get(stage.index, [])
+    positions = stage_steps(shuffled, stage, config=config) * stage.geometry.global_rows
+    return WrittenRows(
+        [epoch.rows for epoch in epochs],
+        origins=[epoch.origins_N for epoch in epochs],
+        names=stage.sources,
+        counts=[part.num_rows for part in parts],
+        num_positions=positions if stage.epochs is None else min(positions, shuffled.total_for(stage.epochs)),
+    )
+
+
+def stage_steps(rows: OrderedRows, stage: Stage, *, config: Config) -> int:
     """Optimizer steps of a stage."""
     steps = stage.steps
     if stage.epochs is not None:
@@ -48,21 +89,44 @@ def stage_steps(rows: StageRows, stage: Stage, *, config: Config) -> int:
     return min(steps, config.trainer.max_stage_steps or steps)
 
 
+def step_batches(
+    rows: OrderedRows, stage: Stage, *, config: Config, first: int, process: tuple[int, int]
+) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
+    """The batches of a stage from step `first` to its last; `process` is (rank, world size).
+
+    A batch depends on its step alone: a run that goes on, on whatever devices, takes the row after the last one.
+    """
+    geometry = stage.geometry
+    num_steps = stage_steps(rows, stage, config=config)
+    total = None if stage.epochs is None else rows.total_for(stage.epochs)
+    for step in range(first, num_steps):
+        lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
+        whole = cut(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
+        mine = whole.slice_process(*process)
+        info = StepInfo(step, lr, mine.labels, whole.num_tokens, is_last=step + 1 == num_steps)
+        yield info, training_tensors(mine, geometry, lr=lr)
+
+
 def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:
     """One process's rows as (A, R, T) int32 and the learning rate as (1,) float32."""
-    tensors = {name: t.reshape(geometry.accumulation, -1, geometry.seq_len) for name, t in host_tensors(batch).items()}
+    tensors = {name: t.reshape(geometry.accumulation, -1, t.shape[1]) for name, t in host_tensors(batch).items()}
     return tensors | {"lr": torch.tensor([lr], dtype=torch.float32)}
 
 
-def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterator[Batch]]:
+def cut(batch: Batch, *, config: Config) -> Batch:
+    """With `prepare.packing=none` the global batch without what is padding in all its rows."""
+    return trimmed(batch, multiple=config.loader.pad_multiple) if config.prepare.packing == "none" else batch
+
+
+def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[Batch]]:
     """Held-out rows of every source in batches of one shape, at most `trainer.max_eval_rows` rows in all."""
-    length = inputs.eval_seq_len
     per_source = max(1, config.trainer.max_eval_rows // len(inputs.sources))
-    rows = inputs.stages[0].geometry.micro_rows * config.hw.num_devices
+    global_rows = inputs.stages[0].geometry.micro_rows * config.hw.num_devices
+    held_out = {name: source.evaluation[inputs.eval_seq_len] for name, source in inputs.sources.items()}
     return {
-        name: fixed_batches(source.evaluation[length].take(slice(0, per_source)), global_rows=rows)
-        for name, source in inputs.sources.items()
-        if source.evaluation[length].num_rows
+        name: (cut(b, config=config) for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows))
+        for name, rows in held_out.items()
+        if rows.num_rows
     }
 
 

@@ -29,6 +29,8 @@ class Progress:
     eval_loss_before: float | None = None
     eval_sources_before: dict[str, float] = field(default_factory=dict)
     sample_before: str | None = None
+    data: dict[str, str] = field(default_factory=dict)
+    """`<source>@<row length>` to the audit hash of what was trained on."""
 
     @property
     def tokens(self) -> int:

@@ -40,6 +40,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "task": config.task.name,
         "model": config.model.name,
         "data": list(config.data),
+        "data_audit": progress.data,
         "hw": config.hw.name,
         "stages": [asdict(record) for record in progress.stages],
         **_quality(ending),
@@ -80,9 +81,11 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
     times = ", ".join(
         f"{name} {seconds[name]:.1f}" for name in ("setup", "load", "compile", "train", "eval") if name in seconds
     )
+    sources = result["eval_sources"].items() if len(result["eval_sources"]) > 1 else ()
     lines = [
         f"finished {result['name']}",
         f"  held-out loss   {before:.4f} -> {after:.4f}  (perplexity {result['perplexity']:.2f})",
+        *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {after:.4f}" for name, after in sources),
         *(
             f"  stage {s['name']:<10} {s['steps']} steps, {s['tokens']:,} tokens, train loss "
             f"{s['first_train_loss']:.4f} -> {s['last_train_loss']:.4f}"
@@ -100,3 +103,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         "  python run.py " + shlex.quote(f"name={result['name']}_r32") + " lora=all_linear_r32   # rank 32 instead",
     ]
     return "\n".join(lines)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -17,14 +17,19 @@ from tpu_experiments.checkpoint.store import load_latest, save_checkpoint
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.batches import StageRows
 from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.models.build import build_model
 from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.evaluate import Evaluation, Evaluator
-from tpu_experiments.training.inputs import RunInputs, evaluation_batches, stage_rows, stage_steps, training_tensors
+from tpu_experiments.training.inputs import (
+    RunInputs,
+    StepInfo,
+    evaluation_batches,
+    stage_rows,
+    stage_steps,
+    step_batches,
+)
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.progress import Progress, StageRecord
 from tpu_experiments.training.sample import Sampler, prompt_ids
@@ -48,7 +53,7 @@ class Trainer:
     ) -> None:
         self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
         self.stop = StopFlag()
-        self.progress = Progress()
+        self.progress = Progress(data=inputs.audit_hashes)
         self.window = Window()
         self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
         self.train_tokens = 0  # of this process's life; `progress` counts those of earlier lives too
@@ -130,7 +135,7 @@ class Trainer:
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from where the progress stands to its last step."""
-        rows = stage_rows(self.inputs, stage, seed=self.config.seed)
+        rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, config=self.config)
         if self.progress.stage_step == 0:
             self.progress.stages.append(StageRecord(stage.name))
@@ -141,10 +146,14 @@ class Trainer:
         )
         compiling = self.runtime.counters().compile_seconds
         tokens = self.progress.tokens
+        process = (self.runtime.rank, self.runtime.world_size)
+        batches = step_batches(rows, stage, config=self.config, first=self.progress.stage_step, process=process)
         with self.watch.measure("train"):
-            for stage_step in range(self.progress.stage_step, num_steps):
-                self.train_one(stage, rows, stage_step=stage_step, num_steps=num_steps)
-                self.between_steps(last=stage_step + 1 == num_steps)
+            with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
+                for info, batch in feed:
+                    self.train_one(info, batch)
+                    self.between_steps(last=info.is_last)
+            assert self.progress.stage_step == num_steps, "the feed ended before the stage"
             self.runtime.wait()
             self.record(self.window.drain())
         self.train_compile_seconds += self.runtime.counters().compile_seconds - compiling
@@ -152,18 +161,12 @@ class Trainer:
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
         self.save()
 
-    def train_one(self, stage: Stage, rows: StageRows, *, stage_step: int, num_steps: int) -> None:
+    def train_one(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
-        config, geometry = self.config, stage.geometry
-        lr = stage.lr * multiplier(stage.schedule, step=stage_step, num_steps=num_steps)
-        total = None if stage.epochs is None else rows.total_for(stage.epochs)
-        whole = rows.batch(stage_step, global_rows=geometry.global_rows, num_total=total)
-        mine = whole.slice_process(self.runtime.rank, self.runtime.world_size)
-        batch = self.runtime.put(training_tensors(mine, geometry, lr=lr), rows_dim=1)
-        self.runtime.seed(seed_of(config.seed, self.progress.step, self.runtime.rank))
+        self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.rank))
         step = self.progress.step + 1
-        due = step % config.trainer.log_every_steps == 0 or stage_step + 1 == num_steps
-        pending = Pending(step, lr, mine.labels, whole.num_tokens)
+        due = step % self.config.trainer.log_every_steps == 0 or info.is_last
+        pending = Pending(step, info.lr, info.labels, info.num_tokens)
         self.window.pending.append(pending)
         steps = self.window.close() if due else []
 
@@ -172,9 +175,9 @@ class Trainer:
             self.window.read(steps)
 
         pending.output = self.step_program(batch, then=read if due else None)
-        self.progress.step, self.progress.stage_step = step, stage_step + 1
-        self.progress.stages[-1].steps = stage_step + 1
-        self.progress.stages[-1].tokens += whole.num_tokens
+        self.progress.step, self.progress.stage_step = step, info.stage_step + 1
+        self.progress.stages[-1].steps = info.stage_step + 1
+        self.progress.stages[-1].tokens += info.num_tokens
 
     def between_steps(self, *, last: bool) -> None:
         """Log what has arrived; evaluate, save or stop when that is due."""

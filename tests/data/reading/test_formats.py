@@ -1,0 +1,219 @@
+"""One row to one document, in every format; what is not of the format gives a Refused with a reason."""
+
+import json
+import re
+
+import pytest
+
+from tpu_experiments.data.documents import Document, Refused, SourceSpec
+from tpu_experiments.data.reading.formats import document_of
+from tpu_experiments.data.reading.raw_rows import RawRow
+
+QUESTION_ANSWER = {
+    "id": "uk-1",
+    "question": "Is it an offer?",
+    "answer": "No.",
+    "topic": "Contract Law - Offer",
+    "difficulty": "basic",
+    "case_citation": "Fisher v Bell [1961] 1 QB 394",
+    "reasoning": "Step 1: Look.",
+}
+
+
+def outcome(row, layout, **values):
+    spec = SourceSpec(**{"name": "x", "path": "rows.jsonl", "kind": "chat", "format": layout} | values)
+    as_dict = document_of(RawRow(row, "rows.jsonl", "line", 3), spec=spec)
+    as_line = document_of(RawRow(json.dumps(row).encode(), "rows.jsonl", "line", 3), spec=spec)
+    assert as_dict == as_line
+    return as_dict
+
+
+def document(row, layout, **values):
+    found = outcome(row, layout, **values)
+    assert isinstance(found, Document)
+    assert found.place == "line 3 of rows.jsonl"
+    return found
+
+
+def refused(row, layout, **values):
+    found = outcome(row, layout, **values)
+    assert isinstance(found, Refused)
+    assert found.place == "line 3 of rows.jsonl"
+    return found
+
+
+def turns(*contents):
+    return tuple((("user", "assistant")[i % 2], content) for i, content in enumerate(contents))
+
+
+def test_text_and_its_ids():
+    assert document({"text": "Bună"}, "text").text == "Bună"
+    assert document({"text": "a"}, "text").id == "rows.jsonl:3"
+    assert document({"text": "a", "id": 7}, "text").id == "7"
+    for no_name in (None, "", ["a"], {"a": 1}):
+        assert document({"text": "a", "id": no_name}, "text").id == "rows.jsonl:3"
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "data"])
+@pytest.mark.parametrize(("role", "content"), [("role", "content"), ("from", "value")])
+def test_messages_in_every_spelling(column, role, content):
+    names = [("system", "system"), ("human", "user"), ("GPT", "assistant")]
+    names += [("prompter", "user"), ("bot", "assistant"), ("user", "user"), ("model", "assistant")]
+    rows = [{role: name, content: f"turn {i}"} for i, (name, _) in enumerate(names)]
+    expected = tuple((wanted, f"turn {i}") for i, (_, wanted) in enumerate(names))
+    assert document({column: rows}, "messages").messages == expected
+
+
+def test_alternating():
+    assert document({"data": list("abcd")}, "alternating").messages == turns("a", "b", "c", "d")
+    assert document({"data": list("abc")}, "alternating").messages == turns("a", "b")
+
+
+def test_question_answer_is_the_recipes_text():
+    question, answer = document(QUESTION_ANSWER, "question_answer").messages
+    assert question == ("user", "Is it an offer?")
+    assert answer == (
+        "assistant",
+        "### Topic: Contract Law - Offer\n### Difficulty: basic\n\n"
+        "### Reasoning:\nStep 1: Look.\n\n"
+        "### Answer:\nNo.\n\n### Case Citation:\nFisher v Bell [1961] 1 QB 394",
+    )
+
+
+def test_question_answer_leaves_out_what_is_empty():
+    fields = QUESTION_ANSWER | {"reasoning": "", "case_citation": None}
+    head = "### Topic: Contract Law - Offer\n### Difficulty: basic\n\n### Answer:\nNo."
+    assert document(fields, "question_answer").messages[1] == ("assistant", head)
+    bare = {"question": "q", "answer": "a"}
+    assert document(bare, "question_answer").messages[1] == ("assistant", "### Answer:\na")
+
+
+@pytest.mark.parametrize(
+    ("fields", "user"),
+    [
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
+        ({"instruction": "Add.", "context": "1 2", "response": "3"}, "Add.\n\n1 2"),
+        ({"instruction": "Add.", "input": "", "output": "3"}, "Add."),
+        ({"instruction": "Add.", "output": "3"}, "Add."),
+    ],
+)
+def test_instruction(fields, user):
+    assert document(fields, "instruction").messages == turns(user, "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<s>[INST] a [/INST] b </s>", turns("a", "b")),
+        ("<s>[INST] a\nb [/INST] c </s><s>[INST] d [/INST] e </s>", turns("a\nb", "c", "d", "e")),
+        ("[INST] a [/INST] b </s> <s> [INST] d [/INST]", turns("a", "b")),
+        ("<s>[INST] a [/INST] b </s><s>[INST] cut", turns("a", "b")),
+        ("<s>[INST] a [/INST] x < y, <s>b</s> c </s>", turns("a", "x < y, <s>b</s> c")),
+        (
+            "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\na [/INST] b </s>",
+            (("system", "Be brief."), *turns("a", "b")),
+        ),
+    ],
+)
+def test_llama2(text, expected):
+    assert document({"text": text}, "llama2").messages == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("### Human: a### Assistant: b", turns("a", "b")),
+        ("### Human: a\n### Assistant: b\n### Human: c### Assistant:d", turns("a", "b", "c", "d")),
+        ("### Human: a### Assistant: b ### c### Human: d", turns("a", "b ### c")),
+        ("A chat.\n\n### Human: a### Assistant: b", (("system", "A chat."), *turns("a", "b"))),
+    ],
+)
+def test_human_assistant(text, expected):
+    assert document({"text": text}, "human_assistant").messages == expected
+
+
+def test_fields_by_other_names():
+    row = {"body": "a", "text": "not this", "key": "k"}
+    assert document(row, "text", fields={"text": "body", "id": "key"}).text == "a"
+    assert document(row, "text", fields={"text": "body", "id": "key"}).id == "k"
+    lacking = refused({"text": "a"}, "text", fields={"text": "body"})
+    assert lacking.message.startswith("has no field 'body', which data.x.format=text needs; it has no field")
+    wrong = refused({"body": 3}, "text", fields={"text": "body"})
+    assert wrong.message.startswith("has int in 'body', not a string")
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout", "reason"),
+    [
+        ({"text": " \n\u00a0"}, "text", "empty"),
+        ({"data": []}, "alternating", "no_answer"),
+        ({"data": ["alone"]}, "alternating", "no_answer"),
+        ({"messages": []}, "messages", "no_answer"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "no_answer"),
+        ({"data": ["a", " "]}, "alternating", "no_answer"),
+        ({"instruction": "a", "output": ""}, "instruction", "no_answer"),
+        ({"text": "<s>[INST] a [/INST] </s>"}, "llama2", "no_answer"),
+        ({"text": "### Human: a"}, "human_assistant", "no_answer"),
+    ],
+)
+def test_nothing_to_learn_is_no_bad_row(fields, layout, reason):
+    found = refused(fields, layout)
+    assert (found.reason, found.is_bad_row) == (reason, False)
+
+
+ONE_ANSWER_NULL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout", "reason", "sentence"),
+    [
+        (
+            {"content": "a", "url": "b"},
+            "text",
+            "no_field",
+            "has no field 'text', which data.x.format=text needs; it has content, url; mend or remove the row.",
+        ),
+        ({"text": None}, "text", "no_field", "has null in 'text'"),
+        ({"data": ["a", "b"]}, "messages", "no_field", "no field 'messages or conversations'"),
+        ({"data": ["a", "b"]}, "messages", "no_field", "try data.x.format=alternating."),
+        ({"messages": [{}]}, "alternating", "no_field", "try data.x.format=messages."),
+        ({"question": "q"}, "question_answer", "no_field", "no field 'answer'"),
+        ({"instruction": "q"}, "instruction", "no_field", "no field 'output or response'"),
+        ({}, "text", "no_field", "it has no field;"),
+        ({f"f{i}": 1 for i in range(30)}, "text", "no_field", "f18, f19 and 10 more; mend"),
+        ({"text": 3}, "text", "wrong_type", "has int in 'text', not a string, as data.x.format=text needs"),
+        ({"data": "ab"}, "alternating", "wrong_type", "has str in 'data', not a list of strings, user first"),
+        ({"data": ["a", 1]}, "alternating", "wrong_type", "has list in 'data', not a list of strings, user first"),
+        ({"messages": "a"}, "messages", "wrong_type", "has str in 'messages', not a list of turns"),
+        (
+            {"messages": ONE_ANSWER_NULL},
+            "messages",
+            "wrong_type",
+            "has no role and content (or from and value) of type str in turn 2; it has role (str), content (NoneType);",
+        ),
+        ({"messages": ["a"]}, "messages", "wrong_type", "in turn 1; it has str; mend"),
+        (
+            {"messages": [{"role": "assistants", "content": "a"}]},
+            "messages",
+            "bad_role",
+            "has the role 'assistants' in turn 1. Did you mean 'assistant'?",
+        ),
+        ({"text": "a\ud800"}, "text", "surrogate", r"half of a UTF-16 pair (\ud800) at character 1 of text;"),
+        ({"data": ["a", "\udfff"]}, "alternating", "surrogate", r"(\udfff) at character 0 of turn 2;"),
+        ({"text": "a", "id": "\ud800"}, "text", "surrogate", r"(\ud800) at character 0 of id;"),
+        ({"a\ud800": 1}, "text", "no_field", "it has a\\ud800; mend"),
+        (
+            {"text": "plain"},
+            "llama2",
+            "bad_marks",
+            "has text before the first [INST]: 'plain', as data.x.format=llama2",
+        ),
+        ({"text": "<s>"}, "llama2", "bad_marks", "has no [INST] in its text"),
+        ({"text": "[INST] a [INST] b"}, "llama2", "bad_marks", "has [INST] where [/INST] is due, after 1 marks"),
+        ({"text": "plain"}, "human_assistant", "bad_marks", "has neither ### Human: nor ### Assistant: in its text"),
+    ],
+)
+def test_bad_rows(fields, layout, reason, sentence):
+    found = refused(fields, layout)
+    assert (found.reason, found.is_bad_row) == (reason, True)
+    assert re.search(re.escape(sentence), found.message)

@@ -1,0 +1,103 @@
+"""format: auto."""
+
+import json
+
+import pytest
+
+from tests.data.readers import jsonl, read, spec_for, split_rows, written
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.reading.sources import resolve_format
+
+CHAT = [
+    ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+    ({"conversations": [{"from": "human", "value": "a"}]}, "messages"),
+    ({"data": [{"role": "user", "content": "a"}]}, "messages"),
+    ({"data": ["a", "b"]}, "alternating"),
+    ({"question": "a", "answer": "b"}, "question_answer"),
+    ({"instruction": "a", "output": "b"}, "instruction"),
+    ({"instruction": "a", "context": "", "response": "b"}, "instruction"),
+    ({"text": "<s>[INST] a [/INST] b </s>"}, "llama2"),
+    ({"text": "### Human: a### Assistant: b"}, "human_assistant"),
+]
+
+
+def resolved(tmp_path, rows, **values):
+    path = written(tmp_path, "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return resolve_format(spec_for(path, **{"format": "auto"} | values))
+
+
+def complaint(tmp_path, rows, **values):
+    with pytest.raises(ConfigError) as caught:
+        resolved(tmp_path, rows, **values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("row", "layout"), CHAT)
+def test_conversations(tmp_path, row, layout):
+    assert resolved(tmp_path, [row] * 3, kind="chat").format == layout
+
+
+@pytest.mark.parametrize(("row", "layout"), CHAT[:-2])
+def test_conversations_are_not_texts(tmp_path, row, layout):
+    sentence = complaint(tmp_path, [row])
+    assert (
+        f"data.x.kind=text; the rows of {tmp_path}/a.jsonl are conversations ({layout}); set data.x.kind=chat"
+        in sentence
+    )
+
+
+def test_texts(tmp_path):
+    assert resolved(tmp_path, [{"text": "a", "url": "b"}]).format == "text"
+    assert resolved(tmp_path, [{"body": "a", "url": "b"}], fields={"text": "body"}).format == "text"
+    assert "the rows of" in (sentence := complaint(tmp_path, [{"text": "a"}], kind="chat"))
+    assert "are plain text; set data.x.kind=text" in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.csv", "body\nunu\n"), ("a.txt", "unu\n"), ("a.tsv", "text\tid\nunu\t1\n")]
+)
+def test_tables_and_lines(tmp_path, name, content):
+    assert [row.text for row in read(written(tmp_path, name, content), format="auto")] == ["unu"]
+
+
+def test_a_chat_in_text_may_be_read_as_text(tmp_path):
+    assert resolved(tmp_path, [CHAT[-1][0]]).format == "text"
+
+
+def test_unknown_fields_are_named(tmp_path):
+    sentence = complaint(tmp_path, [{"content": "a", "url": "b"}])
+    assert "have the fields content, url, which is no known format" in sentence
+    assert "set data.x.format= to one of text, and data.x.fields= where" in sentence
+    assert "one of messages, alternating, question_answer, instruction, llama2, human_assistant" in complaint(
+        tmp_path, [{"content": "a"}], kind="chat"
+    )
+
+
+def test_rows_of_several_formats(tmp_path):
+    sentence = complaint(tmp_path, [CHAT[0][0], CHAT[3][0]], kind="chat")
+    assert "the first 2 rows are of several formats, alternating, messages; choose one" in sentence
+
+
+def test_bad_rows_are_left_to_the_reader(tmp_path):
+    path = written(tmp_path, "a.jsonl", "broken\n" + json.dumps({"body": 1}) + "\n" + jsonl(["a"]))
+    documents, refused = split_rows(path, format="auto")
+    assert [document.text for document in documents] == ["a"]
+    assert [row.reason for row in refused] == ["not_json", "no_field"]
+
+
+def test_nothing_readable(tmp_path):
+    path = written(tmp_path, "a.jsonl", "broken\n" * 5)
+    with pytest.raises(ConfigError, match=r"none of its first rows can be read; line 1 of a\.jsonl is not JSON"):
+        read(path, format="auto")
+
+
+def test_a_format_that_is_named_stays_and_nothing_is_read(tmp_path):
+    spec = spec_for(tmp_path / "nowhere.jsonl", kind="chat", format="messages")
+    assert resolve_format(spec) == spec
+
+
+def test_renamed_fields_must_be_the_formats(tmp_path):
+    sentence = complaint(tmp_path, [{"text": "a"}], fields={"txt": "body"}, format="text")
+    assert "data.x.fields={'txt': 'body'}; format text has no field 'txt'. Did you mean 'text'?" in sentence
+    renamed = {"input": "i", "topic": "t"}
+    assert "format instruction has no field 'topic'" in complaint(tmp_path, [], fields=renamed, format="instruction")

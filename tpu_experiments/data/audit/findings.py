@@ -1,0 +1,158 @@
+"""What the manifests of prepared data say, and what in it looks wrong."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Manifest = dict[str, Any]
+"""The manifest.json of one source at one row length."""
+
+MIN_SUPERVISED_SHARE = 0.02
+MAX_REPORTED_SHARE = 0.2
+MIN_PACKING_EFFICIENCY = 0.9
+ANSWERS_SHOWN = 8
+"""Answers of a conversation that are told apart; later ones are joined."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in the data that looks wrong, as a sentence."""
+
+    severity: Literal["warning", "error"]
+    source: str
+    message: str
+    """`data.<name>; what is wrong, the numbers; what to do.`"""
+
+
+def audit_findings(manifests: Sequence[Manifest]) -> list[Finding]:
+    """What looks wrong in the numbers, errors first, each in the order of the manifests."""
+    found = [finding for manifest in manifests for finding in _findings_of(manifest)]
+    return sorted(found, key=lambda finding: finding.severity)
+
+
+def percent(part: float, whole: float) -> str:
+    """`22.5 %`, or a dash where there is nothing to take a share of."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(words, count) of every count above 0, the largest first; slugs become words."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [(slug.replace("_", " "), count) for slug, count in ordered if count]
+
+
+def supervised_by_answer(split: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """(name, supervised tokens, documents that have it) of the 1st, 2nd, ... answer; late ones are joined."""
+    tokens = [int(count) for count in split.get("supervised_per_turn") or []]
+    documents = [int(count) for count in split.get("documents_per_turn") or []]
+    documents += [0] * (len(tokens) - len(documents))
+    named = [(f"answer {i + 1}", tokens[i], documents[i]) for i in range(len(tokens))]
+    if len(named) <= ANSWERS_SHOWN:
+        return named
+    late = ANSWERS_SHOWN - 1
+    # Every document with a later answer has the first of them too.
+    return [*named[:late], (f"answer {ANSWERS_SHOWN} on", sum(tokens[late:]), documents[late])]
+
+
+def overlaps_of(manifest: Manifest) -> list[tuple[str, str, str, int]]:
+    """(split, content or prompt, the split it is also in, how many) of every pair that was compared."""
+    found = []
+    for key, count in (manifest.get("overlaps") or {}).items():
+        match = re.fullmatch(r"(\w+)_(content|prompt)_in_(\w+)", key)
+        if match:
+            found.append((match[1], match[2], match[3], int(count)))
+    return found
+
+
+def _findings_of(manifest: Manifest) -> Iterator[Finding]:
+    name = manifest["source"]
+    for severity, message in (*_lost(manifest), *_overlapping(manifest), *_suspicious(manifest)):
+        yield Finding(severity, name, message)
+
+
+Found = Iterator[tuple[Literal["warning", "error"], str]]
+
+
+def _lost(manifest: Manifest) -> Found:
+    """Documents that are in no count."""
+    name, read, kept = manifest["source"], manifest["documents_in"], manifest["documents_out"]
+    reported = sum(manifest["documents_reported"].values())
+    if read != kept + reported:
+        yield (
+            "error",
+            f"data.{name}; {read:,} documents were read, but {kept:,} kept and {reported:,} reported make "
+            f"{kept + reported:,}; please report this as a bug of the preparation.",
+        )
+    placed = sum(numbers["documents"] for numbers in manifest["splits"].values())
+    if placed != kept:
+        yield (
+            "error",
+            f"data.{name}; {kept:,} documents were kept, but the splits hold {placed:,}; please report this as a bug "
+            "of the preparation.",
+        )
+
+
+def _overlapping(manifest: Manifest) -> Found:
+    name = manifest["source"]
+    for split, what, other, count in overlaps_of(manifest):
+        if count and what == "content":
+            yield (
+                "error",
+                f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split word for word; "
+                f"a score on them says nothing; set data.{name}.duplicates.exact=drop and prepare again.",
+            )
+        elif count:
+            near = (manifest.get("config", {}).get("duplicates") or {}).get("near")
+            cure = "" if near else f"leave out close copies with data.{name}.duplicates.near=0.8, or "
+            yield (
+                "warning",
+                f"data.{name}; {other} holds the prompt of {_counted(count, 'document')} of the {split} "
+                f"split too; a score on them is in part recall; {cure}read the score with that in mind.",
+            )
+
+
+def _suspicious(manifest: Manifest) -> Found:
+    name, read = manifest["source"], manifest["documents_in"]
+    reported = manifest["documents_reported"]
+    if sum(reported.values()) > MAX_REPORTED_SHARE * read:
+        reason, count = by_count(reported)[0]
+        yield (
+            "warning",
+            f"data.{name}; {sum(reported.values()):,} of {read:,} documents ({percent(sum(reported.values()), read)}) "
+            f"are left out, most of them for one reason: {reason} ({count:,}); read the examples, then mend the file "
+            f"or loosen the rule in data.{name}.",
+        )
+    for split, numbers in manifest["splits"].items():
+        yield from _suspicious_split(manifest, split=split, numbers=numbers)
+
+
+def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, Any]) -> Found:
+    name, rows, tokens = manifest["source"], numbers["rows"], numbers["tokens"]
+    supervised, seq_len = numbers["supervised_tokens"], manifest["seq_len"]
+    fraction = f"{'eval' if split == 'evaluation' else split}_fraction"
+    wanted = manifest.get("config", {}).get(fraction, 1.0)
+    if rows == 0 and wanted:
+        key = f"data.{name}" if split == "train" else f"data.{name}.{fraction}={wanted}"
+        yield "warning", f"{key}; the {split} split has 0 rows; add documents or change the fractions."
+    if tokens and supervised < MIN_SUPERVISED_SHARE * tokens:
+        yield (
+            "warning",
+            f"data.{name}; {percent(supervised, tokens)} of the {split} tokens are supervised ({supervised:,} of "
+            f"{tokens:,}); almost all computation goes into context; check data.{name}.format and the chat template.",
+        )
+    # Few rows are held out, and one row may be part empty however good the packing.
+    if (
+        split == "train"
+        and manifest["packing"] == "best_fit"
+        and tokens < MIN_PACKING_EFFICIENCY * (rows - 1) * seq_len
+    ):
+        yield (
+            "warning",
+            f"data.{name}; prepare.packing=best_fit fills {percent(tokens, rows * seq_len)} of the training rows; "
+            f"many documents are a little longer than half of {seq_len:,} tokens and find no partner; use longer rows.",
+        )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

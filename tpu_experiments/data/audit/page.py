@@ -1,0 +1,214 @@
+"""The audit as one HTML file that needs nothing else: numbers, charts, and rows token by token."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.data.audit.charts import bar_chart, histogram
+from tpu_experiments.data.audit.findings import (
+    Manifest,
+    audit_findings,
+    by_count,
+    overlaps_of,
+    percent,
+    supervised_by_answer,
+)
+from tpu_experiments.data.audit.rows import choose_rows, row_html
+from tpu_experiments.data.audit.summary import audit_hash, audit_json, duplicates_text, long_documents_text, shortened
+from tpu_experiments.data.rows import RowSource
+
+REASONS_SHOWN = 8
+
+
+def audit_page(
+    manifests: Sequence[Manifest],
+    *,
+    stores: Mapping[tuple[str, int], RowSource],
+    tokenizer: PreTrainedTokenizerBase,
+    num_rows: int = 4,
+) -> str:
+    """HTML of all sources; of `stores`, their training rows by source and row length, `num_rows` each are shown.
+
+    A source without a store is shown without rows.
+    """
+    parts = [_header(manifests), _tiles(manifests), _findings(manifests)]
+    for manifest in manifests:
+        parts += [_numbers(manifest), _charts(manifest), _facts(manifest), _examples(manifest)]
+        store = stores.get((manifest["source"], manifest["seq_len"]))
+        if store is not None and store.num_rows:
+            parts.append(_rows(store, tokenizer=tokenizer, num_rows=num_rows))
+    parts.append(f"<footer>Audit hash of all of it: <code>{audit_json(manifests)['audit_hash']}</code></footer>")
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    title = "Data audit: " + ", ".join(_names(manifests))
+    return template.substitute(title=escape(title), body="\n".join(part for part in parts if part))
+
+
+def _header(manifests: Sequence[Manifest]) -> str:
+    lengths = " and ".join(f"{n:,}" for n in sorted({m["seq_len"] for m in manifests}))
+    tokenizers = ", ".join(dict.fromkeys(shortened(str(m["tokenizer"]), 60) for m in manifests))
+    about = f"{', '.join(_names(manifests))}: rows of {lengths} tokens, tokenizer {tokenizers}"
+    return f'<header><h1>What the model will read</h1><p class="about">{escape(about)}</p></header>'
+
+
+def _names(manifests: Sequence[Manifest]) -> list[str]:
+    return list(dict.fromkeys(m["source"] for m in manifests))
+
+
+def _tiles(manifests: Sequence[Manifest]) -> str:
+    # A source prepared at two lengths has the same documents twice.
+    once = list({m["source"]: m for m in reversed(manifests)}.values())
+    read, kept = (sum(m[key] for m in once) for key in ("documents_in", "documents_out"))
+    reported = read - kept
+    splits = [numbers for m in once for numbers in m["splits"].values()]
+    tokens, supervised = (sum(n[key] for n in splits) for key in ("tokens", "supervised_tokens"))
+    rows, held = 0, 0
+    for m in manifests:
+        here = sum(n["rows"] for n in m["splits"].values())
+        rows, held = rows + here, held + here * m["seq_len"]
+    filled = sum(n["tokens"] for m in manifests for n in m["splits"].values())
+    pairs = [pair for m in once for pair in overlaps_of(m)]
+    same, prompts = (sum(count for _, what, _, count in pairs if what == kind) for kind in ("content", "prompt"))
+    tiles = [
+        ("Documents kept", f"{kept:,}", f"of {read:,} read; {reported:,} left out and reported"),
+        ("Rows", f"{rows:,}", "what the model sees at once; several documents can share one"),
+        ("Tokens", _large(tokens), "pieces of words that the model reads"),
+        ("Supervised", percent(supervised, tokens), "of the tokens are learnt; the others are only read"),
+        ("Rows filled", percent(filled, held), "the rest is padding"),
+        ("Overlap", f"{same:,}", f"held-out documents that are in train too; {prompts:,} by prompt"),
+    ]
+    cells = (
+        f'<div class="tile"><span>{name}</span><b>{value}</b><small>{note}</small></div>' for name, value, note in tiles
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _large(count: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.2f} {word}"
+    return f"{count:,}"
+
+
+def _findings(manifests: Sequence[Manifest]) -> str:
+    found = audit_findings(manifests)
+    items = (f'<li class="{f.severity}"><b>{f.severity.capitalize()}</b> {escape(f.message)}</li>' for f in found)
+    return f'<ul class="findings">{"".join(items)}</ul>' if found else ""
+
+
+def _numbers(manifest: Manifest) -> str:
+    seq_len = manifest["seq_len"]
+    about = f"{manifest['kind']}, rows of {seq_len:,} tokens, packing {manifest['packing']}"
+    head = ("Split", "Documents", "Rows", "Tokens", "Characters", "Supervised", "Rows filled")
+    body = [
+        (
+            split,
+            *(f"{n.get(key, 0):,}" for key in ("documents", "rows", "tokens", "characters")),
+            percent(n["supervised_tokens"], n["tokens"]),
+            percent(n["tokens"], n["rows"] * seq_len),
+        )
+        for split, n in manifest["splits"].items()
+    ]
+    return (
+        f'<h2>{escape(manifest["source"])}</h2><p class="note">{escape(about)}</p>'
+        f'<div class="scroll">{_table(head, body)}</div>'
+    )
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[str]], *, kind: str = "numbers") -> str:
+    header = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body)
+    return f'<table class="{kind}"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _charts(manifest: Manifest) -> str:
+    return f'<div class="charts">{"".join(_figure(*chart) for chart in _chart_parts(manifest))}</div>'
+
+
+def _figure(title: str, svg: str, caption: str) -> str:
+    return f"<figure><h3>{escape(title)}</h3>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _chart_parts(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    """(title, SVG, caption) of every chart that has something to show."""
+    train: Mapping[str, Any] = manifest["splits"].get("train", {})
+    lengths = train.get("length_histogram") or {"edges": [], "documents": []}
+    if any(lengths["documents"]):
+        title = "Length of documents"
+        caption = f"Training documents by their number of tokens. A row holds {manifest['seq_len']:,}."
+        yield title, histogram(lengths["documents"], edges=lengths["edges"], title=title), caption
+    answers = supervised_by_answer(train)
+    if manifest["kind"] == "chat" and answers:
+        total = sum(tokens for _, tokens, _ in answers)
+        bars = [(name, float(tokens), percent(tokens, total)) for name, tokens, _ in answers]
+        title = "Supervised tokens by answer"
+        caption = "Which answer of a conversation the learnt tokens are in: the first, the second, and so on."
+        yield title, bar_chart(bars, title=title, kind="learnt"), caption
+    reported = by_count(manifest["documents_reported"])
+    if reported:
+        rest = sum(count for _, count in reported[REASONS_SHOWN:])
+        shown = reported[:REASONS_SHOWN] + ([("other reasons", rest)] if rest else [])
+        title = "Documents left out, by reason"
+        total, read = sum(count for _, count in reported), manifest["documents_in"]
+        caption = f"{total:,} of {read:,} documents ({percent(total, read)}). Each is named in reported.jsonl."
+        yield title, bar_chart([(name, float(n), f"{n:,}") for name, n in shown], title=title), caption
+
+
+def _facts(manifest: Manifest) -> str:
+    changes = ", ".join(f"{change} {count:,}" for change, count in by_count(manifest["changes"]))
+    overlaps = ", ".join(f"{split} {what} in {other} {count:,}" for split, what, other, count in overlaps_of(manifest))
+    tokenizer = shortened(manifest["tokenizer"], 60)
+    facts = {
+        "Changed by cleaning": escape(changes or "nothing"),
+        "Longer than a row": escape(long_documents_text(manifest)),
+        "Duplicates": escape(duplicates_text(manifest)),
+        "Overlaps": escape(overlaps or "not compared"),
+        "Audit hash": f"<code>{audit_hash(manifest)}</code>",
+        "Tokenizer": f"<code>{escape(manifest['tokenizer_hash'])}</code> {escape(tokenizer)}",
+        "Chat template": f"<code>{escape(manifest['template_hash'])}</code>",
+    }
+    return f"<dl>{''.join(f'<dt>{label}</dt><dd>{text}</dd>' for label, text in facts.items())}</dl>"
+
+
+def _examples(manifest: Manifest) -> str:
+    body = [
+        (reason.replace("_", " "), example["place"], example["message"])
+        for reason, examples in manifest["examples"].items()
+        for example in examples
+    ]
+    if not body:
+        return ""
+    table = _table(("Reason", "Where", "What"), body, kind="words")
+    summary = f'<summary>Left out, for example<span class="note">{len(body)} shown</span></summary>'
+    return f'<details class="look">{summary}<div class="scroll">{table}</div></details>'
+
+
+def _rows(store: RowSource, *, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> str:
+    chosen = choose_rows(store, num_rows=num_rows)
+    rows = store.take(np.array([index for index, _ in chosen], np.int64))
+    parts = []
+    for i, (index, why) in enumerate(chosen):
+        row = rows.take(slice(i, i + 1))
+        share = percent(row.num_supervised, row.num_tokens)
+        about = (
+            f"{why}; {_counted(int(row.segments_NT.max()), 'segment')}, {row.num_tokens:,} tokens, {share} supervised"
+        )
+        summary = f'<summary>Row {index:,}<span class="note">{about}</span></summary>'
+        content = f'<div class="inside">{row_html(row, tokenizer=tokenizer)}</div>'
+        parts.append(f'<details class="row"{" open" * (i == 0)}>{summary}{content}</details>')
+    return f'<section class="rows"><h3>Rows, token by token</h3>{_KEY}{"".join(parts)}</section>'
+
+
+_KEY = (
+    '<p class="key"><span class="sample">learnt</span>: the model is trained to write it. Plain: it only reads it. '
+    "The band above a row is the whole row; a line in it is where another document, or the next part of a long one, "
+    "begins and positions start at 0 again. Point at a token for its number and position.</p>"
+)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,180 @@
+"""The audit of prepared data: a hash that says which data it is, a table to read, one JSON, and what looks wrong.
+
+All of it is computed from the manifests, so that an audit can be made again without the data.
+"""
+
+import hashlib
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tpu_experiments.data.audit.findings import (
+    Manifest,
+    audit_findings,
+    by_count,
+    overlaps_of,
+    percent,
+    supervised_by_answer,
+)
+
+COLUMNS = 100
+_NO_BREAK = "\u00a0"
+
+_WHAT_THE_DATA_IS = (
+    "format",
+    "kind",
+    "seq_len",
+    "packing",
+    "long_documents",
+    "pad_id",
+    "max_token_id",
+    "tokenizer_hash",
+    "template_hash",
+    "documents_in",
+    "documents_out",
+    "documents_reported",
+    "changes",
+    "splits",
+    "length_percentiles",
+    "overlaps",
+    "config",
+)
+
+
+def audit_hash(manifest: Manifest) -> str:
+    """16 hex digits that change with the prepared data and with nothing else.
+
+    The name and place of the source, the path of the tokenizer, examples, times and memory do not go in.
+    """
+    return _hash({key: manifest.get(key) for key in _WHAT_THE_DATA_IS})
+
+
+def audit_json(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """All manifests, each with its audit hash, what looks wrong, and one hash over all of them."""
+    hashes = [audit_hash(manifest) for manifest in manifests]
+    return {
+        "format": 1,
+        "audit_hash": _hash(sorted(hashes)),
+        "sources": [{**m, "audit_hash": own} for m, own in zip(manifests, hashes, strict=True)],
+        "findings": [asdict(finding) for finding in audit_findings(manifests)],
+    }
+
+
+def audit_table(manifests: Sequence[Manifest]) -> str:
+    """What `task=prepare` prints: every source and split, at most 100 columns wide."""
+    lines = list(_split_lines(manifests))
+    for manifest in manifests:
+        lines += ["", *_source_lines(manifest)]
+    for severity in ("error", "warning"):
+        messages = [f.message for f in audit_findings(manifests) if f.severity == severity]
+        if messages:
+            lines += ["", f"{severity}s", *(line for message in messages for line in _wrapped("  - ", message))]
+    return "\n".join(lines) + "\n"
+
+
+def _hash(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _split_lines(manifests: Sequence[Manifest]) -> Iterator[str]:
+    header = ("source", "split", "documents", "rows", "tokens", "supervised", "packed")
+    yield _columns(*header)
+    for manifest in manifests:
+        name = manifest["source"]
+        for split, n in manifest["splits"].items():
+            learnt = percent(n["supervised_tokens"], n["tokens"])
+            filled = percent(n["tokens"], n["rows"] * manifest["seq_len"])
+            counts = (f"{n['documents']:,}", f"{n['rows']:,}", f"{n['tokens']:,}")
+            yield _columns(name, split, *counts, learnt, filled)
+            name = ""
+
+
+def _columns(source: str, split: str, documents: str, rows: str, tokens: str, learnt: str, filled: str) -> str:
+    names = f"{shortened(source, 20):<22}{split:<12}"
+    return f"{names}{documents:>14}{rows:>14}{tokens:>18}{learnt:>11}{filled:>9}"
+
+
+def _source_lines(manifest: Manifest) -> Iterator[str]:
+    seq_len, packing, long = manifest["seq_len"], manifest["packing"], manifest["long_documents"]
+    yield from _wrapped(
+        "", f"{manifest['source']}: {manifest['kind']}, rows of {seq_len:,} tokens, {packing}, long documents: {long}"
+    )
+    for label, text in _facts(manifest):
+        yield from _wrapped(f"  {label:<18}", text)
+
+
+def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    reported, read = manifest["documents_reported"], manifest["documents_in"]
+    total = sum(reported.values())
+    reasons = _listed(f"{reason} {count:,}" for reason, count in by_count(reported))
+    yield "reported", f"{total:,} of {read:,} documents ({percent(total, read)}){': ' if reasons else ''}{reasons}"
+    for reason, examples in manifest["examples"].items():
+        if examples:
+            text = f"{reason.replace('_', ' ')}: {examples[0]['place']} {examples[0]['message']}"
+            # A message may quote the file, and a control character of it would reach the terminal.
+            readable = "".join(character if character.isprintable() else " " for character in text)
+            yield "  for example", shortened(readable, 2 * (COLUMNS - 20))
+    changes = _listed(f"{change} {count:,}" for change, count in by_count(manifest["changes"]))
+    yield "changed", changes or "nothing"
+    if manifest["length_percentiles"]:
+        yield "document length", lengths_text(manifest)
+    yield "long documents", long_documents_text(manifest)
+    train = manifest["splits"].get("train", {})
+    learnt = train.get("supervised_tokens", 0)
+    answers = [f"{label} {percent(tokens, learnt)}" for label, tokens, _ in supervised_by_answer(train)]
+    if manifest["kind"] == "chat" and answers:
+        yield "supervised in", _listed(answers)
+    yield "duplicates", duplicates_text(manifest)
+    pairs = overlaps_of(manifest)
+    overlaps = _listed(f"{split} {what} in {other} {count:,}" for split, what, other, count in pairs)
+    yield "overlaps", overlaps or "not compared"
+    yield "tokenizer", f"{shortened(manifest['tokenizer'], 60)} ({manifest['tokenizer_hash']})"
+    yield "chat template", manifest["template_hash"]
+    yield "audit hash", audit_hash(manifest)
+
+
+def lengths_text(manifest: Manifest) -> str:
+    """Tokens of the training documents, whole."""
+    tokens = manifest["length_percentiles"]
+    shares = _listed(f"{share} % up to {tokens[share]:,}" for share in ("50", "90", "95", "99"))
+    return f"{shares}, longest {tokens['100']:,} tokens"
+
+
+def long_documents_text(manifest: Manifest) -> str:
+    """What became of documents longer than a row, over all splits."""
+    splits = manifest["splits"].values()
+    keys = ("documents_split", "documents_truncated", "documents_truncated_in_turn", "tokens_dropped")
+    split, cut, cut_inside, dropped = (sum(numbers.get(key, 0) for numbers in splits) for key in keys)
+    return f"{split:,} split, {cut:,} truncated ({cut_inside:,} inside a turn), {dropped:,} tokens dropped"
+
+
+def duplicates_text(manifest: Manifest) -> str:
+    """How many copies were left out, and what was looked for."""
+    rules = manifest.get("config", {}).get("duplicates", {})
+    reported = manifest["documents_reported"]
+    exact = "kept" if rules.get("exact") == "keep" else f"{reported.get('exact_duplicate', 0):,} left out"
+    similar = (
+        f"{reported.get('near_duplicate', 0):,} left out (similarity {rules['near']})" if rules.get("near") else ""
+    )
+    return f"exact {exact}, near {similar or 'not looked for'}"
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` with its middle left out where it is longer than `width` characters."""
+    half = (width - 1) // 2
+    return text if len(text) <= width else f"{text[: width - 1 - half]}…{text[-half:]}"
+
+
+def _listed(items: Iterable[str]) -> str:
+    """Items with commas between, none of which `_wrapped` breaks."""
+    return ", ".join(item.replace(" ", _NO_BREAK) for item in items)
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """`text` after `label`, its further lines under its first."""
+    indent = " " * len(label)
+    lines = textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines]

@@ -1,0 +1,58 @@
+"""Which documents are trained on, evaluated on and tested on: a hash of the content, so none ever moves."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+SPLITS = ("train", "evaluation", "test")
+"""A split's code is its place here."""
+
+
+def split_codes(keys_D2: NDArray[np.uint64], *, eval_fraction: float, test_fraction: float) -> NDArray[np.int8]:
+    """Splits (D,) of documents by their `content_key`, taken as a number between 0 and 1.
+
+    Evaluation lies in [0, eval), test in [eval, eval + test): a change of `test_fraction` moves nothing into or out
+    of evaluation, and new documents move none of the old ones.
+    """
+    numbers_D = keys_D2[:, 0]
+    codes_D = np.zeros(len(numbers_D), np.int8)
+    codes_D[numbers_D < _bound(eval_fraction + test_fraction)] = SPLITS.index("test")
+    codes_D[numbers_D < _bound(eval_fraction)] = SPLITS.index("evaluation")
+    return codes_D
+
+
+def split_of(key: bytes, *, eval_fraction: float, test_fraction: float) -> str:
+    """Name of the split of one document by its 16-byte `content_key`."""
+    keys_12 = np.frombuffer(key, "<u8").reshape(1, 2)
+    return SPLITS[split_codes(keys_12, eval_fraction=eval_fraction, test_fraction=test_fraction)[0]]
+
+
+def overlaps(keys_D2: NDArray[np.uint64], prompts_D: NDArray[np.uint64], codes_D: NDArray[np.int8]) -> dict[str, int]:
+    """Documents of each held-out split whose content, or whose prompt, is in train too.
+
+    Args:
+        keys_D2: `content_key` of each of D documents.
+        prompts_D: `prompt_key` of each.
+        codes_D: split of each; other numbers than those of `SPLITS` are in none.
+
+    Returns:
+        `<split>_content_in_train`, which the hash makes 0, and `<split>_prompt_in_train` of both held-out splits.
+    """
+    train_D = codes_D == SPLITS.index("train")
+    counts = {}
+    for split in SPLITS[1:]:
+        held_out_D = codes_D == SPLITS.index(split)
+        counts[f"{split}_content_in_train"] = _num_shared(keys_D2[held_out_D], keys_D2[train_D])
+        counts[f"{split}_prompt_in_train"] = int(np.isin(prompts_D[held_out_D], prompts_D[train_D]).sum())
+    return counts
+
+
+def _num_shared(keys_M2: NDArray[np.uint64], others_N2: NDArray[np.uint64]) -> int:
+    """How many of M keys are among the N others; the whole key is only compared where its first half is found."""
+    found_M2 = keys_M2[np.isin(keys_M2[:, 0], others_N2[:, 0])]
+    others = set(map(tuple, others_N2[np.isin(others_N2[:, 0], found_M2[:, 0])].tolist()))
+    return sum(tuple(key) in others for key in found_M2.tolist())
+
+
+def _bound(fraction: float) -> np.uint64:
+    """The fraction of all 64-bit numbers."""
+    return np.uint64(min(int(fraction * 2**64), 2**64 - 1))

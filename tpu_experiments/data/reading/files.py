@@ -1,0 +1,152 @@
+"""Raw rows of one file, by its suffix, in order and in bounded memory.
+
+A row that cannot be made out is one Refused; a file that breaks off gives what was whole and then one Refused. The
+largest piece held is one line, one array element or one parquet batch.
+
+.jsonl     an object a line; the line is parsed later, in a worker process
+.json      an array of objects, or one object a line
+.parquet   a row
+.csv .tsv  a record; the first line names the columns
+.txt       a line is a document, in the field `text` (as with Hugging Face's loader `text`)
+"""
+
+import codecs
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.documents import Refused, SourceSpec
+from tpu_experiments.data.reading.json_array import read_array
+from tpu_experiments.data.reading.locations import SourceFile, suffixes_of
+from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, not_utf8, place_of
+from tpu_experiments.data.reading.tables import read_parquet, read_table
+from tpu_experiments.io import find
+from tpu_experiments.io.paths import is_remote
+from tpu_experiments.io.streams import SUFFIXES, ByteStream, UnreadableError
+
+__all__ = ["RawRow", "SourceFile", "fingerprint", "read_raw"]
+
+CONTENT_MARKS = ("md5Hash", "crc32c", "content_hash", "etag", "ETag", "generation", "mtime", "LastModified")
+"""What file systems say about an object's content, the surest first."""
+
+
+def read_raw(file: SourceFile, *, spec: SourceSpec) -> Iterator[RawRow | Refused]:
+    """Rows of one file.
+
+    Raises:
+        ConfigError: the disk, the network or a permission stopped the reading; never for what the file holds.
+    """
+    num_rows = 0
+    try:
+        for row in _rows(file):
+            num_rows += 1
+            yield row
+    except UnreadableError as error:
+        raise ConfigError(
+            f"{spec.key}; reading {file.url} failed after {num_rows} rows ({error}); see that the file can be read and "
+            "start again."
+        ) from error
+
+
+def fingerprint(file: SourceFile) -> str:
+    """What the content of a file is known by: a SHA-256 of the bytes, or what an object store says of them.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        about = find.remote_info(file.url) if is_remote(file.url) else {}
+        mark = next((f"{name}={about[name]}" for name in CONTENT_MARKS if about.get(name)), None)
+        return _sha256(file.url) if mark is None else f"size={about.get('size')} {mark}"
+    except Exception as error:  # every file system and its client raise types of their own
+        raise ConfigError(
+            f"{file.url}; it cannot be read ({type(error).__name__}: {error}); check that it is there, and the "
+            "credentials if it is remote."
+        ) from error
+
+
+def _sha256(url: str) -> str:
+    digest = hashlib.sha256()
+    for chunk in ByteStream(url):
+        digest.update(chunk)
+    return f"sha256={digest.hexdigest()}"
+
+
+def _rows(file: SourceFile) -> Iterator[RawRow | Refused]:
+    data, compression = suffixes_of(file.name)
+    if data == ".parquet":
+        return read_parquet(file.url, name=file.name)
+    stream = ByteStream(file.url, compression=SUFFIXES.get(compression))
+    if data in (".csv", ".tsv"):
+        return read_table(stream, name=file.name, delimiter="," if data == ".csv" else "\t")
+    if data == ".json":
+        return _read_json(stream, name=file.name)
+    return _read_lines(stream, chunks=_without_mark(stream), name=file.name, is_text=data == ".txt")
+
+
+def _read_json(stream: ByteStream, *, name: str) -> Iterator[RawRow | Refused]:
+    """An array of objects, or one object a line: told apart by the first character."""
+    chunks, head, start = _without_mark(stream), [], b""
+    while not start and (chunk := next(chunks, None)) is not None:
+        head.append(chunk)
+        start = chunk.lstrip(b" \t\r\n")[:1]
+    everything = chain(head, chunks)
+    if start == b"[":
+        yield from read_array(stream, chunks=everything, name=name)
+        return
+    rows = _read_lines(stream, chunks=everything, name=name)
+    first = list(islice(rows, 2))
+    if start and not any(_is_object(row) for row in first):
+        message = "is neither a JSON array of objects nor one object a line, and is not read; wrap its rows in [ ] "
+        yield Refused("not_json", name, message + "or write each on a line of its own.")
+        return
+    yield from chain(first, rows)
+
+
+def _without_mark(stream: ByteStream) -> Iterator[bytes]:
+    """The bytes without the byte order mark that Windows programs put first."""
+    chunks, start = iter(stream), b""
+    while len(start) < len(codecs.BOM_UTF8) and (chunk := next(chunks, None)) is not None:
+        start += chunk
+    yield start.removeprefix(codecs.BOM_UTF8)
+    yield from chunks
+
+
+def _is_object(row: RawRow | Refused) -> bool:
+    line = row.data.strip() if isinstance(row, RawRow) and isinstance(row.data, bytes) else b""
+    return line.startswith(b"{") and line.endswith(b"}")
+
+
+def _read_lines(
+    stream: ByteStream, *, chunks: Iterable[bytes], name: str, is_text: bool = False
+) -> Iterator[RawRow | Refused]:
+    number = 0
+    for number, line in enumerate(_lines(stream, chunks=chunks), start=1):
+        if not line or line.isspace():
+            continue
+        yield _text_row(line, name=name, number=number) if is_text else RawRow(line, name, "line", number)
+    if stream.damage:
+        yield cut_off(place_of(number + 1, unit="line", file=name), damage=stream.damage)
+
+
+def _lines(stream: ByteStream, *, chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines without their line feeds; nothing of a line that damage has cut."""
+    begun: list[bytes] = []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        begun.append(first)
+        if others:
+            yield b"".join(begun)
+            begun = [others.pop()]
+            yield from others
+    rest = b"".join(begun)
+    if rest and not stream.damage:
+        yield rest
+
+
+def _text_row(line: bytes, *, name: str, number: int) -> RawRow | Refused:
+    try:
+        return RawRow({"text": line.removesuffix(b"\r").decode()}, name, "line", number)
+    except UnicodeDecodeError as error:
+        return not_utf8(error, place=place_of(number, unit="line", file=name))

@@ -1,0 +1,263 @@
+"""One raw row to one Document, by `data.<name>.format`; runs in worker processes.
+
+text             field `text`
+messages         field `messages` or `conversations` (or `data`), a list of role and content or of from and value
+alternating      field `data`, a list of strings, user first
+question_answer  the chain-of-thought answer of the UK-law recipe
+instruction      `instruction`, `input` or `context`, `output` or `response`
+llama2           field `text` with [INST] marks
+human_assistant  field `text` with ### Human: and ### Assistant: marks
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tpu_experiments.config.errors import suggest
+from tpu_experiments.data.documents import FORMATS_OF_KIND, Document, Refused, SourceSpec
+from tpu_experiments.data.reading.chat_texts import Turns, turns_of_human_assistant, turns_of_llama2
+from tpu_experiments.data.reading.raw_rows import RawRow, not_utf8
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+
+FIELDS_OF_FORMAT: dict[str, tuple[tuple[str, ...], ...]] = {
+    "text": (("text",),),
+    "messages": (("messages", "conversations"),),
+    "alternating": (("data",),),
+    "question_answer": (("question",), ("answer",)),
+    "instruction": (("instruction",), ("output", "response")),
+    "llama2": (("text",),),
+    "human_assistant": (("text",),),
+}
+"""What a row of each format must have; of several names, one."""
+OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
+    "question_answer": ("topic", "difficulty", "reasoning", "case_citation"),
+    "instruction": ("input", "context"),
+}
+
+MAX_NAMES_SHOWN = 20
+
+Fields = Mapping[str, Any]
+
+
+class BadRow(Exception):
+    """A row that is not of its format: `reason` for the counts, the message for people."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
+    """The row as a Document of `spec.format`, which is not `auto` any more; Refused with the reason if it is not.
+
+    Turns after the last answer are dropped; a conversation without an answer, and blank text, are refused without
+    being bad rows.
+    """
+    fields = fields_of(row, spec=spec)
+    if isinstance(fields, Refused):
+        return fields
+    try:
+        identity = _identity(fields) or f"{row.file}:{row.number}"
+        if spec.format == "text":
+            text = _string(fields, "text", spec=spec)
+            if not text.strip():
+                return Refused("empty", row.place, "has no text.", is_bad_row=False)
+            return Document(identity, text=text, place=row.place)
+        turns = _answered(_TURNS_OF[spec.format](fields, spec))
+        if not turns:
+            return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
+        return Document(identity, messages=tuple(turns), place=row.place)
+    except BadRow as error:
+        message = str(error).encode(errors="backslashreplace").decode()  # it may quote what cannot be written
+        return Refused(error.reason, row.place, message)
+
+
+def fields_of(row: RawRow, *, spec: SourceSpec) -> dict[str, Any] | Refused:
+    """The row's fields by name, with `spec.fields` laid over them."""
+    if isinstance(row.data, dict):
+        fields = row.data
+    else:
+        parsed = _parsed(row.data, place=row.place)
+        if isinstance(parsed, Refused):
+            return parsed
+        fields = parsed
+    if not spec.fields:
+        return fields
+    renamed = {name: value for name, value in fields.items() if name not in spec.fields}
+    return renamed | {name: fields[own] for name, own in spec.fields.items() if own in fields}
+
+
+def _parsed(line: bytes, *, place: str) -> dict[str, Any] | Refused:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return not_utf8(error, place=place)
+    except (ValueError, RecursionError) as error:
+        return Refused("not_json", place, f"is not JSON: {error}; mend or remove the line.")
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        return Refused("wrong_type", place, f"is a JSON {kind}, not an object; write one object a line.")
+    return fields
+
+
+def _identity(fields: Fields) -> str:
+    given = fields.get("id")
+    return _encodable(str(given), name="id") if isinstance(given, str | int | float) else ""
+
+
+def _answered(turns: Turns) -> Turns:
+    """Up to the last assistant turn that says something."""
+    answers = [number for number, (role, content) in enumerate(turns) if role == "assistant" and content.strip()]
+    return turns[: answers[-1] + 1] if answers else []
+
+
+def _messages(fields: Fields, spec: SourceSpec) -> Turns:
+    names = FIELDS_OF_FORMAT["messages"][0]
+    if _is_list_of(fields.get("data"), dict):
+        names = (*names, "data")
+    name, turns = _required(fields, names, spec=spec)
+    if not isinstance(turns, list):
+        raise _wrong_type(name, turns, wanted="a list of turns", spec=spec)
+    return [_turn(turn, number=number) for number, turn in enumerate(turns, start=1)]
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
+
+
+def _turn(turn: Any, *, number: int) -> tuple[str, str]:
+    fields = turn if isinstance(turn, dict) else {}
+    role = fields.get("role") or fields.get("from")
+    content = fields.get("content") if fields.get("content") is not None else fields.get("value")
+    if not isinstance(role, str) or not isinstance(content, str):
+        held = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
+        raise BadRow(
+            "wrong_type",
+            f"has no role and content (or from and value) of type str in turn {number}; it has "
+            f"{held or type(turn).__name__}; mend or remove the row.",
+        )
+    if role.lower() not in ROLES:
+        raise BadRow("bad_role", f"has the role {role!r} in turn {number}. {suggest(role, ROLES)}")
+    return ROLES[role.lower()], _encodable(content, name=f"turn {number}")
+
+
+def _alternating(fields: Fields, spec: SourceSpec) -> Turns:
+    name, turns = _required(fields, ("data",), spec=spec)
+    if turns != [] and not _is_list_of(turns, str):
+        raise _wrong_type(name, turns, wanted="a list of strings, user first", spec=spec)
+    return [
+        (("user", "assistant")[index % 2], _encodable(turn, name=f"turn {index + 1}"))
+        for index, turn in enumerate(turns)
+    ]
+
+
+def _question_answer(fields: Fields, spec: SourceSpec) -> Turns:
+    question = _string(fields, "question", spec=spec)
+    answer = _string(fields, "answer", spec=spec)
+    optional = {name: _optional(fields, name, spec=spec) for name in OPTIONAL_FIELDS["question_answer"]}
+    head = [f"### {key.title()}: {optional[key]}" for key in ("topic", "difficulty") if optional[key]]
+    sections = {
+        "Reasoning": optional["reasoning"],
+        "Answer": answer,
+        "Case Citation": optional["case_citation"],
+    }
+    parts = ["\n".join(head)] if head else []
+    parts += [f"### {title}:\n{body}" for title, body in sections.items() if body]
+    return [("user", question), ("assistant", "\n\n".join(parts))]
+
+
+def _instruction(fields: Fields, spec: SourceSpec) -> Turns:
+    instruction = _string(fields, "instruction", spec=spec)
+    given = _optional(fields, "input", spec=spec) or _optional(fields, "context", spec=spec)
+    answer = _string(fields, "output", "response", spec=spec)
+    return [("user", f"{instruction}\n\n{given}" if given else instruction), ("assistant", answer)]
+
+
+def _marked(parse: Callable[[str], Turns]) -> Callable[[Fields, SourceSpec], Turns]:
+    def turns_of(fields: Fields, spec: SourceSpec) -> Turns:
+        try:
+            return parse(_string(fields, "text", spec=spec))
+        except ValueError as error:
+            message = f"{error}, as data.{spec.name}.format={spec.format} needs; mend or remove the row."
+            raise BadRow("bad_marks", message) from error
+
+    return turns_of
+
+
+_TURNS_OF: dict[str, Callable[[Fields, SourceSpec], Turns]] = {
+    "messages": _messages,
+    "alternating": _alternating,
+    "question_answer": _question_answer,
+    "instruction": _instruction,
+    "llama2": _marked(turns_of_llama2),
+    "human_assistant": _marked(turns_of_human_assistant),
+}
+
+
+def _required(fields: Fields, names: tuple[str, ...], *, spec: SourceSpec) -> tuple[str, Any]:
+    """The first of the names that the row has, and its value."""
+    for name in names:
+        if fields.get(name) is not None:
+            return name, fields[name]
+    raise BadRow("no_field", _lack(fields, names, spec=spec))
+
+
+def _lack(fields: Fields, names: tuple[str, ...], *, spec: SourceSpec) -> str:
+    wanted = " or ".join(spec.fields.get(name, name) for name in names)
+    lack = f"null in {wanted!r}" if any(name in fields for name in names) else f"no field {wanted!r}"
+    held = {name for name, value in fields.items() if value is not None}
+    fitting = [
+        name
+        for name, needs in FIELDS_OF_FORMAT.items()
+        if name != spec.format and name in FORMATS_OF_KIND[spec.kind] and all(held & set(either) for either in needs)
+    ]
+    hint = f"try data.{spec.name}.format={fitting[0]}" if fitting else "mend or remove the row"
+    needed = f"which data.{spec.name}.format={spec.format} needs"
+    return f"has {lack}, {needed}; it has {names_of(fields)}; {hint}."
+
+
+def names_of(fields: Fields) -> str:
+    """The names of a row's fields, for people."""
+    names = [str(name)[:40] for name in fields]
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return (", ".join(names[:MAX_NAMES_SHOWN]) or "no field") + more
+
+
+def _string(fields: Fields, *names: str, spec: SourceSpec) -> str:
+    name, value = _required(fields, names, spec=spec)
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, wanted="a string", spec=spec)
+    return _encodable(value, name=name)
+
+
+def _optional(fields: Fields, name: str, *, spec: SourceSpec) -> str:
+    return "" if fields.get(name) is None else _string(fields, name, spec=spec)
+
+
+def _encodable(text: str, *, name: str) -> str:
+    """The text itself; JSON can write half of a UTF-16 pair, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        message = f"holds half of a UTF-16 pair ({half}) at character {error.start} of {name}; mend or remove the row."
+        raise BadRow("surrogate", message) from error
+    return text
+
+
+def _wrong_type(name: str, value: Any, *, wanted: str, spec: SourceSpec) -> BadRow:
+    own, kind = spec.fields.get(name, name), type(value).__name__
+    needed = f"as data.{spec.name}.format={spec.format} needs"
+    return BadRow(
+        "wrong_type", f"has {kind} in {own!r}, not {wanted}, {needed}; mend the row or choose another format."
+    )

@@ -1,0 +1,155 @@
+"""Elements of a JSON array one by one; the Hub's files of 1 GB are a single array.
+
+Bytes that are not UTF-8 become lone surrogates (PEP 383), so that they spoil the row they are in and no other.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tpu_experiments.data.documents import Refused
+from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
+from tpu_experiments.io.streams import ByteStream
+
+_BLANK = re.compile(r"[ \t\n\r]*")
+_TAIL_CHARS = 16
+"""An error this close to the end of what is read may be a cut literal (`-Infinity`, `\\ud800\\ud`), not a mistake."""
+
+
+def read_array(stream: ByteStream, *, chunks: Iterable[bytes], name: str) -> Iterator[RawRow | Refused]:
+    """Rows of the array that `chunks`, the unpacked bytes of `stream` without a byte order mark, hold.
+
+    What stands between two elements is only known by reading the first, so the array is given up at the first mistake
+    in its syntax: one Refused, with the row.
+    """
+    text = _Text(iter(chunks))
+    assert text.peek() == "["
+    text.position += 1
+    number = 0
+    while text.peek() not in ("]", ""):
+        number += 1
+        try:
+            value, source = text.element()
+        except EOFError:
+            yield cut_off(_place(number, name=name), damage=stream.damage or "the file ends inside it")
+            return
+        except (ValueError, RecursionError) as error:
+            yield _broken(_place(number, name=name), str(error))
+            return
+        yield _row(value, source, name=name, number=number)
+        following = text.peek()
+        if following == ",":
+            text.position += 1
+        elif following not in ("]", ""):
+            yield _broken(_place(number, name=name), f"expected , or ] after it but found {following!r}")
+            return
+    if text.peek() == "":
+        damage = stream.damage or "the file ends without the ] of its array"
+        yield cut_off(_place(number + 1, name=name), damage=damage)
+        return
+    text.position += 1
+    if text.peek():
+        yield _broken(_place(number, name=name), f"more follows the array: {text.peek()!r}")
+    elif stream.damage:
+        yield cut_off(_place(number + 1, name=name), damage=stream.damage)
+
+
+def _place(number: int, *, name: str) -> str:
+    return place_of(number, unit="row", file=name)
+
+
+def _row(value: Any, source: str, *, name: str, number: int) -> RawRow | Refused:
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        return Refused(
+            "wrong_type", _place(number, name=name), f"is a JSON {kind}, not an object; write an array of objects."
+        )
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(source[error.start]) - 0xDC00
+        before = source[: error.start][-20:]
+        message = f"is not UTF-8: byte 0x{byte:02x} after {before!r}; convert the file to UTF-8."
+        return Refused("not_utf8", _place(number, name=name), message)
+    return RawRow(value, name, "row", number)
+
+
+def _broken(place: str, complaint: str) -> Refused:
+    return Refused("not_json", place, f"is not JSON: {complaint}; the file is not read any further; mend it.")
+
+
+class _Text:
+    """The rest of a JSON text, read as it is needed."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._parse = json.JSONDecoder().raw_decode
+        self._text = ""
+        self.position = 0
+
+    def peek(self) -> str:
+        """The next character that is not white space; empty at the end."""
+        while True:
+            blank = _BLANK.match(self._text, self.position)
+            assert blank is not None
+            self.position = blank.end()
+            if self.position < len(self._text):
+                return self._text[self.position]
+            if not self._more(1):
+                return ""
+
+    def element(self) -> tuple[Any, str]:
+        """The next value, and its text once a byte was not UTF-8; reads on while it may be incomplete.
+
+        Raises:
+            EOFError: the text ends inside it.
+            ValueError: it is not JSON.
+            RecursionError: it is nested too deeply.
+        """
+        start = self.peek()
+        while True:
+            try:
+                value, end = self._parse(self._text, self.position)
+            except json.JSONDecodeError as error:
+                is_at_end = error.msg.startswith("Unterminated string") or error.pos >= len(self._text)
+                may_be_cut = is_at_end or error.pos + _TAIL_CHARS >= len(self._text)
+                if may_be_cut and self._more(len(self._text) - self.position):
+                    continue
+                if is_at_end:
+                    raise EOFError from error
+                found = self._text[error.pos : error.pos + 20].encode(errors="replace").decode()
+                raise ValueError(f"{error.msg} at {found!r}") from error
+            if start not in '{["' and end + _TAIL_CHARS > len(self._text) and self._more(1):
+                continue  # a number may go on in the next chunk: 1 in `1.5e+10`
+            source = self._text[self.position : end] if self._decoder.errors != "strict" else ""
+            self.position = end
+            return value, source
+
+    def _more(self, num_chars: int) -> bool:
+        """Read at least so many more characters; False, and nothing has changed, when none are left.
+
+        Asked for as much again as is there, so that a value of n characters is parsed O(log n) times.
+        """
+        fresh: list[str] = []
+        num_fresh = 0
+        while num_fresh < max(num_chars, 1):
+            chunk = next(self._chunks, None)
+            fresh.append(self._decoded(chunk or b"", is_last=chunk is None))
+            num_fresh += len(fresh[-1])
+            if chunk is None:
+                break
+        if num_fresh == 0:
+            return False
+        self._text = self._text[self.position :] + "".join(fresh)
+        self.position = 0
+        return True
+
+    def _decoded(self, chunk: bytes, *, is_last: bool) -> str:
+        try:
+            return self._decoder.decode(chunk, is_last)
+        except UnicodeDecodeError:
+            self._decoder.errors = "surrogateescape"  # from here on; the decoder has taken nothing of the chunk
+            return self._decoder.decode(chunk, is_last)

@@ -1,0 +1,123 @@
+"""The files of a source: one file, a folder, a pattern, each on the local disk or behind a URL; none for a Hub id."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.documents import SourceSpec
+from tpu_experiments.io import find
+from tpu_experiments.io.paths import is_remote
+from tpu_experiments.io.streams import SUFFIXES as COMPRESSION_OF_SUFFIX
+
+log = logging.getLogger(__name__)
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")
+SUPPORTED = ".jsonl, .json, .parquet, .csv, .tsv or .txt"
+ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
+OTHER_DATA = (".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xml", ".lz4", ".snappy", ".z")
+HUB_METADATA = ("dataset_info.json", "dataset_infos.json")
+"""Files of a downloaded data set that describe it and hold no row."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source."""
+
+    name: str
+    """Relative to the source's path, for ids and reports."""
+    url: str
+    """Local path, or URL."""
+
+
+def list_files(spec: SourceSpec) -> list[SourceFile]:
+    """The data files of a source, in the order of their names; none when its path can only be a Hub id.
+
+    Raises:
+        ConfigError: there is nothing there, it is out of reach, or what is there is not a data file.
+    """
+    if is_remote(spec.path):
+        found, is_single = _remote_files(spec), not find.is_glob(spec.path)
+        is_single = is_single and list(found.values()) == [spec.path]
+    else:
+        local = find.find_local(spec.path)
+        is_single = local is not None and not local.is_dir()
+        if local is None:
+            found = find.local_matches(spec.path) if find.is_glob(spec.path) else {}
+        else:
+            found = {local.name: str(local)} if is_single else find.local_files(local)
+    if is_single:
+        _require_readable(next(iter(found)), spec=spec)
+    elif found or find.find_local(spec.path):
+        found = _data_files(found, spec=spec)
+    else:
+        _require_hub_id(spec)
+    return [SourceFile(name, url) for name, url in found.items()]
+
+
+def suffixes_of(name: str) -> tuple[str, str]:
+    """The data suffix and the compression suffix of a file name, in small letters: (".csv", ".gz")."""
+    parts = PurePosixPath(name.lower())
+    if parts.suffix in COMPRESSION_OF_SUFFIX:
+        return PurePosixPath(parts.stem).suffix, parts.suffix
+    return parts.suffix, ""
+
+
+def _remote_files(spec: SourceSpec) -> dict[str, str]:
+    try:
+        return find.remote_files(spec.path)
+    except FileNotFoundError:
+        return {}
+    except Exception as error:  # every file system and its client raise types of their own
+        complaint = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise ConfigError(
+            f"{spec.key}; the address is out of reach ({type(error).__name__}: {complaint}); check it, the network and "
+            "the credentials (`gcloud auth application-default login`)."
+        ) from error
+
+
+def _require_hub_id(spec: SourceSpec) -> None:
+    """Raise when `path` is not there and can only have meant a file or folder."""
+    ask = f"Point data.{spec.name}.path= at a {SUPPORTED} file, a folder of them, or a Hub id."
+    if is_remote(spec.path):
+        raise ConfigError(f"{spec.key}; there is nothing there. {find.remote_near_misses(spec.path)}{ask}")
+    if find.is_glob(spec.path):
+        raise ConfigError(f"{spec.key}; no file matches. {ask}")
+    suffixes = (*DATA_SUFFIXES, *COMPRESSION_OF_SUFFIX, *ARCHIVES, *OTHER_DATA)
+    if spec.path.startswith((".", "/", "~", "file:")) or spec.path.lower().endswith(suffixes):
+        raise ConfigError(f"{spec.key}; there is no such file or folder. {find.near_misses(spec.path)}{ask}")
+
+
+def _is_readable(name: str) -> bool:
+    data, compression = suffixes_of(name)
+    return data in DATA_SUFFIXES and not (data == ".parquet" and compression)
+
+
+def _require_readable(name: str, *, spec: SourceSpec) -> None:
+    data, compression = suffixes_of(name)
+    if data in ARCHIVES:
+        raise ConfigError(
+            f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point data.{spec.name}.path= at "
+            f"the folder."
+        )
+    if data == ".parquet" and compression:
+        raise ConfigError(f"{spec.key}; parquet is compressed inside; unpack the {compression} around it.")
+    if data not in DATA_SUFFIXES:
+        packed = " (also as .gz, .bz2, .xz or .zst)"
+        raise ConfigError(f"{spec.key}; the suffix {data!r} is not supported; convert the file to {SUPPORTED}{packed}.")
+
+
+def _data_files(found: dict[str, str], *, spec: SourceSpec) -> dict[str, str]:
+    """Those that hold rows; a data file that is not read is named in the log."""
+    inside = {name: url for name, url in found.items() if PurePosixPath(name).name not in HUB_METADATA}
+    files = {name: url for name, url in inside.items() if _is_readable(name)}
+    if not files:
+        held = ", ".join(Path(name).name for name in list(inside)[:5]) or "nothing"
+        raise ConfigError(
+            f"{spec.key}; no {SUPPORTED} file is among the {len(inside)} files there ({held}); point "
+            f"data.{spec.name}.path= at data."
+        )
+    left_out = [name for name in inside if name not in files and name.lower().endswith((*ARCHIVES, *OTHER_DATA))]
+    if left_out:
+        log.warning("%s; not read: %s", spec.key, ", ".join(left_out))
+    return files

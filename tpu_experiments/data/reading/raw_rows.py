@@ -1,0 +1,44 @@
+"""A row as it was read, before anybody looked into it."""
+
+from typing import Any, NamedTuple
+
+from tpu_experiments.data.documents import Refused
+
+
+class RawRow(NamedTuple):
+    """One row and where it stands; cheap to make and to send to another process."""
+
+    data: bytes | dict[str, Any]
+    """A line of JSON as it is in the file, or the fields by name."""
+    file: str
+    unit: str
+    """What `number` counts, from 1: `line` or `row`."""
+    number: int
+
+    @property
+    def place(self) -> str:
+        """For people: `line 17 of a.jsonl`."""
+        return place_of(self.number, unit=self.unit, file=self.file)
+
+
+def place_of(number: int, *, unit: str, file: str) -> str:
+    """`line 17 of a.jsonl`."""
+    return f"{unit} {number} of {file}"
+
+
+def cut_off(place: str, *, damage: str) -> Refused:
+    """The one report for a file that ends too early: this row and all after it could not be read."""
+    message = f"could not be read, nor could anything after it: {damage}; download or write the file again."
+    return Refused("truncated", place, message)
+
+
+def not_utf8(error: UnicodeDecodeError, *, place: str) -> Refused:
+    """The report for a line that could not be decoded."""
+    line = error.object
+    hint = "; it begins as UTF-16 does" if line[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    return Refused(
+        "not_utf8",
+        place,
+        f"is not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line "
+        f"({error.reason}{hint}); convert the file to UTF-8.",
+    )

@@ -1,0 +1,250 @@
+"""Rows of a source to blocks of tokens on disk: read, clean, tokenise; one file after the other, a block at a time.
+
+blocks/00000-000012.tokens.safetensors  ids (L,), flags (L,)
+                    .minhash.npy        (D, P), when near duplicates are looked for
+                    .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), reported; last
+
+A block whose index is there is complete and is not made again, so a preparation that was killed goes on. What a block
+holds depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes.
+"""
+
+import io
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.sources import CleanConfig
+from tpu_experiments.data.cleaning.clean import Cleaner
+from tpu_experiments.data.cleaning.duplicates import Signer, content_key, prompt_key
+from tpu_experiments.data.documents import Document, Refused, SourceSpec
+from tpu_experiments.data.reading.formats import document_of
+from tpu_experiments.data.reading.raw_rows import RawRow
+from tpu_experiments.data.steps.kept import write_documents
+from tpu_experiments.data.steps.pack import flatten
+from tpu_experiments.data.tokens.tokenize import DocumentTokenizer, Tokens
+from tpu_experiments.io import paths
+
+log = logging.getLogger(__name__)
+
+BLOCK_ROWS = 2048
+BLOCK_BYTES = 4 * 2**20  # of raw rows; a second or two of tokenising
+NUM_EXAMPLES = 3  # of each reason, for the audit
+
+Item = RawRow | Document | Refused
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that are worked on together; `name` is `<file number>-<block number>`."""
+
+    name: str
+    items: list[Item] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What a worker needs to make blocks; picklable."""
+
+    folder: str
+    spec: SourceSpec
+    clean: CleanConfig
+    is_signed: bool
+    """Whether near duplicates are looked for."""
+    tokenizer: PreTrainedTokenizerBase
+    documents_folder: str | None = None
+
+
+def cut_blocks(items: Iterable[Item], *, file_number: int) -> Iterator[Block]:
+    """Blocks of one file's rows, in order."""
+    pending: list[Item] = []
+    num_bytes = number = 0
+    for item in items:
+        pending.append(item)
+        num_bytes += _size(item)
+        if len(pending) >= BLOCK_ROWS or num_bytes >= BLOCK_BYTES:
+            yield Block(f"{file_number:05d}-{number:06d}", pending)
+            pending, num_bytes, number = [], 0, number + 1
+    if pending:
+        yield Block(f"{file_number:05d}-{number:06d}", pending)
+
+
+def _size(item: Item) -> int:
+    """Bytes of a row, roughly."""
+    if isinstance(item, Refused):
+        return 0
+    if isinstance(item, Document):
+        return len(item.content)
+    if isinstance(item.data, bytes):
+        return len(item.data)
+    return sum(len(value) if isinstance(value, str) else 64 for value in item.data.values())
+
+
+class BlockMaker:
+    """Turns blocks into files; made once per process."""
+
+    def __init__(self, settings: BlockSettings) -> None:
+        self.settings = settings
+        self.cleaner = Cleaner(settings.clean)
+        self.tokenizer = DocumentTokenizer(settings.tokenizer)
+        self.signer = Signer() if settings.is_signed else None
+
+    def __call__(self, block: Block) -> str:
+        """Write the block's files unless they are complete; returns its name."""
+        if not paths.exists(index_path(self.settings.folder, block.name)):
+            self.make(block)
+        return block.name
+
+    def make(self, block: Block) -> None:
+        """Write the block's files, the index last."""
+        before = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
+        refused: list[Refused] = []
+        documents = _kept((self._document(item) for item in block.items), refused)
+        made: list[tuple[Document, Tokens]] = []
+        for document, tokens in zip(documents, self.tokenizer.tokenize(documents), strict=True):
+            if isinstance(tokens, Refused):
+                refused.append(tokens)
+            else:
+                made.append((document, tokens))
+        changes = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
+        changes.subtract(before)
+        self._write(block, made, refused=refused, changes=+changes)
+
+    def _document(self, item: Item) -> Document | Refused:
+        document = document_of(item, spec=self.settings.spec) if isinstance(item, RawRow) else item
+        if isinstance(document, Document) and document.is_empty:
+            document = Refused("empty", document.place, "has no text.", is_bad_row=False)
+        return document if isinstance(document, Refused) else self.cleaner.clean(document)
+
+    def _write(
+        self, block: Block, made: list[tuple[Document, Tokens]], *, refused: list[Refused], changes: Counter[str]
+    ) -> None:
+        settings, documents = self.settings, [document for document, _ in made]
+        stem = paths.join(settings.folder, "blocks", block.name)
+        flat = flatten(tokens for _, tokens in made)
+        tokens_file = save({"ids": flat.ids_L, "flags": flat.flags_L})
+        paths.write_bytes_atomic(f"{stem}.tokens.safetensors", tokens_file)
+        if self.signer is not None:
+            buffer = io.BytesIO()
+            np.save(buffer, self.signer.signatures(documents))
+            paths.write_bytes_atomic(f"{stem}.minhash.npy", buffer.getvalue())
+        if settings.documents_folder is not None:
+            write_documents(documents, folder=settings.documents_folder, name=block.name, source=settings.spec.name)
+        keys = b"".join(content_key(document) for document in documents)
+        prompts = b"".join(prompt_key(document) for document in documents)
+        reported = "\n".join(json.dumps(vars(r), ensure_ascii=False) for r in refused)
+        arrays = {
+            "lengths": flat.lengths_D,
+            "characters": np.array([_characters(document) for document in documents], np.int64),
+            "keys": np.frombuffer(keys, np.uint64).reshape(-1, 2),
+            "prompts": np.frombuffer(prompts, np.uint64),
+            "places": _bytes_array(json.dumps([document.place or document.id for document in documents])),
+            "reported": _bytes_array(reported),
+            "max_token_id": np.array([flat.ids_L.max(initial=0)], np.int64),
+        }
+        facts = {"rows": str(len(block.items)), "changes": json.dumps(changes), "refused": _summary(refused)}
+        paths.write_bytes_atomic(index_path(settings.folder, block.name), save(arrays, metadata=facts))
+
+
+def index_path(folder: str, name: str) -> str:
+    """Path of the file that makes a block complete."""
+    return paths.join(folder, "blocks", f"{name}.index.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockIndex:
+    """What is known of a block's D documents without reading their tokens: 40 bytes a document."""
+
+    name: str
+    num_rows: int
+    lengths_D: NDArray[np.int64]
+    characters_D: NDArray[np.int64]
+    keys_D2: NDArray[np.uint64]
+    prompts_D: NDArray[np.uint64]
+    changes: Counter[str]
+    refused: Counter[str]
+    """Rows that did not go on, by reason."""
+    examples: dict[str, list[dict[str, str]]]
+    """The first of each reason: place and message."""
+    first_bad_row: Refused | None
+    max_token_id: int
+
+
+def read_index(folder: str, name: str) -> BlockIndex:
+    """The index of a complete block."""
+    content = paths.read_bytes(index_path(folder, name))
+    arrays = load(content)
+    facts = _metadata(content)
+    refused = json.loads(facts["refused"])
+    bad = refused["first_bad_row"]
+    return BlockIndex(
+        name=name,
+        num_rows=int(facts["rows"]),
+        lengths_D=arrays["lengths"],
+        characters_D=arrays["characters"],
+        keys_D2=arrays["keys"],
+        prompts_D=arrays["prompts"],
+        changes=Counter(json.loads(facts["changes"])),
+        refused=Counter(refused["counts"]),
+        examples=refused["examples"],
+        first_bad_row=Refused(**bad) if bad else None,
+        max_token_id=int(arrays["max_token_id"][0]),
+    )
+
+
+def read_report(folder: str, name: str) -> tuple[list[str], list[Refused]]:
+    """Where each of a block's documents was read, and the rows that did not become one."""
+    arrays = load(paths.read_bytes(index_path(folder, name)))
+    lines = arrays["reported"].tobytes().decode().split("\n")
+    return json.loads(arrays["places"].tobytes()), [Refused(**json.loads(line)) for line in lines if line]
+
+
+def _summary(refused: list[Refused]) -> str:
+    examples: dict[str, list[dict[str, str]]] = {}
+    for item in refused:
+        kept = examples.setdefault(item.reason, [])
+        if len(kept) < NUM_EXAMPLES:
+            kept.append({"place": item.place, "message": item.message})
+    bad = next((item for item in refused if item.is_bad_row), None)
+    counts = Counter(item.reason for item in refused)
+    return json.dumps({"counts": counts, "examples": examples, "first_bad_row": vars(bad) if bad else None})
+
+
+def read_tokens(folder: str, name: str) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """Ids and flags of a block's documents, end to end."""
+    arrays = load(paths.read_bytes(paths.join(folder, "blocks", f"{name}.tokens.safetensors")))
+    return arrays["ids"], arrays["flags"]
+
+
+def _kept(items: Iterable[Document | Refused], refused: list[Refused]) -> list[Document]:
+    documents = []
+    for item in items:
+        if isinstance(item, Refused):
+            refused.append(item)
+        else:
+            documents.append(item)
+    return documents
+
+
+def _characters(document: Document) -> int:
+    if document.messages is not None:
+        return sum(len(content) for _, content in document.messages)
+    return len(document.text or "")
+
+
+def _bytes_array(text: str) -> NDArray[np.uint8]:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _metadata(content: bytes) -> dict[str, Any]:
+    """The string values that `save` put into the header of a safetensors file (its first 8 bytes are the length)."""
+    size = int.from_bytes(content[:8], "little")
+    facts: dict[str, Any] = json.loads(content[8 : 8 + size])["__metadata__"]
+    return facts

@@ -1,0 +1,109 @@
+"""Names of prepared folders: a hash of everything that decides what is in them, so that nothing stale is ever read."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.preparing import PrepareConfig
+from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.data.documents import Document, Refused, SourceSpec
+from tpu_experiments.data.reading.files import fingerprint
+from tpu_experiments.data.reading.hub import fingerprint_of_hub
+from tpu_experiments.data.reading.locations import SourceFile
+from tpu_experiments.data.tokens.tokenizer import template_hash, tokenizer_hash
+from tpu_experiments.io import paths
+
+VERSION = 1
+"""Goes up when the same input gives other tokens or rows."""
+
+REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
+
+
+def tokens_key(
+    spec: SourceSpec, *, source: DataSourceConfig, content: list[str], tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Key of the tokenised documents of a source, whose content is `content`."""
+    return _hash(
+        {
+            "version": VERSION,
+            "content": content,
+            "kind": spec.kind,
+            "format": spec.format,
+            "fields": spec.fields,
+            "max_documents": spec.max_documents,
+            "clean": asdict(source.clean),
+            "signed": source.duplicates.near is not None,
+            "tokenizer": tokenizer_hash(tokenizer),
+            "template": template_hash(tokenizer) if spec.kind == "chat" else None,
+        }
+    )
+
+
+def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, seq_len: int, pad_id: int) -> str:
+    """Key of the packed rows of one length."""
+    return _hash(
+        {
+            "version": VERSION,
+            "tokens": tokens,
+            "duplicates": asdict(source.duplicates),
+            "eval_fraction": source.eval_fraction,
+            "test_fraction": source.test_fraction,
+            "seq_len": seq_len,
+            "pad_id": pad_id,
+            "packing": settings.packing,
+            "long_documents": settings.long_documents,
+            "window_tokens": settings.window_tokens,
+        }
+    )
+
+
+def content_of_files(files: list[SourceFile], *, spec: SourceSpec, folder: str) -> list[str]:
+    """Name and fingerprint of every file; `folder` remembers those of large local files."""
+    if not files:
+        return [fingerprint_of_hub(spec), str(spec.hub_config), spec.hub_split]
+    memory = _Memory(paths.join(folder, "fingerprints.json"))
+    return [f"{file.name} {memory.fingerprint(file)}" for file in files]
+
+
+def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> list[str]:
+    """A hash of all that a reader of the user's own yields; nothing else says whether it changed."""
+    digest = hashlib.sha256()
+    for document in read():
+        digest.update(json.dumps(vars(document), ensure_ascii=False).encode(errors="surrogatepass"))
+    return [digest.hexdigest()]
+
+
+class _Memory:
+    """Fingerprints of large local files by path, size and time of change."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def fingerprint(self, file: SourceFile) -> str:
+        if paths.is_remote(file.url) or Path(file.url).stat().st_size < REMEMBERED_BYTES:
+            return fingerprint(file)
+        facts = Path(file.url).stat()
+        key = f"{Path(file.url).resolve()} {facts.st_size} {facts.st_mtime_ns}"
+        known = self._read()
+        if key not in known:
+            known[key] = fingerprint(file)
+            paths.make_dirs(self.path.rpartition("/")[0])
+            paths.write_text_atomic(self.path, json.dumps(known, indent=1))
+        return known[key]
+
+    def _read(self) -> dict[str, str]:
+        try:
+            known: dict[str, str] = json.loads(paths.read_text(self.path))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return known
+
+
+def _hash(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

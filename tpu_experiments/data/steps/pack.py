@@ -1,0 +1,197 @@
+"""Documents to rows of exactly T tokens: best-fit packing (arXiv 2404.10830), or one document a row.
+
+Documents of any length -> pieces of at most T tokens -> rows. With `long_documents=split` no token is lost or doubled,
+except those of pieces in which nothing can be learnt, which are counted. The result depends on the documents and their
+order alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.data.rows import Rows, padding
+from tpu_experiments.data.steps.fill import Placed, fill_gaps
+from tpu_experiments.data.tokens.lengths import split_points, truncate
+from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class FlatTokens:
+    """L tokens of D documents end to end: 5 bytes a token, where Python lists take about 40."""
+
+    ids_L: NDArray[np.int32]
+    flags_L: NDArray[np.uint8]
+    lengths_D: Index
+
+    @property
+    def num_documents(self) -> int:
+        return self.lengths_D.shape[0]
+
+    def document(self, index: int, *, start: int) -> Tokens:
+        """Document `index`, whose first token is `start`."""
+        part = slice(start, start + int(self.lengths_D[index]))
+        return Tokens(self.ids_L[part], self.flags_L[part], str(index))
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Rows, and what packing did to the documents."""
+
+    rows: Rows
+    kept_D: NDArray[np.bool_]
+    """Which documents are in the rows, in part at least."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """`documents_split`, `documents_truncated`, `documents_truncated_in_turn`; `tokens_dropped` by truncation and with
+    pieces in which nothing can be learnt; `too_long` and `nothing_to_learn`, the documents that are not kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """P runs of tokens, in document order."""
+
+    start_P: Index
+    length_P: Index
+    document_P: Index
+
+    def take(self, index: NDArray[np.bool_] | Index) -> "_Pieces":
+        return _Pieces(self.start_P[index], self.length_P[index], self.document_P[index])
+
+
+def flatten(tokens: Iterable[Tokens]) -> FlatTokens:
+    """Documents end to end."""
+    listed = list(tokens)
+    empty = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)]
+    return FlatTokens(
+        np.concatenate([t.ids for t in listed] or empty[0]),
+        np.concatenate([t.flags for t in listed] or empty[1]),
+        np.array([len(t.ids) for t in listed], np.int64),
+    )
+
+
+def pack(
+    flat: FlatTokens, *, seq_len: int, pad_id: int, packing: str = "best_fit", long_documents: str = "split"
+) -> Packed:
+    """Rows of `seq_len` tokens; the choices are those of `prepare.packing` and `prepare.long_documents`."""
+    counts: Counter[str] = Counter()
+    pieces = _pieces(flat, seq_len=seq_len, long_documents=long_documents, counts=counts)
+    # A piece's first token has nothing before it in its segment, so it cannot be predicted.
+    learn_L = (flat.flags_L & LEARN).astype(np.bool_)
+    learn_L[pieces.start_P[pieces.length_P > 0]] = False
+    learnt_before = np.concatenate([[0], np.cumsum(learn_L)])
+    learnt_P = learnt_before[pieces.start_P + pieces.length_P] > learnt_before[pieces.start_P]
+    counts["tokens_dropped"] += int(pieces.length_P[~learnt_P].sum())
+    in_pieces_D = np.zeros(flat.num_documents, np.bool_)
+    in_pieces_D[pieces.document_P] = True
+    kept_D = np.zeros(flat.num_documents, np.bool_)
+    kept_D[pieces.document_P[learnt_P]] = True
+    counts["nothing_to_learn"] += int(np.count_nonzero(in_pieces_D & ~kept_D))
+    placed = _place(pieces.take(learnt_P), seq_len=seq_len, packing=packing)
+    if packing == "best_fit" and long_documents == "split":
+        placed = fill_gaps(placed, is_split_D=flat.lengths_D > seq_len, seq_len=seq_len)
+        learn_L[placed.start_P] = False
+    rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id)
+    _fill(rows, flat.ids_L, learn_L, placed=placed)
+    return Packed(rows, kept_D, counts)
+
+
+def _place(pieces: _Pieces, *, seq_len: int, packing: str) -> Placed:
+    if packing == "best_fit":
+        row_P, column_P, num_rows = _best_fit(pieces.length_P, seq_len=seq_len)
+    else:
+        num_rows = len(pieces.length_P)
+        row_P, column_P = np.arange(num_rows), np.zeros(num_rows, np.int64)
+    return Placed(pieces.start_P, pieces.length_P, pieces.document_P, row_P, column_P, num_rows)
+
+
+def _pieces(flat: FlatTokens, *, seq_len: int, long_documents: str, counts: Counter[str]) -> _Pieces:
+    """What becomes of every document; only those longer than a row are looked at one by one."""
+    begin_D = np.cumsum(flat.lengths_D) - flat.lengths_D
+    documents = np.arange(flat.num_documents)
+    short = flat.lengths_D <= seq_len
+    parts = [_Pieces(begin_D[short], flat.lengths_D[short], documents[short])]
+    for index in np.flatnonzero(~short).tolist():
+        tokens = flat.document(index, start=int(begin_D[index]))
+        ranges = _ranges_of_long(tokens, seq_len=seq_len, long_documents=long_documents, counts=counts)
+        ranges_R2 = np.array(ranges, np.int64).reshape(-1, 2)
+        starts = ranges_R2[:, 0] + begin_D[index]
+        parts.append(_Pieces(starts, ranges_R2[:, 1] - ranges_R2[:, 0], np.full(len(starts), index)))
+    joined = _Pieces(
+        np.concatenate([part.start_P for part in parts]),
+        np.concatenate([part.length_P for part in parts]),
+        np.concatenate([part.document_P for part in parts]),
+    )
+    return joined.take(np.argsort(joined.document_P, kind="stable"))
+
+
+def _ranges_of_long(
+    tokens: Tokens, *, seq_len: int, long_documents: str, counts: Counter[str]
+) -> list[tuple[int, int]]:
+    """(begin, end) of the pieces of a document longer than a row."""
+    if long_documents == "drop":
+        counts["too_long"] += 1
+        return []
+    if long_documents == "split":
+        counts["documents_split"] += 1
+        return split_points(tokens, max_tokens=seq_len)
+    cut, kind = truncate(tokens, max_tokens=seq_len)
+    counts["documents_truncated"] += 1
+    counts["documents_truncated_in_turn"] += kind == "in_turn"
+    counts["tokens_dropped"] += len(tokens.ids) - len(cut.ids)
+    return [(0, len(cut.ids))]
+
+
+def _fill(rows: Rows, ids_L: NDArray[np.int32], learn_L: NDArray[np.bool_], *, placed: Placed) -> None:
+    """Write every piece into its place, all of them in one assignment an array."""
+    length_P = placed.length_P
+    # Half the memory of int64; a window has some 2^23 tokens.
+    index = np.int32 if max(rows.ids_NT.size, ids_L.size) < 2**31 else np.int64
+    before_P = (np.cumsum(length_P) - length_P).astype(index)
+    within = np.arange(int(length_P.sum()), dtype=index) - np.repeat(before_P, length_P)
+    source = np.repeat(placed.start_P.astype(index), length_P) + within
+    target = np.repeat((placed.row_P * rows.seq_len + placed.column_P).astype(index), length_P) + within
+    rows.ids_NT.reshape(-1)[target] = ids_L[source]
+    rows.learn_NT.reshape(-1)[target] = learn_L[source]
+    rows.positions_NT.reshape(-1)[target] = within
+    rows.segments_NT.reshape(-1)[target] = np.repeat(_rank_in_row(placed.row_P, placed.column_P), length_P)
+
+
+def _rank_in_row(row_P: Index, column_P: Index) -> Index:
+    """1 for the leftmost piece of a row, 2 for the next."""
+    order = np.lexsort((column_P, row_P))
+    first = np.searchsorted(row_P[order], row_P[order], side="left")
+    rank_P = np.empty(len(order), np.int64)
+    rank_P[order] = np.arange(len(order)) - first + 1
+    return rank_P
+
+
+def _best_fit(length_P: Index, *, seq_len: int) -> tuple[Index, Index, int]:
+    """(row, column) of every piece and the number of rows: longest first, into the fullest row.
+
+    `open_rows[s]` are the rows with s tokens of space; bit s of `spaces` is set when there is one,
+    so the least sufficient space is the lowest bit at or above the length: O(P * T / 64).
+    """
+    row_P, column_P = np.zeros(len(length_P), np.int64), np.zeros(len(length_P), np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    spaces, num_rows = 0, 0
+    order = np.argsort(-length_P, kind="stable")
+    for piece, length in zip(order.tolist(), length_P[order].tolist(), strict=True):
+        enough = spaces >> length
+        if enough:
+            space = length + (enough & -enough).bit_length() - 1
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                spaces ^= 1 << space
+        else:
+            space, row = seq_len, num_rows
+            num_rows += 1
+        row_P[piece], column_P[piece] = row, seq_len - space
+        left = space - length
+        if left:
+            open_rows[left].append(row)
+            spaces |= 1 << left
+    return row_P, column_P, num_rows

@@ -1,0 +1,74 @@
+"""Which documents of a source go on, and to which split: duplicates and the hash, over all blocks at once."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.data.cleaning.duplicates import find_duplicates
+from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes
+from tpu_experiments.data.steps.blocks import BlockIndex
+from tpu_experiments.io import paths
+
+DROPPED = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What happens to each of a source's D documents."""
+
+    code_D: NDArray[np.int8]
+    """Index into `SPLITS`, or `DROPPED`."""
+    first_D: NDArray[np.int64]
+    """The earlier document that this one repeats, or -1."""
+    is_near_D: NDArray[np.bool_]
+    """Whether it repeats it nearly, not exactly."""
+    overlaps: dict[str, int]
+
+    def chosen(self, split: str) -> NDArray[np.bool_]:
+        """Mask of the split's documents."""
+        return self.code_D == SPLITS.index(split)
+
+
+def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens_folder: str) -> Selection:
+    """Duplicates and splits of all documents; some 40 bytes of memory a document, and one band of signatures."""
+    keys_D2 = np.concatenate([block.keys_D2 for block in blocks])
+    prompts_D = np.concatenate([block.prompts_D for block in blocks])
+    num_documents = len(keys_D2)
+    first_D = np.full(num_documents, -1, np.int64)
+    is_near_D = np.zeros(num_documents, np.bool_)
+    rules = source.duplicates
+    if rules.exact == "drop" or rules.near is not None:
+        with tempfile.TemporaryDirectory(prefix="tpu_experiments_") as scratch:
+            signatures = None if rules.near is None else _Signatures(tokens_folder, blocks, scratch=scratch)
+            first_D, is_near_D = find_duplicates(keys_D2, signatures=signatures, near=rules.near)
+        if rules.exact == "keep":
+            first_D[~is_near_D] = -1
+    code_D = split_codes(keys_D2, eval_fraction=source.eval_fraction, test_fraction=source.test_fraction)
+    code_D = np.where(first_D >= 0, DROPPED, code_D).astype(np.int8)
+    return Selection(code_D, first_D, is_near_D, overlaps(keys_D2, prompts_D, code_D))
+
+
+class _Signatures(Sequence[NDArray[np.uint32]]):
+    """The blocks' (D, P) signatures, each memory-mapped when it is asked for; remote ones are copied to `scratch`."""
+
+    def __init__(self, folder: str, blocks: Sequence[BlockIndex], *, scratch: str) -> None:
+        self.files = [paths.join(folder, "blocks", f"{block.name}.minhash.npy") for block in blocks]
+        self.lengths = [len(block.lengths_D) for block in blocks]
+        if paths.is_remote(folder):
+            copies = [paths.join(scratch, f"{block.name}.npy") for block in blocks]
+            for file, copy in zip(self.files, copies, strict=True):
+                paths.write_bytes_atomic(copy, paths.read_bytes(file))
+            self.files = copies
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        # numpy cannot map an array without a byte.
+        return np.load(self.files[index], mmap_mode="r" if self.lengths[index] else None)

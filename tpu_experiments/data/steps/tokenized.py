@@ -1,0 +1,175 @@
+"""A source to its blocks of tokens: the first half of the preparation, shared by every row length.
+
+<folder>/<source>-tokens-<key>/blocks/…      see data/steps/blocks.py
+                               blocks.json   their names, in order; written last
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.preparing import PrepareConfig
+from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
+from tpu_experiments.data.reading.files import read_raw
+from tpu_experiments.data.reading.hub import read_hub
+from tpu_experiments.data.reading.locations import SourceFile, list_files
+from tpu_experiments.data.reading.raw_rows import RawRow
+from tpu_experiments.data.reading.sources import resolve_format
+from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, read_index
+from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, tokens_key
+from tpu_experiments.data.steps.workers import map_jobs
+from tpu_experiments.io import paths
+from tpu_experiments.io.peak_memory import PeakMemory
+
+log = logging.getLogger(__name__)
+
+BLOCKS = "blocks.json"
+Read = Callable[[SourceSpec], Iterator[Document | Refused]]
+"""A reader of the user's own (`data.<name>._target_`)."""
+
+
+@dataclass(frozen=True)
+class TokenizedSource:
+    """The complete blocks of one source, in order."""
+
+    spec: SourceSpec
+    key: str
+    folder: str
+    block_names: list[str] = field(repr=False)
+    num_files: int
+    seconds: float
+    """Of the process that finished the blocks."""
+    peak_rss_gib: float
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Where a source's rows come from."""
+
+    spec: SourceSpec
+    files: list[SourceFile]
+    read: Read | None
+
+
+def tokenize_source(
+    spec: SourceSpec,
+    *,
+    source: DataSourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PrepareConfig,
+    folder: str,
+    read: Read | None,
+) -> TokenizedSource:
+    """The source's blocks, made now, completed, or found as they are.
+
+    Raises:
+        ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
+    """
+    if read is None:
+        spec = resolve_format(spec)
+        files = list_files(spec)
+        content = content_of_files(files, spec=spec, folder=folder)
+    else:
+        files = []
+        content = content_of_documents(lambda: read(spec))
+    given = _Input(spec, files, read)
+    key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer)
+    target = paths.join(folder, f"{spec.name}-tokens-{key}")
+    done = paths.join(target, BLOCKS)
+    if not paths.exists(done):
+        maker = BlockSettings(
+            folder=target,
+            spec=spec,
+            clean=source.clean,
+            is_signed=source.duplicates.near is not None,
+            tokenizer=tokenizer,
+            documents_folder=paths.join(target, "documents") if settings.documents == "keep" else None,
+        )
+        paths.write_text_atomic(done, json.dumps(_make_all(given, maker=maker, settings=settings)))
+    made = json.loads(paths.read_text(done))
+    _require_good_rows(made["first_bad_row"], spec=spec)
+    return TokenizedSource(spec, key, target, made["blocks"], len(files), made["seconds"], made["peak_rss_gib"])
+
+
+def _make_all(given: _Input, *, maker: BlockSettings, settings: PrepareConfig) -> dict[str, Any]:
+    """Make the blocks that are missing; returns what blocks.json holds."""
+    paths.make_dirs(paths.join(maker.folder, "blocks"))
+    names: list[str] = []
+    bad: Refused | None = None
+    started = time.perf_counter()
+    with PeakMemory() as memory:
+        for name, first_bad_row in _make_blocks(given, maker=maker, settings=settings):
+            bad = bad or first_bad_row
+            _require_good_rows(vars(bad) if bad else None, spec=given.spec)
+            names.append(name)
+    if not names:
+        raise no_document(given.spec)
+    return {
+        "blocks": names,
+        "first_bad_row": vars(bad) if bad else None,
+        "seconds": time.perf_counter() - started,
+        "peak_rss_gib": memory.gib,
+    }
+
+
+def _require_good_rows(first_bad_row: dict[str, Any] | None, *, spec: SourceSpec) -> None:
+    """Stop at the first bad row where `on_bad_row` says so; the blocks may have been made with the other setting."""
+    if first_bad_row is not None:
+        raise_if_bad(Refused(**first_bad_row), spec=spec)
+
+
+def _make_blocks(
+    given: _Input, *, maker: BlockSettings, settings: PrepareConfig
+) -> Iterator[tuple[str, Refused | None]]:
+    """Names of all blocks, each once it is complete, with its first bad row."""
+    engine, workers = settings.engine, settings.workers
+    made: Iterator[list[str]]
+    if engine == "ray" and given.files and given.spec.max_documents is None:
+        made = map_jobs(FileMaker, maker, enumerate(given.files), engine=engine, workers=workers)
+    else:
+        made = ([name] for name in map_jobs(BlockMaker, maker, _blocks(given), engine=engine, workers=workers))
+    # disable=None: no bar unless stderr is a terminal.
+    with tqdm(desc=f"{given.spec.name}: tokens", unit=" docs", mininterval=0.5, leave=False, disable=None) as bar:
+        for name in chain.from_iterable(made):
+            index = read_index(maker.folder, name)
+            bar.update(len(index.lengths_D))
+            yield name, index.first_bad_row
+
+
+def _blocks(given: _Input) -> Iterator[Block]:
+    """All blocks of a source, at most `max_documents` rows in all."""
+    left = given.spec.max_documents
+    for number, items in enumerate(_items_by_file(given)):
+        for block in cut_blocks(items if left is None else islice(items, left), file_number=number):
+            left = None if left is None else left - len(block.items)
+            yield block
+
+
+def _items_by_file(given: _Input) -> Iterator[Iterator[Item]]:
+    if given.read is not None:
+        yield given.read(given.spec)
+    elif not given.files:
+        yield read_hub(given.spec)
+    for file in given.files:
+        yield read_raw(file, spec=given.spec)
+
+
+class FileMaker:
+    """Makes all blocks of one file: the independent shard of work that a cluster's worker takes."""
+
+    def __init__(self, settings: BlockSettings) -> None:
+        self.maker = BlockMaker(settings)
+
+    def __call__(self, job: tuple[int, SourceFile]) -> list[str]:
+        """Names of the file's blocks, all complete."""
+        number, file = job
+        rows: Iterator[RawRow | Refused] = read_raw(file, spec=self.maker.settings.spec)
+        return [self.maker(block) for block in cut_blocks(rows, file_number=number)]

@@ -1,0 +1,202 @@
+"""Blocks of tokens to shards of packed rows: a window of documents is packed together and written as one shard.
+
+A window is a run of one split's documents with about `prepare.window_tokens` tokens, so that packing needs little
+memory whatever the corpus, and windows can be worked on side by side. <split>/00012.npy holds its rows,
+<split>/00012.json what became of its documents; a window whose JSON is there is complete.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.data.steps.blocks import BlockIndex, read_tokens
+from tpu_experiments.data.steps.pack import FlatTokens, Packed, pack
+from tpu_experiments.data.store.shards import row_dtype, write_shard
+from tpu_experiments.data.tokens.tokenize import LEARN
+from tpu_experiments.io import paths
+
+Index = NDArray[np.int64]
+LENGTH_EDGES = (0, *(2**k for k in range(4, 21)))
+"""Borders of the histogram of document lengths, in tokens; the last bin is open."""
+COUNTS = (
+    *("documents", "rows", "tokens", "supervised_tokens", "tokens_dropped"),
+    *("documents_split", "documents_truncated", "documents_truncated_in_turn"),
+)
+MAX_TURNS = 16  # answers of a conversation counted one by one; later ones go with the last
+
+
+@dataclass(frozen=True)
+class Window:
+    """Documents that are packed together: for each block, which of its documents."""
+
+    split: str
+    number: int
+    parts: tuple[tuple[str, Index, Index], ...]
+    """(name of the block, first token of each chosen document, its length)."""
+    characters: int
+    documents: Index
+    """Index of every document in the source."""
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """What a worker needs to pack windows; picklable."""
+
+    tokens_folder: str
+    folder: str
+    seq_len: int
+    packing: str
+    long_documents: str
+    pad_id: int
+    vocab_size: int
+
+
+def cut_windows(blocks: Sequence[BlockIndex], *, split: str, chosen_D: NDArray[np.bool_], tokens: int) -> list[Window]:
+    """Windows of the chosen documents, in order, each with at least `tokens` tokens but the last."""
+    windows: list[Window] = []
+    parts: list[tuple[str, Index, Index]] = []
+    documents: list[Index] = []
+    held = characters = first = 0
+    for block in blocks:
+        count = len(block.lengths_D)
+        index = np.flatnonzero(chosen_D[first : first + count])
+        if len(index):
+            begin_D = np.cumsum(block.lengths_D) - block.lengths_D
+            parts.append((block.name, begin_D[index], block.lengths_D[index]))
+            documents.append(index + first)
+            held += int(block.lengths_D[index].sum())
+            characters += int(block.characters_D[index].sum())
+        first += count
+        if held >= tokens:
+            windows.append(Window(split, len(windows), tuple(parts), characters, np.concatenate(documents)))
+            parts, documents, held, characters = [], [], 0, 0
+    if parts:
+        windows.append(Window(split, len(windows), tuple(parts), characters, np.concatenate(documents)))
+    return windows
+
+
+class WindowMaker:
+    """Packs windows into shards; made once per process."""
+
+    def __init__(self, settings: WindowSettings) -> None:
+        self.settings = settings
+        self.dtype = row_dtype(settings.seq_len, vocab_size=settings.vocab_size)
+
+    def __call__(self, window: Window) -> dict[str, Any]:
+        """The window's record, made now or by an earlier start."""
+        record = paths.join(self.settings.folder, window.split, f"{window.number:05d}.json")
+        if not paths.exists(record):
+            paths.make_dirs(paths.join(self.settings.folder, window.split))
+            paths.write_text_atomic(record, json.dumps(self.make(window)))
+        made: dict[str, Any] = json.loads(paths.read_text(record))
+        return made
+
+    def make(self, window: Window) -> dict[str, Any]:
+        """Pack the window and write its shard."""
+        settings = self.settings
+        flat = self._read(window)
+        packed = pack(
+            flat,
+            seq_len=settings.seq_len,
+            pad_id=settings.pad_id,
+            packing=settings.packing,
+            long_documents=settings.long_documents,
+        )
+        shard = None
+        if packed.rows.num_rows:
+            name = f"{window.split}/{window.number:05d}.npy"
+            written = write_shard(paths.join(settings.folder, name), packed.rows, dtype=self.dtype)
+            shard = {**written, "name": name}
+        too_long = (flat.lengths_D > settings.seq_len) & (settings.long_documents == "drop")
+        return {
+            "shard": shard,
+            "characters": window.characters,
+            "counts": {**packed.counts, **_totals(packed)},
+            "too_long": window.documents[~packed.kept_D & too_long].tolist(),
+            "nothing_to_learn": window.documents[~packed.kept_D & ~too_long].tolist(),
+            **_shape_of(flat, kept_D=packed.kept_D),
+        }
+
+    def _read(self, window: Window) -> FlatTokens:
+        ids, flags = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)]
+        for name, begin_D, length_D in window.parts:
+            ids_L, flags_L = read_tokens(self.settings.tokens_folder, name)
+            for begin, end in _runs(begin_D, length_D):
+                ids.append(ids_L[begin:end])
+                flags.append(flags_L[begin:end])
+        lengths = np.concatenate([length_D for _, _, length_D in window.parts])
+        return FlatTokens(np.concatenate(ids), np.concatenate(flags), lengths)
+
+
+def _runs(begin_D: Index, length_D: Index) -> Iterator[tuple[int, int]]:
+    """(begin, end) of documents that lie side by side, joined."""
+    end_D = begin_D + length_D
+    breaks = np.flatnonzero(begin_D[1:] != end_D[:-1]) + 1
+    for index in np.split(np.arange(len(begin_D)), breaks):
+        yield int(begin_D[index[0]]), int(end_D[index[-1]])
+
+
+def _totals(packed: Packed) -> dict[str, int]:
+    rows = packed.rows
+    return {
+        "documents": int(np.count_nonzero(packed.kept_D)),
+        "rows": rows.num_rows,
+        "tokens": rows.num_tokens,
+        "supervised_tokens": rows.num_supervised,
+    }
+
+
+def _shape_of(flat: FlatTokens, *, kept_D: NDArray[np.bool_]) -> dict[str, list[int]]:
+    """Histogram of the lengths of the kept documents, and what is learnt in each of their answers."""
+    document_L = np.repeat(np.arange(flat.num_documents, dtype=np.int32), flat.lengths_D)
+    learn_L = ((flat.flags_L & LEARN) > 0) & kept_D[document_L]
+    begins_answer_L = learn_L & ~np.concatenate([[False], learn_L[:-1]])
+    first_L = np.concatenate([[True], document_L[1:] != document_L[:-1]])[: len(document_L)]
+    begins_answer_L |= learn_L & first_L
+    answer_L = np.cumsum(begins_answer_L, dtype=np.int32)
+    before_D = np.concatenate([np.zeros(1, np.int32), answer_L])[np.cumsum(flat.lengths_D) - flat.lengths_D]
+    turn_L = np.minimum(answer_L - before_D[document_L] - 1, MAX_TURNS - 1)
+    per_turn = np.bincount(turn_L[learn_L], minlength=1)
+    answers_D = np.bincount(document_L[begins_answer_L], minlength=flat.num_documents)
+    having = [int(np.count_nonzero(answers_D > turn)) for turn in range(len(per_turn))]
+    edges = (*LENGTH_EDGES, np.inf)
+    histogram, _ = np.histogram(flat.lengths_D[kept_D], bins=edges)
+    return {
+        "supervised_per_turn": per_turn.tolist(),
+        "documents_per_turn": having,
+        "length_histogram": histogram.tolist(),
+    }
+
+
+def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One split's numbers from those of its windows."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts.update(record["counts"])
+    lists = ("supervised_per_turn", "documents_per_turn", "length_histogram")
+    sums = {name: _added([record[name] for record in records]) for name in lists}
+    shards = [record["shard"] for record in records if record["shard"]]
+    slots = sum(shard["rows"] for shard in shards)
+    return {
+        **{name: counts[name] for name in COUNTS},
+        "characters": sum(record["characters"] for record in records),
+        "supervised_per_turn": sums["supervised_per_turn"],
+        "documents_per_turn": sums["documents_per_turn"],
+        "length_histogram": {"edges": list(LENGTH_EDGES), "documents": sums["length_histogram"]},
+        "shards": shards,
+        "slots": slots,
+    }
+
+
+def _added(lists: Sequence[Sequence[int]]) -> list[int]:
+    """Element-wise sum of lists of different lengths."""
+    total = [0] * max((len(values) for values in lists), default=0)
+    for values in lists:
+        for i, value in enumerate(values):
+            total[i] += value
+    return total

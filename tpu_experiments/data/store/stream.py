@@ -1,0 +1,281 @@
+"""Records of shards: mapped where the folder is local; streamed, copied or fetched one by one where it is remote."""
+
+import hashlib
+import logging
+import os
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import ranges
+from tpu_experiments.io.cache import FileCache
+
+ADVICE = "remove the folder it lies in and run task=prepare again."
+OPEN_MAPS = 512  # a map holds a file descriptor, of which a process often has 1,024
+BLOCKS_AHEAD = 8  # fetched side by side: one stream from a bucket is slower than the network
+LARGEST_BLOCK_BYTES = 8 * 2**20
+COPIED_PIECE_BYTES = 16 * 2**20
+COPY_AGAIN_SECONDS = 30.0
+
+Records = NDArray[np.void]
+Index = NDArray[np.int64]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How much of a remote folder is held here; a local folder needs none of it."""
+
+    folder: str | None = None
+    """Local folder for copies of whole shards (`io.cache.default_folder()`); None keeps none."""
+    max_bytes: int = 20 * 2**30
+    """Most bytes in that folder. Shards that are larger together are not copied: rows are fetched one by one."""
+    read_ahead_bytes: int = 64 * 2**20
+    """Bytes of a stream in memory."""
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """Where a shard lies, and what its manifest says of it."""
+
+    path: str
+    num_rows: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Files of records of one width."""
+
+    files: tuple[ShardFile, ...]
+    dtype: np.dtype[np.void]
+    header_bytes: int
+
+    def size(self, shard: int) -> int:
+        """Bytes of the file."""
+        return self.extent(0, self.files[shard].num_rows)[1]
+
+    def extent(self, start: int, stop: int) -> tuple[int, int]:
+        """Byte of row `start` in its file, and of row `stop`."""
+        width = self.dtype.itemsize
+        return self.header_bytes + start * width, self.header_bytes + stop * width
+
+
+def by_shard(shard_M: Index) -> Iterator[tuple[int, Index]]:
+    """Each shard that occurs, and where."""
+    order = np.argsort(shard_M, kind="stable")
+    for at in np.split(order, np.flatnonzero(np.diff(shard_M[order])) + 1):
+        yield int(shard_M[at[0]]), at
+
+
+class LocalShards:
+    """Shards on the local disk, memory-mapped."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._maps: OrderedDict[int, Records] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, shard: int, start: int, stop: int) -> list[Records]:
+        """Records `start` to `stop` of one shard: a view."""
+        return [self._map(shard)[start:stop]]
+
+    def gather(self, shard_M: Index, row_M: Index) -> Records:
+        """Records of shape (M,)."""
+        records = np.empty(len(row_M), self._shards.dtype)
+        opaque = np.dtype((np.void, records.itemsize))  # copied whole; field by field takes twice as long
+        for shard, at in by_shard(shard_M):
+            records.view(opaque)[at] = self._map(shard).view(opaque)[row_M[at]]
+        return records
+
+    def close(self) -> None:
+        """Unmap what nobody holds a view of."""
+        with self._lock:
+            self._maps.clear()
+
+    def _map(self, shard: int) -> Records:
+        with self._lock:
+            if shard not in self._maps:
+                self._maps[shard] = self._mapped(shard)
+            self._maps.move_to_end(shard)
+            while len(self._maps) > OPEN_MAPS:
+                self._maps.popitem(last=False)
+            return self._maps[shard]
+
+    def _mapped(self, shard: int) -> Records:
+        file, needed = self._shards.files[shard], self._shards.size(shard)
+        size = ranges.size_of(file.path)
+        if size != needed:
+            found = "is missing" if size is None else f"has {size:,} bytes where its rows take {needed:,}"
+            raise ConfigError(f"{file.path}; the shard {found}; {ADVICE}")
+        path, dtype = file.path.removeprefix("file://"), self._shards.dtype
+        mapped = np.memmap(path, dtype, mode="r", offset=self._shards.header_bytes, shape=(file.num_rows,))
+        return np.asarray(mapped)
+
+
+class RemoteShards:
+    """Shards behind a URL."""
+
+    def __init__(self, shards: Shards, *, settings: CacheSettings) -> None:
+        self._shards = shards
+        self._closed = threading.Event()
+        self._ahead = ReadAhead(shards, num_bytes=settings.read_ahead_bytes, stop=self._closed.wait)
+        self._lock = threading.Lock()
+        self._copying: threading.Thread | None = None
+        self._failure: ConfigError | None = None
+        self._copies: FileCache | None = None
+        total_bytes = sum(shards.size(shard) for shard in range(len(shards.files)))
+        if settings.folder is not None and total_bytes <= settings.max_bytes:
+            self._copies = FileCache(settings.folder, max_bytes=settings.max_bytes)
+
+    def read(self, shard: int, start: int, stop: int) -> list[Records]:
+        """Records `start` to `stop` of one shard, in parts; those after them are fetched ahead."""
+        return self._ahead.read(shard, start, stop)
+
+    def gather(self, shard_M: Index, row_M: Index) -> Records:
+        """Records of shape (M,): from local copies, and by parallel requests where there is none yet."""
+        if self._copies is not None:
+            self._start_copying()
+        if self._failure is not None:
+            raise ConfigError(str(self._failure))
+        extents = [self._shards.extent(row, row + 1) for row in row_M.tolist()]
+        found = self._copied(shard_M, extents)
+        missing = [i for i in range(len(extents)) if i not in found]
+        pieces = [(self._shards.files[shard_M[i]].path, *extents[i]) for i in missing]
+        found.update(zip(missing, ranges.read_ranges(pieces, wait=self._closed.wait), strict=True))
+        return np.frombuffer(b"".join(found[i] for i in range(len(extents))), self._shards.dtype)
+
+    def close(self) -> None:
+        """Threads end by themselves, after the read they are in; nobody waits for them."""
+        self._closed.set()
+        self._ahead.clear()
+
+    def _copied(self, shard_M: Index, extents: Sequence[tuple[int, int]]) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        if self._copies is None:
+            return found
+        for shard, at in by_shard(shard_M):
+            name, pieces = copy_name(self._shards.files[shard]), [extents[i] for i in at]
+            parts = self._copies.read(name, pieces, size=self._shards.size(shard))
+            found.update(zip(at.tolist(), parts or (), strict=False))
+        return found
+
+    def _start_copying(self) -> None:
+        with self._lock:
+            if self._copying is None:
+                self._copying = threading.Thread(target=self._copy_all, name="copy_shards", daemon=True)
+                self._copying.start()
+
+    def _copy_all(self) -> None:
+        missing = list(range(len(self._shards.files)))
+        # Another order in each process, so that they share the work.
+        random.Random(f"{os.getpid()} {id(self)}").shuffle(missing)
+        while missing and self._failure is None and not self._closed.is_set():
+            missing = [shard for shard in missing if not self._copy(shard)]
+            self._closed.wait(COPY_AGAIN_SECONDS if missing else 0)
+
+    def _copy(self, shard: int) -> bool:
+        """Whether it need not be tried again."""
+        assert self._copies is not None
+        if self._closed.is_set() or self._failure is not None:
+            return True
+        file, size = self._shards.files[shard], self._shards.size(shard)
+        try:
+            return self._copies.add(copy_name(file), size=size, fill=lambda copy: self._fill(copy, file, size))
+        except (ConfigError, OSError) as error:  # the network, or the disk: rows can be fetched one by one meanwhile
+            if not self._closed.is_set():
+                log.warning("no local copy of %s for now: %s", file.path, error)
+            return False
+
+    def _fill(self, copy: BinaryIO, file: ShardFile, size: int) -> None:
+        digest = hashlib.sha256()
+        for start in range(0, size, COPIED_PIECE_BYTES):
+            stop = min(start + COPIED_PIECE_BYTES, size)
+            piece = ranges.read_range(file.path, start, stop, wait=self._closed.wait)
+            digest.update(piece)
+            copy.write(piece)
+        if file.sha256 not in (None, digest.hexdigest()):
+            found = f"sha256 is {digest.hexdigest()}, its manifest says {file.sha256}"
+            self._failure = ConfigError(f"{file.path}; the shard's {found}; {ADVICE}")
+            raise self._failure
+
+
+def copy_name(file: ShardFile) -> str:
+    """Name of a shard's local copy: another one for another place or content."""
+    identity = hashlib.sha256(f"{file.path} {file.num_rows} {file.sha256}".encode()).hexdigest()
+    return f"{identity[:32]}.npy"
+
+
+class ReadAhead:
+    """Blocks of rows in memory, at most `num_bytes` and what one read asks for; those that follow are on their way.
+
+    Blocks are kept by last use, so that several readers of one stream, and a process that takes every eighth part of
+    it, need no other arrangement.
+    """
+
+    def __init__(self, shards: Shards, *, num_bytes: int, stop: Callable[[float], object]) -> None:
+        self._shards = shards
+        self._stop = stop
+        block_bytes = min(num_bytes // BLOCKS_AHEAD, LARGEST_BLOCK_BYTES)
+        self._block_rows = max(1, block_bytes // shards.dtype.itemsize)
+        self._max_blocks = max(3, num_bytes // (self._block_rows * shards.dtype.itemsize))
+        blocks_S = [-(-file.num_rows // self._block_rows) for file in shards.files]
+        self._first_S = np.concatenate([[0], np.cumsum(blocks_S, dtype=np.int64)])
+        self._blocks: OrderedDict[int, Future[Records]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, shard: int, start: int, stop: int) -> list[Records]:
+        """Records `start` to `stop` of one shard, in one part for each block."""
+        first = int(self._first_S[shard]) + start // self._block_rows
+        last = int(self._first_S[shard]) + (stop - 1) // self._block_rows
+        parts = []
+        for block, future in zip(range(first, last + 1), self._wanted(first, last), strict=True):
+            offset = (block - int(self._first_S[shard])) * self._block_rows
+            parts.append(future.result()[max(0, start - offset) : stop - offset])
+        return parts
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        with self._lock:
+            self._blocks.clear()
+
+    def _wanted(self, first: int, last: int) -> list[Future[Records]]:
+        with self._lock:
+            # The first read of a stream is only looked at: nobody knows yet that there will be another.
+            goes_on = first in self._blocks or first - 1 in self._blocks
+            ahead = last + self._max_blocks - 2 if goes_on else last
+            for block in range(first, min(ahead + 1, int(self._first_S[-1]))):
+                failed = block in self._blocks and self._blocks[block].done() and self._blocks[block].exception()
+                if block not in self._blocks or failed:
+                    self._blocks[block] = self._start(block)
+                self._blocks.move_to_end(block)
+            wanted = [self._blocks[block] for block in range(first, last + 1)]
+            while len(self._blocks) > max(self._max_blocks, len(wanted)):
+                self._blocks.popitem(last=False)
+            return wanted
+
+    def _start(self, block: int) -> Future[Records]:
+        future: Future[Records] = Future()
+        # A thread of its own, 50 microseconds for megabytes: a pool would be joined when Python exits.
+        threading.Thread(target=self._fetch, args=(block, future), name="read_ahead", daemon=True).start()
+        return future
+
+    def _fetch(self, block: int, future: "Future[Records]") -> None:
+        shard = int(np.searchsorted(self._first_S, block, side="right")) - 1
+        file = self._shards.files[shard]
+        start = (block - int(self._first_S[shard])) * self._block_rows
+        extent = self._shards.extent(start, min(start + self._block_rows, file.num_rows))
+        try:
+            data = ranges.read_range(file.path, *extent, wait=self._stop)
+            future.set_result(np.frombuffer(data, self._shards.dtype))
+        except BaseException as error:
+            future.set_exception(error)

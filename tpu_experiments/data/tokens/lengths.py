@@ -1,0 +1,41 @@
+"""Documents longer than a row: where they are split, or where they end when they are truncated."""
+
+from typing import Literal
+
+import numpy as np
+
+from tpu_experiments.data.tokens.tokenize import CUT, LEARN, Tokens
+
+Kind = Literal["whole", "whole_turns", "in_turn"]
+
+
+def truncate(tokens: Tokens, *, max_tokens: int) -> tuple[Tokens, Kind]:
+    """The first tokens of a document, at most `max_tokens`, and where they end.
+
+    `whole`: all of them. `whole_turns`: a conversation's, up to the end of the last answer that fits.
+    `in_turn`: cut at `max_tokens`, as a text always is; of a conversation whose question alone is
+    longer, no learnt token is left.
+    """
+    if len(tokens.ids) <= max_tokens:
+        return tokens, "whole"
+    is_learnt = (tokens.flags & LEARN) > 0
+    answer_ends = np.flatnonzero(is_learnt[:max_tokens] & ~is_learnt[1 : max_tokens + 1]) + 1
+    num_kept = int(answer_ends[-1]) if len(answer_ends) else max_tokens
+    kept = Tokens(tokens.ids[:num_kept], tokens.flags[:num_kept], tokens.document_id)
+    return kept, "whole_turns" if len(answer_ends) else "in_turn"
+
+
+def split_points(tokens: Tokens, *, max_tokens: int) -> list[tuple[int, int]]:
+    """(begin, end) of pieces of at most `max_tokens`, which together are the document.
+
+    A piece ends before the last turn that does not fit, and so holds as many whole turns as it can; a
+    turn longer than a piece is cut inside, as a text is everywhere.
+    """
+    borders = np.append(np.flatnonzero(tokens.flags & CUT), len(tokens.ids))
+    pieces, begin = [], 0
+    while begin < len(tokens.ids):
+        within = borders[(borders > begin) & (borders <= begin + max_tokens)]
+        end = int(within[-1]) if len(within) else begin + max_tokens
+        pieces.append((begin, end))
+        begin = end
+    return pieces

@@ -1,0 +1,227 @@
+"""Documents to token ids, and which of them are learnt.
+
+Text: every token but BOS, closed by EOS. Chat: the conversation is rendered with the tokenizer's own
+template and tokenised once; a token is learnt when it overlaps an assistant's turn, from the first
+character of the answer to the end-of-turn marker (data/tokens/chat.py finds the spans).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.data.documents import Document, Refused
+from tpu_experiments.data.tokens.chat import Messages, RenderedChat, TemplateRefusal
+from tpu_experiments.data.tokens.chat_structure import ChatRenderer
+from tpu_experiments.data.tokens.control_tokens import ControlTokens
+from tpu_experiments.data.tokens.words import WordEncoding, backend_of, words_of
+
+LEARN, CUT = 1, 2
+"""Flags of a token: it is learnt; a piece may begin here, at a user or system turn after an answer."""
+
+_CALL_CHARACTERS = 2**20
+"""Given to the tokenizer at once: an encoding with offsets takes some 150 bytes a token."""
+
+
+@dataclass(eq=False)
+class Tokens:
+    """One document of L tokens: ids, and `LEARN` and `CUT` of each."""
+
+    ids: NDArray[np.int32]
+    flags: NDArray[np.uint8]
+    document_id: str
+
+
+class DocumentTokenizer:
+    """Tokenises documents in batches; made once per process, since it remembers what the template does."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.counts: Counter[str] = Counter()
+        """`special_tokens_in_text`: documents with strings of special tokens, which were read as plain text."""
+        self._tokenizer = tokenizer
+        self._render = ChatRenderer(tokenizer)
+        self._control = ControlTokens(tokenizer)
+        self._words = words_of(tokenizer)
+        self._is_marker: dict[int, bool] = {}
+
+    def tokenize(self, documents: Sequence[Document]) -> list[Tokens | Refused]:
+        """The tokens of each document, or why it has none, in order; the same for any division into batches."""
+        done: list[Tokens | Refused] = []
+        for batch in _batches(documents):
+            arrays: dict[int, _Arrays | Refused] = {}
+            self._tokenize_texts(batch, arrays)
+            self._tokenize_chats(batch, arrays)
+            done += [_checked(document, arrays[i]) for i, document in enumerate(batch)]
+        return done
+
+    def _tokenize_texts(self, batch: Sequence[Document], done: dict[int, "_Arrays | Refused"]) -> None:
+        plain: dict[int, str] = {}
+        for i, document in enumerate(batch):
+            if document.text is None:
+                continue
+            text = document.text
+            if self._control.are_in(text):
+                text = self._without_ends(text)
+            if self._control.are_in(text):
+                self.counts["special_tokens_in_text"] += 1
+                done[i] = self._closed_text(self._control.encode(text))
+            else:
+                plain[i] = text
+        for i, encoding in self._encoded(plain, with_offsets=False):
+            done[i] = self._closed_text(encoding.ids)
+
+    def _tokenize_chats(self, batch: Sequence[Document], done: dict[int, "_Arrays | Refused"]) -> None:
+        plain: dict[int, RenderedChat] = {}
+        for i, document in enumerate(batch):
+            if document.messages is None:
+                continue
+            answered = _up_to_last_answer(document.messages)
+            if not answered:
+                done[i] = _no_answer(document)
+                continue
+            is_plain = not any(self._control.are_in(content) for _, content in answered)
+            try:
+                rendered = self._render(answered if is_plain else self._control.hide(answered))
+            except TemplateRefusal as refusal:
+                done[i] = Refused("template", _place(document), f"has {refusal}")
+                continue
+            if is_plain:
+                plain[i] = rendered
+            else:
+                self.counts["special_tokens_in_text"] += 1
+                ids, encoding, rendered = self._control.encode_chat(rendered)
+                done[i] = self._closed_chat(ids, flags_of(encoding, rendered=rendered))
+        texts = {i: rendered.text for i, rendered in plain.items()}
+        for i, encoded in self._encoded(texts, with_offsets=True):
+            done[i] = self._closed_chat(encoded.ids, flags_of(encoded, rendered=plain[i]))
+
+    def _encoded(self, texts: dict[int, str], *, with_offsets: bool) -> Iterator[tuple[int, Encoding | WordEncoding]]:
+        """Word by word where that is exact, and the others together."""
+        others: dict[int, str] = {}
+        for i, text in texts.items():
+            encoding = self._words.encode(text) if self._words else None
+            if encoding is None:
+                others[i] = text
+            else:
+                yield i, encoding
+        backend = backend_of(self._tokenizer)
+        encode_batch = backend.encode_batch if with_offsets else backend.encode_batch_fast
+        yield from zip(others, encode_batch(list(others.values()), add_special_tokens=False), strict=True)
+
+    def _without_ends(self, text: str) -> str:
+        """Without the BOS it begins with and the EOS it ends with: they are set again, and never doubled."""
+        return text.removeprefix(self._tokenizer.bos_token or "").removesuffix(self._tokenizer.eos_token or "")
+
+    def _closed_text(self, ids: "_Ids") -> "_Arrays":
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        ends = ([] if end is None else [end] for end in (bos, eos))
+        closed = np.concatenate([next(ends), ids, next(ends)], dtype=np.int32, casting="unsafe")
+        flags = np.full(len(closed), LEARN, np.uint8)
+        flags[: bos is not None] = 0
+        return closed, flags
+
+    def _closed_chat(self, ids: "_Ids", flags: NDArray[np.uint8]) -> "_Arrays":
+        """Learn EOS after the last answer when the template has no end-of-turn marker of its own."""
+        learnt = np.flatnonzero(flags & LEARN)
+        num_kept = int(learnt[-1]) + 1 if len(learnt) else len(flags)
+        eos = self._tokenizer.eos_token_id
+        if eos is None or (len(learnt) > 0 and self._ends_turn(int(ids[num_kept - 1]))):
+            return np.array(ids, np.int32), flags
+        return np.append(np.array(ids[:num_kept], np.int32), np.int32(eos)), np.append(
+            flags[:num_kept], np.uint8(LEARN)
+        )
+
+    def _ends_turn(self, token_id: int) -> bool:
+        if token_id not in self._is_marker:
+            self._is_marker[token_id] = self._tokenizer.decode(token_id, skip_special_tokens=True) == ""
+        return self._is_marker[token_id]
+
+
+_Arrays = tuple[NDArray[np.int32], NDArray[np.uint8]]
+_Ids = list[int] | NDArray[np.int32]
+
+
+def flags_of(encoding: Encoding | WordEncoding, *, rendered: RenderedChat) -> NDArray[np.uint8]:
+    """The flags (L,) of a conversation's tokens; `encoding` is that of its text."""
+    flags = np.zeros(len(encoding), np.uint8)
+    for begin, end in rendered.answers:
+        first = _first_overlapping(encoding, begin=begin, end=end)
+        if first is not None:
+            flags[first : _last_overlapping(encoding, begin=begin, end=end) + 1] = LEARN
+    for cut in rendered.cuts:
+        token = _first_overlapping(encoding, begin=cut, end=len(rendered.text))
+        # A token that an answer's end shares with the next turn stays with the answer.
+        while token is not None and token < len(flags) and flags[token]:
+            token += 1
+        if token is not None and token < len(flags):
+            flags[token] = CUT
+    return flags
+
+
+def _first_overlapping(encoding: Encoding | WordEncoding, *, begin: int, end: int) -> int | None:
+    """Index of the first token with characters in [begin, end); looked up in Rust, 1 ns a token."""
+    tokens = (encoding.char_to_token(character) for character in range(begin, end))
+    token = next((token for token in tokens if token is not None), None)
+    # Blanks may be in no token's characters though they have a token: one without width.
+    while token and _characters(encoding, token - 1)[1] > begin:
+        token -= 1
+    return token
+
+
+def _last_overlapping(encoding: Encoding | WordEncoding, *, begin: int, end: int) -> int:
+    """Index of the last token with characters in [begin, end), which has one."""
+    tokens = (encoding.char_to_token(character) for character in range(end - 1, begin - 1, -1))
+    token = next(token for token in tokens if token is not None)
+    # Several tokens share a character that takes several bytes.
+    while token + 1 < len(encoding) and _characters(encoding, token + 1)[0] < end:
+        token += 1
+    return token
+
+
+def _characters(encoding: Encoding | WordEncoding, token: int) -> tuple[int, int]:
+    characters = encoding.token_to_chars(token)
+    assert characters is not None, f"token {token} of {len(encoding)} has no place in the text"
+    return characters
+
+
+def _checked(document: Document, arrays: "_Arrays | Refused") -> Tokens | Refused:
+    if isinstance(arrays, Refused):
+        return arrays
+    ids, flags = arrays
+    if not np.any(flags & LEARN):
+        return Refused("nothing_to_learn", _place(document), "has no token to learn.", is_bad_row=False)
+    return Tokens(ids, flags, document.id)
+
+
+def _up_to_last_answer(messages: Messages) -> Messages:
+    """Turns after the last answer are never learnt and never looked back at."""
+    return messages[: max((i + 1 for i, (role, _) in enumerate(messages) if role == "assistant"), default=0)]
+
+
+def _no_answer(document: Document) -> Refused:
+    roles = ", ".join(role for role, _ in document.messages or ())
+    return Refused(
+        "no_answer",
+        _place(document),
+        f"has no assistant turn to learn: its {len(document.messages or ())} turns are by {roles}; a row without "
+        "supervised tokens teaches nothing; remove it, or use a text source.",
+        is_bad_row=False,
+    )
+
+
+def _place(document: Document) -> str:
+    return document.place or f"document {document.id}"
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[Sequence[Document]]:
+    """Runs of documents of about `_CALL_CHARACTERS` characters."""
+    begin = length = 0
+    for i, document in enumerate(documents):
+        length += len(document.text or "") + sum(len(content) for _, content in document.messages or ())
+        if length >= _CALL_CHARACTERS or i + 1 == len(documents):
+            yield documents[begin : i + 1]
+            begin, length = i + 1, 0

@@ -1,0 +1,122 @@
+"""The tokenizer of a run, from a local folder or the Hub; never imports torch_xla."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io.find import find_local, near_misses
+
+CHAT_FORMATS = Path(__file__).with_name("chat_formats")
+"""Jinja templates of `model.chat_format`."""
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None, chat_template_path: str | None, chat_format: str = "tokenizer"
+) -> PreTrainedTokenizerBase:
+    """Tokenizer of a folder or Hub id, with the chat template of a file or of a named format if one is given.
+
+    Raises:
+        ConfigError: no tokenizer there, one without character offsets, no such template file, a file
+            and a named format, or a format that needs an EOS which the tokenizer lacks.
+    """
+    if chat_template_path is not None and chat_format != "tokenizer":
+        raise ConfigError(
+            f"model.chat_template_path={chat_template_path} with model.chat_format={chat_format}; each names a chat "
+            "template; leave one of them out."
+        )
+    local = find_local(path)
+    if local is None and path.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"model.tokenizer_path={path}; there is no such folder. {near_misses(path)}"
+            "Name the folder of a tokenizer, or a Hub id."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(local or path), revision=revision)
+    except Exception as error:  # transformers and the Hub client raise a dozen unrelated types
+        where = "this folder holds no tokenizer" if local else "the Hub gave no tokenizer"
+        raise ConfigError(
+            f"model.tokenizer_path={path}; {where} ({_first_line(error)}); point "
+            "model.tokenizer_path= at a folder with tokenizer.json and tokenizer_config.json."
+        ) from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"model.tokenizer_path={path}; {type(tokenizer).__name__} gives no character offsets, "
+            "which the chat masks need; use a tokenizer with a tokenizer.json."
+        )
+    if chat_template_path is not None:
+        tokenizer.chat_template = _read_template(chat_template_path)
+    elif chat_format != "tokenizer":
+        tokenizer.chat_template = _format_template(chat_format, tokenizer=tokenizer)
+    return tokenizer
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, *, source: str) -> None:
+    """Raise when the tokenizer cannot render the conversations of `source`.
+
+    Raises:
+        ConfigError: it has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"data.{source}.kind=chat; the tokenizer {tokenizer.name_or_path} has no chat template; "
+            "set model.chat_format=chatml (or another format), model.chat_template_path=FILE, or use a text source."
+        )
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id that fills rows up: padding, else end of sequence, else 0; it is never attended to."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits that differ when the same text could get other ids; the chat template has its own."""
+    backend = tokenizer.backend_tokenizer
+    # Options of the last call, which its JSON would have.
+    backend.no_truncation()
+    backend.no_padding()
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokenizer.special_tokens_map.items()}
+    return _digest(backend.to_str() + json.dumps(ids, sort_keys=True))
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits of the chat template, or `none`."""
+    template = tokenizer.chat_template
+    if not template:
+        return "none"
+    return _digest(template if isinstance(template, str) else json.dumps(template, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _format_template(chat_format: str, *, tokenizer: PreTrainedTokenizerBase) -> str:
+    has_markers = {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.get_added_vocab())
+    name = "chatml_as_text" if chat_format == "chatml" and not has_markers else chat_format
+    template = (CHAT_FORMATS / f"{name}.jinja").read_text(encoding="utf-8")
+    if "eos_token" in template and tokenizer.eos_token is None:
+        raise ConfigError(
+            f"model.chat_format={chat_format}; answers end with EOS in this format, and the tokenizer "
+            f"{tokenizer.name_or_path} has none; set model.chat_template_path=FILE to one with an end of its own."
+        )
+    return template
+
+
+def _read_template(path: str) -> str:
+    local = find_local(path)
+    if local is None or local.is_dir():
+        raise ConfigError(
+            f"model.chat_template_path={path}; there is no such file. {near_misses(path)}Name a Jinja file."
+        )
+    return Path(local).read_text(encoding="utf-8")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

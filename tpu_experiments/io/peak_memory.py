@@ -1,0 +1,45 @@
+"""Peak resident memory of this process and all its descendants together."""
+
+import contextlib
+import threading
+
+import psutil
+
+GIB = 2**30
+INTERVAL_SECONDS = 0.5
+
+
+class PeakMemory:
+    """Context that samples the memory in use; pages shared by several processes are counted for each of them."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak_memory", daemon=True)
+
+    @property
+    def gib(self) -> float:
+        """Largest sum seen so far, in GiB."""
+        return self.peak_bytes / GIB
+
+    def __enter__(self) -> "PeakMemory":
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(INTERVAL_SECONDS):
+            self._sample()
+
+    def _sample(self) -> None:
+        me = psutil.Process()
+        total = 0
+        for process in [me, *me.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        self.peak_bytes = max(self.peak_bytes, total)

@@ -1,0 +1,124 @@
+"""Parts of files, local or behind an fsspec URL; a remote read that fails for the moment is tried again."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import paths
+
+# Google asks for growing, randomised waits after 408, 429 and 5xx (cloud.google.com/storage/docs/retry-strategy).
+WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
+TRANSIENT_CODES = {408, 429, 500, 502, 503, 504}
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+Range = tuple[str, int, int]
+"""Path or URL, first byte, byte after the last."""
+
+
+def size_of(path: str, *, wait: Callable[[float], object] = time.sleep) -> int | None:
+    """Bytes of a file, or None when there is none.
+
+    Raises:
+        ConfigError: the file system does not say, now and after `WAITS_SECONDS`.
+    """
+    for seconds in (*WAITS_SECONDS, None):
+        try:
+            if not paths.is_remote(path):
+                return Path(path.removeprefix("file://")).stat().st_size
+            filesystem, key = paths._remote(path)
+            return int(filesystem.info(key)["size"])
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # file systems and their clients raise types of their own
+            if seconds is None or not is_transient(error):
+                raise _lasting_error(path, "the size", error, num_tries=len(WAITS_SECONDS) + 1) from error
+        wait(seconds)
+    return None
+
+
+def read_range(path: str, start: int, stop: int, *, wait: Callable[[float], object] = time.sleep) -> bytes:
+    """Bytes `start` to `stop` of a file.
+
+    Raises:
+        ConfigError: they cannot be read, now and after `WAITS_SECONDS`, or the file is shorter.
+    """
+    return read_ranges([(path, start, stop)], wait=wait)[0]
+
+
+def read_ranges(pieces: Sequence[Range], *, wait: Callable[[float], object] = time.sleep) -> list[bytes]:
+    """Several ranges of files of one file system, read at the same time where that can do so; else as `read_range`.
+
+    `wait` is called with the seconds before another try; where it returns something true, there is none.
+    """
+    found: dict[int, bytes] = {}
+    for seconds in (*WAITS_SECONDS, None):
+        missing = [place for place in range(len(pieces)) if place not in found]
+        for place, got in zip(missing, _read_once([pieces[place] for place in missing]), strict=True):
+            if isinstance(got, bytes):
+                found[place] = _whole(got, pieces[place])
+            elif seconds is None or not is_transient(got):
+                path, start, stop = pieces[place]
+                raise _lasting_error(
+                    path, f"bytes {start:,} to {stop:,}", got, num_tries=len(WAITS_SECONDS) + 1
+                ) from got
+        if len(found) == len(pieces):
+            break
+        assert seconds is not None, "the last try raises"
+        if wait(seconds * random.uniform(0.75, 1.25)):
+            raise ConfigError(f"{pieces[0][0]}; reading was stopped while it was tried again.")
+    return [found[place] for place in range(len(pieces))]
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same read may succeed later."""
+    code = getattr(error, "code", None) or getattr(error, "status", None)
+    if code is not None:
+        return int(code) in TRANSIENT_CODES
+    if isinstance(error, LASTING) or "Forbidden" in str(error):  # gcsfs raises OSError("Forbidden: ...") for a 403
+        return False
+    return isinstance(error, OSError | EOFError) or type(error).__module__.startswith(("aiohttp", "requests", "google"))
+
+
+def _read_once(pieces: Sequence[Range]) -> list[bytes | BaseException]:
+    if not pieces:
+        return []
+    if not paths.is_remote(pieces[0][0]):
+        return [_read_local(*piece) for piece in pieces]
+    try:
+        filesystem, _ = paths._remote(pieces[0][0])
+        keys = [filesystem._strip_protocol(path) for path, _, _ in pieces]
+        starts, stops = [start for _, start, _ in pieces], [stop for _, _, stop in pieces]
+        return list(filesystem.cat_ranges(keys, starts, stops, on_error="return"))
+    except Exception as error:
+        return [error] * len(pieces)
+
+
+def _read_local(path: str, start: int, stop: int) -> bytes | BaseException:
+    try:
+        with Path(path.removeprefix("file://")).open("rb") as file:
+            return os.pread(file.fileno(), stop - start, start)
+    except OSError as error:
+        return error
+
+
+def _whole(data: bytes, piece: Range) -> bytes:
+    path, start, stop = piece
+    if len(data) != stop - start:
+        raise ConfigError(
+            f"{path}; the file ends at byte {start + len(data):,} where {stop:,} bytes are expected; it was cut off or "
+            "written anew: make it again."
+        )
+    return data
+
+
+def _lasting_error(path: str, what: str, error: BaseException, *, num_tries: int) -> ConfigError:
+    if isinstance(error, FileNotFoundError):
+        return ConfigError(f"{path}; there is no such file; was it moved or removed? Make it again or mend the path.")
+    tries = f" in {num_tries} tries" if is_transient(error) else ""
+    return ConfigError(
+        f"{path}; {what} cannot be read{tries}: {type(error).__name__}: {error}; check the network, and that this "
+        "account may read the folder."
+    )

@@ -1,0 +1,44 @@
+"""task=prepare: every selected source to rows on disk, and an audit of them as a table, JSON and a page to look at."""
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.audit.page import audit_page
+from tpu_experiments.data.audit.summary import audit_json, audit_table
+from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.steps.epochs import write_epochs
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
+
+
+def run(config: Config) -> None:
+    """Prepare, audit, print the table; the same command again finds everything as it is.
+
+    Raises:
+        ConfigError: something the user can mend.
+    """
+    start_run_log(None, rank=0)
+    try:
+        stages = stages_of(config)
+        tokenizer = tokenizer_for(config)
+        sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
+        folder = prepared_folder(config)
+        for stage in stages:
+            write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)
+        manifests = [m for source in sources.values() for m in source.manifests.values()]
+        stores = {(source.name, length): rows for source in sources.values() for length, rows in source.train.items()}
+        page = audit_page(manifests, stores=stores, tokenizer=tokenizer)
+        stem = paths.join(folder, "audit", str(config.name))
+        paths.make_dirs(paths.join(folder, "audit"))
+        paths.write_text_atomic(f"{stem}.html", page)
+        paths.write_text_atomic(f"{stem}.json", strict_json.dumps(audit_json(manifests), indent=1) + "\n")
+    finally:
+        stop_run_log()
+    print(audit_table(manifests))
+    _say_where(sources, page=f"{stem}.html")
+
+
+def _say_where(sources: dict[str, PreparedSource], *, page: str) -> None:
+    for source in sources.values():
+        for length, folder in source.folders.items():
+            print(f"data.{source.name}, rows of {length}: {folder}")
+    print(f"audit: {page}")

@@ -1,0 +1,80 @@
+"""From the config to prepared data: tokenizer, readers of the user's own, folders and caches."""
+
+import logging
+
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.build import locate
+from tpu_experiments.config.curriculum import Stage, resolve_stages, skipped_stages
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.data.prepare import Preparation, prepare
+from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.store.stream import CacheSettings
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.io import paths
+from tpu_experiments.io.cache import default_folder
+
+log = logging.getLogger(__name__)
+MIB, GIB = 2**20, 2**30
+OWN_READER = DataSourceConfig.__dataclass_fields__["_target_"].default
+"""The reader that prepares file by file; another one is read from start to end."""
+
+
+def tokenizer_of(config: Config) -> str:
+    """Folder or Hub id of the tokenizer; a tiny stand-in has the shipped one, a real model its own."""
+    if config.model.tokenizer_path:
+        return config.model.tokenizer_path
+    return "tpu_experiments/samples/tokenizer" if config.model.size == "tiny" else config.model.path
+
+
+def tokenizer_for(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run, with its chat template.
+
+    Raises:
+        ConfigError: there is none, or it does not go with the settings.
+    """
+    return load_tokenizer(
+        tokenizer_of(config),
+        revision=config.model.revision,
+        chat_template_path=config.model.chat_template_path,
+        chat_format=config.model.chat_format,
+    )
+
+
+def prepared_folder(config: Config) -> str:
+    """Where prepared data lies."""
+    return config.prepare.folder or paths.join(config.output_dir, "prepared")
+
+
+def prepare_sources(
+    config: Config, *, tokenizer: PreTrainedTokenizerBase, stages: list[Stage]
+) -> dict[str, PreparedSource]:
+    """Rows of every source at every length of the stages, made now or found as they are.
+
+    Raises:
+        ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
+    """
+    folder = prepared_folder(config)
+    loader = config.loader
+    cache = CacheSettings(
+        folder=default_folder(), max_bytes=int(loader.cache_gib * GIB), read_ahead_bytes=loader.read_ahead_mib * MIB
+    )
+    readers = {
+        name: locate(source._target_, key=f"data.{name}")
+        for name, source in config.data.items()
+        if source._target_ != OWN_READER
+    }
+    return prepare(
+        config.data,
+        data_size=config.data_size,
+        seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
+        how=Preparation(config.prepare, folder, tokenizer, readers, cache if paths.is_remote(folder) else None),
+    )
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """The stages that have a source; the others are named in the log."""
+    for name in skipped_stages(config):
+        log.info("stage %s is left out: no source of its kind in data=%s", name, list(config.data))
+    return resolve_stages(config)
