@@ -1,4 +1,4 @@
-"""A child process that ends with its parent; imports no torch, for processes that prepare data."""
+"""A child process that ends with its parent."""
 
 import ctypes
 import os

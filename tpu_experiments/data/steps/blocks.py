@@ -35,7 +35,7 @@ from tpu_experiments.io import paths
 log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 2048
-BLOCK_BYTES = 4 * 2**20  # of raw rows; a second or two of tokenising
+BLOCK_BYTES = 2 * 2**20  # of raw rows; about a second of work
 NUM_EXAMPLES = 3  # of each reason, for the audit
 
 Item = RawRow | Document | Refused

@@ -4,22 +4,27 @@ A worker is `make(settings)`, made once per process; it is called with one job a
 to files and return a summary, so little travels between processes.
 """
 
+import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain, islice
 from multiprocessing import get_context
+from threading import Thread
 from typing import Any, TypeVar
 
+import psutil
+
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.runtime.parent import die_with
 
 Settings = TypeVar("Settings")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-INLINE_JOBS = 3  # a process takes about 3 s to start, importing transformers; as long as three blocks take
+INLINE_JOBS = 3  # the first processes take about 3 s to start, importing transformers; as long as three blocks take
+PRELOADED = ["tpu_experiments.data.steps.tokenized", "tpu_experiments.data.steps.windows", "hydra"]
 JOBS_AHEAD = 3  # per worker; bounds the memory of jobs that carry rows
 
 _worker: Callable[[Any], Any] | None = None
@@ -60,10 +65,11 @@ def map_jobs(
 def _map_local(
     make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, jobs: Iterator[Job], *, workers: int
 ) -> Iterator[Result]:
-    # Not fork: the tokenizer's threads and torch's would be copied in whatever state they are in.
-    pool = ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_start, initargs=(os.getpid(), make, settings)
-    )
+    # Not fork: the tokenizer's threads and torch's would be copied in whatever state they are in. The server has no
+    # such threads and imports once (3 s) what every worker of this run needs, and shares it with them.
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(os.getpid(), make, settings))
     waiting: deque[Future[Any]] = deque()
     try:
         for job in jobs:
@@ -78,9 +84,18 @@ def _map_local(
 
 def _start(parent: int, make: Callable[[Any], Callable[[Any], Any]], settings: Any) -> None:
     global _worker
-    die_with(parent)
+    Thread(target=_end_with, args=(parent,), name="end_with_parent", daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per process already
     _worker = make(settings)
+
+
+def _end_with(parent: int) -> None:
+    """End this process within a second of the one that asked for it; the kernel tells of the server's end only."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(parent)
+        while process.is_running():
+            time.sleep(1.0)
+    os._exit(1)
 
 
 def _run(job: Any) -> Any:
