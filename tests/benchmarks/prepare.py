@@ -6,10 +6,10 @@ All cases read one JSONL file of `messages`, with one tokenizer (a byte-level BP
 answers only in the loss, rows of 1,024 tokens. Every case is a fresh process; its time is from opening the file to rows
 on disk, without imports and the model; TRL's is `load_dataset("json")` and the trainer's own `_prepare_dataset`. Ours
 also looks for exact duplicates and counts for the audit. A conversation joins 2 to 5 short ones, drawn at random, with
-a tag of new words in every user turn, so that none repeats another. CPU seconds are those of all processes. Memory is
-the sum over processes of resident pages, shared ones counted for each (RSS) or once (PSS). Tokens are those in rows
-without padding: TRL's `bfd` and the plain case cut conversations at 1,024 and drop the rest, the others split them. TRL
-also learns the line breaks before and after an answer.
+a tag of new words in every user turn, so that none repeats another. CPU seconds and memory are sums over processes,
+sampled twice a second; resident pages that are shared count for each process (RSS) or once (PSS). Tokens leave out
+padding: TRL's `bfd` and the plain case cut conversations at 1,024 and drop the rest, the others split them. TRL also
+learns the line breaks around an answer.
 """
 
 import argparse
@@ -82,9 +82,8 @@ def main() -> None:
 
 def base_conversations() -> Bases:
     """Short conversations, weighted so that each file gives characters in proportion to its size."""
-    files = [SHARED / f"{name}.jsonl" for name in ("chat_messages", "ro_chat", "instruct_en")]
-    if not SHARED.is_dir():
-        files = [SAMPLES / "ultrachat_ro.json", SAMPLES / "uk_law.jsonl"]
+    shared = [SHARED / f"{name}.jsonl" for name in ("chat_messages", "ro_chat", "instruct_en")]
+    files = shared if SHARED.is_dir() else [SAMPLES / "ultrachat_ro.json", SAMPLES / "uk_law.jsonl"]
     bases = []
     for file in files:
         text = file.read_text(encoding="utf-8")
@@ -158,8 +157,7 @@ def line(case: str, result: Result, speeds: dict[int, float]) -> str:
     seconds, tokens, rows = result["seconds"], result["tokens"], result["rows"]
     processes, speed = 1 if case.endswith("_1") else CORES, tokens / seconds
     cells = [CASES[case], processes, f"{seconds:.1f}", f"{result['cpu']:.1f}", f"{speed:,.0f}"]
-    if case in ("ours", "ours_1"):
-        speeds[processes] = speed
+    speeds |= {processes: speed} if case in ("ours", "ours_1") else {}
     cells += [f"{speeds[processes] / speed:.2f}" if processes in speeds else "-", f"{tokens:,}", f"{rows:,}"]
     cells += [f"{tokens / (rows * SEQ_LEN):.2%}", f"{result['supervised_tokens']:,}"]
     cells += [f"{result['rss'] / GIB:.2f}", f"{result['pss'] / GIB:.2f}", result["left_out"]]
@@ -167,18 +165,21 @@ def line(case: str, result: Result, speeds: dict[int, float]) -> str:
 
 
 class Peak(PeakMemory):
-    """`PeakMemory` that also samples the proportional set size, which counts a shared page once."""
+    """`PeakMemory` that also samples CPU seconds, and the proportional set size, which counts a shared page once."""
 
-    pss_bytes = num_samples = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.pss_bytes = self.num_samples = 0
+        self.cpu: dict[int, float] = {}
 
     def _sample(self) -> None:
         super()._sample()
         self.num_samples += 1
         pss = 0
-        processes = [me := psutil.Process(), *me.children(recursive=True)]
-        for process in processes if self.num_samples % PSS_EVERY == 1 else []:
+        for process in [me := psutil.Process(), *me.children(recursive=True)]:
             with suppress(psutil.Error, OSError):  # ended meanwhile
-                pss += process.memory_full_info().pss
+                self.cpu[process.pid] = sum(process.cpu_times()[:2])
+                pss += process.memory_full_info().pss if self.num_samples % PSS_EVERY == 1 else 0
         self.pss_bytes = max(self.pss_bytes, pss)
 
 
@@ -186,12 +187,11 @@ class Peak(PeakMemory):
 def measured(result: Result) -> Iterator[None]:
     """Add seconds and CPU seconds of the block to the result, and raise its peaks of memory."""
     with Peak() as peak:
-        started, cpu = time.perf_counter(), sum(os.times()[:4])  # children that have ended too
+        started, cpu = time.perf_counter(), sum(peak.cpu.values())
         yield
         result["seconds"] += time.perf_counter() - started
-        result["cpu"] += sum(os.times()[:4]) - cpu
-    result["rss"] = max(result["rss"], peak.peak_bytes)
-    result["pss"] = max(result["pss"], peak.pss_bytes)
+    result["cpu"] += sum(peak.cpu.values()) - cpu
+    result |= {"rss": max(result["rss"], peak.peak_bytes), "pss": max(result["pss"], peak.pss_bytes)}
 
 
 def run_case(case: str, folder: Path) -> Result:

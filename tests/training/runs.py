@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+# With several threads XLA's CPU matrix products sum in an order of their own: on a busy machine an ulp differs.
+SAME_SUMS = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
 
 
 def run(*overrides: str, output_dir: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
@@ -16,7 +18,7 @@ def run(*overrides: str, output_dir: Path, env: dict[str, str] | None = None) ->
     return subprocess.run(
         [sys.executable, "run.py", *overrides, f"output_dir={output_dir}"],
         cwd=REPOSITORY,
-        env=kept | (env or {}),
+        env=kept | SAME_SUMS | (env or {}),
         capture_output=True,
         text=True,
         check=False,

@@ -82,7 +82,7 @@ def pack(
     # A piece's first token has nothing before it in its segment, so it cannot be predicted.
     learn_L = (flat.flags_L & LEARN).astype(np.bool_)
     learn_L[pieces.start_P[pieces.length_P > 0]] = False
-    learnt_before = np.concatenate([[0], np.cumsum(learn_L)])
+    learnt_before = np.concatenate([np.zeros(1, np.int32), np.cumsum(learn_L, dtype=np.int32)])
     learnt_P = learnt_before[pieces.start_P + pieces.length_P] > learnt_before[pieces.start_P]
     counts["tokens_dropped"] += int(pieces.length_P[~learnt_P].sum())
     in_pieces_D = np.zeros(flat.num_documents, np.bool_)
