@@ -7,9 +7,9 @@ answers only in the loss, rows of 1,024 tokens. Every case is a fresh process; i
 on disk, without imports and the model; TRL's is `load_dataset("json")` and the trainer's own `_prepare_dataset`. Ours
 also looks for exact duplicates and counts for the audit. A conversation joins 2 to 5 short ones, drawn at random, with
 a tag of new words in every user turn, so that none repeats another. CPU seconds and memory are sums over processes,
-sampled twice a second; resident pages that are shared count for each process (RSS) or once (PSS). Tokens leave out
-padding: TRL's `bfd` and the plain case cut conversations at 1,024 and drop the rest, the others split them. TRL also
-learns the line breaks around an answer.
+sampled once a second; a page that n processes share counts as 1/n of one for each (PSS). Tokens leave out padding:
+TRL's `bfd` and the plain case cut conversations at 1,024 and drop the rest, the others split them. TRL also learns the
+line breaks around an answer.
 """
 
 import argparse
@@ -34,7 +34,6 @@ from tpu_experiments.io.peak_memory import GIB, PeakMemory
 REPOSITORY = Path(__file__).parents[2]
 SHARED, SAMPLES = REPOSITORY.parent / "shared" / "data", REPOSITORY / "tpu_experiments" / "samples"
 SEQ_LEN, VOCAB_SIZE = 1024, 32_000
-PSS_EVERY = 4  # samples of 0.5 s; reading the page tables of 1 GiB takes about 10 ms
 NEW_WORDS = 3  # a user turn; 60 MB then have some 3e5 distinct words, as many as the samples' growth (Heaps) predicts
 CORES = len(os.sched_getaffinity(0))
 CASES = {
@@ -47,7 +46,7 @@ CASES = {
     "trl_bfd_split_1": "TRL bfd_split",
     "plain": "datasets.map, next fit (cuts)",
 }
-COLUMNS = "case|processes|s|CPU s|tokens/s|ours / this|tokens|rows|filled|supervised|RSS, GiB|PSS, GiB|left out"
+COLUMNS = "case|processes|s|CPU s|tokens/s|ours / this|tokens|rows|filled|supervised|PSS, GiB|left out"
 
 Turns = list[dict[str, str]]
 Bases = list[tuple[float, Turns]]
@@ -160,27 +159,22 @@ def line(case: str, result: Result, speeds: dict[int, float]) -> str:
     speeds |= {processes: speed} if case in ("ours", "ours_1") else {}
     cells += [f"{speeds[processes] / speed:.2f}" if processes in speeds else "-", f"{tokens:,}", f"{rows:,}"]
     cells += [f"{tokens / (rows * SEQ_LEN):.2%}", f"{result['supervised_tokens']:,}"]
-    cells += [f"{result['rss'] / GIB:.2f}", f"{result['pss'] / GIB:.2f}", result["left_out"]]
+    cells += [f"{result['pss'] / GIB:.2f}", result["left_out"]]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 class Peak(PeakMemory):
-    """`PeakMemory` that also samples CPU seconds, and the proportional set size, which counts a shared page once."""
+    """`PeakMemory` that also samples CPU seconds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pss_bytes = self.num_samples = 0
         self.cpu: dict[int, float] = {}
 
     def _sample(self) -> None:
         super()._sample()
-        self.num_samples += 1
-        pss = 0
         for process in [me := psutil.Process(), *me.children(recursive=True)]:
             with suppress(psutil.Error, OSError):  # ended meanwhile
                 self.cpu[process.pid] = sum(process.cpu_times()[:2])
-                pss += process.memory_full_info().pss if self.num_samples % PSS_EVERY == 1 else 0
-        self.pss_bytes = max(self.pss_bytes, pss)
 
 
 @contextmanager
@@ -191,7 +185,7 @@ def measured(result: Result) -> Iterator[None]:
         yield
         result["seconds"] += time.perf_counter() - started
     result["cpu"] += sum(peak.cpu.values()) - cpu
-    result |= {"rss": max(result["rss"], peak.peak_bytes), "pss": max(result["pss"], peak.pss_bytes)}
+    result["pss"] = max(result["pss"], peak.peak_bytes)
 
 
 def run_case(case: str, folder: Path) -> Result:
@@ -200,7 +194,7 @@ def run_case(case: str, folder: Path) -> Result:
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     name, processes = case.removesuffix("_1"), None if case.endswith("_1") else CORES
-    file, result = str(folder / "corpus.jsonl"), {"seconds": 0.0, "cpu": 0.0, "rss": 0, "pss": 0}
+    file, result = str(folder / "corpus.jsonl"), {"seconds": 0.0, "cpu": 0.0, "pss": 0}
     if name.startswith("ours"):
         counts = ours(file, tokenizer, result, near=0.8 if name == "ours_near" else None, workers=processes or 1)
     elif name == "plain":

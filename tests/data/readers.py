@@ -1,13 +1,14 @@
 """Short ways to read a source in tests."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
-from tpu_experiments.data.reading.locations import SourceFile
+from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.data.reading.sources import read_documents, read_rows
+from tpu_experiments.data.reading.sources import read_documents, read_rows, resolve_format
 
 TEXTS = ["Bună ziua.", "Două\nrânduri", "„ghilimele” și ș ț"]
 
@@ -37,7 +38,15 @@ def split_rows(path: Any, **values: Any) -> tuple[list[Document], list[Refused]]
 
 
 def raw(path: Any) -> list[RawRow | Refused]:
-    return list(read_rows(spec_for(path)))
+    return list(rows_of(spec_for(path)))
+
+
+def rows_of(spec: SourceSpec) -> Iterator[RawRow | Refused]:
+    return read_rows(spec, files=list_files(spec))
+
+
+def recognised(spec: SourceSpec) -> SourceSpec:
+    return resolve_format(spec, files=list_files(spec))
 
 
 def file_at(path: Path) -> SourceFile:

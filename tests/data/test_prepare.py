@@ -217,7 +217,7 @@ def test_nothing_held_out(tmp_path, tokenizer):
         prepared({"a": text_source(path, eval_fraction=0.001)}, folder=tmp_path / "p", tokenizer=tokenizer)
     none = {"a": text_source(path, eval_fraction=0, test_fraction=0)}
     source = prepared(none, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
-    assert source.evaluation[64].num_rows == 0
+    assert source.store("evaluation", 64).num_rows == 0
 
 
 def test_nothing_to_train_on(tmp_path, tokenizer):

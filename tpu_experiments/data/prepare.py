@@ -108,7 +108,6 @@ def _rows_of_length(
         }
         _require_rows(manifest, source=source, tokens=tokens)
         paths.write_text_atomic(paths.join(folder, MANIFEST), json.dumps(manifest, indent=1, ensure_ascii=False))
-    _require_rows(manifest, source=source, tokens=tokens)
     _log_source(manifest, folder=folder)
     return folder, manifest
 
@@ -121,13 +120,11 @@ def _make_rows(
     blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
     selection = select(blocks, source=source, tokens_folder=tokens.folder)
     records = _pack_windows(blocks, selection=selection, tokens=tokens, seq_len=seq_len, how=how, folder=folder)
-    splits = {split: merged([r for r in records if r["split"] == split]) for split in SPLITS}
+    splits = {split: merged([r for r in records if r["split"] == split], seq_len=seq_len) for split in SPLITS}
     reported, examples = write_report(folder, tokens=tokens, selection=selection, records=records)
     changes: Counter[str] = Counter()
     for block in blocks:
         changes.update(block.changes)
-    for split in splits.values():
-        split["packing_efficiency"] = split["tokens"] / max(1, split.pop("slots") * seq_len)
     manifest = {
         **_described(tokens, seq_len=seq_len, how=how),
         "max_token_id": max(block.max_token_id for block in blocks),
@@ -196,7 +193,7 @@ def _pack_windows(
 ) -> list[dict[str, Any]]:
     """The record of every window, with its `split`."""
     size = how.settings.window_tokens
-    windows = [w for s in SPLITS for w in cut_windows(blocks, split=s, chosen_D=selection.chosen(s), tokens=size)]
+    windows = (w for s in SPLITS for w in cut_windows(blocks, split=s, chosen_D=selection.chosen(s), tokens=size))
     settings = WindowSettings(
         tokens_folder=tokens.folder,
         folder=folder,
@@ -206,10 +203,14 @@ def _pack_windows(
         pad_id=pad_id(how.tokenizer),
         vocab_size=1 + max(how.tokenizer.get_vocab().values()),
     )
-    engine, workers = how.settings.engine, how.settings.workers
-    made = map_jobs(WindowMaker, settings, windows, engine=engine, workers=workers)
-    bar = tqdm(made, desc=f"{tokens.spec.name}: rows", total=len(windows), unit=" shards", leave=False, disable=None)
-    return [{**record, "split": window.split} for window, record in zip(windows, bar, strict=True)]
+    records = []
+    with tqdm(desc=f"{tokens.spec.name}: rows", unit=" rows", mininterval=0.5, leave=False, disable=None) as bar:
+        for record in map_jobs(
+            WindowMaker, settings, windows, engine=how.settings.engine, workers=how.settings.workers
+        ):
+            bar.update(record["counts"]["rows"])
+            records.append(record)
+    return records
 
 
 def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, tokens: TokenizedSource) -> None:

@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_experiments.data.rows import RowSource
 from tpu_experiments.data.store.shards import RowStore
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.io import paths
@@ -31,24 +30,8 @@ class PreparedSource:
         """The rows of a split: `train`, `evaluation` or `test`."""
         manifest = self.manifests[seq_len]
         shards = manifest["splits"][split]["shards"]
-        return RowStore(
-            self.folders[seq_len],
-            shards=[(shard["name"], shard["rows"]) for shard in shards],
-            seq_len=seq_len,
-            pad_id=manifest["pad_id"],
-            cache=self.cache,
-            sha256={shard["name"]: shard["sha256"] for shard in shards},
-        )
-
-    @property
-    def train(self) -> dict[int, RowSource]:
-        """Rows to train on."""
-        return {length: self.store("train", length) for length in self.manifests}
-
-    @property
-    def evaluation(self) -> dict[int, RowSource]:
-        """Rows held out for evaluation during training."""
-        return {length: self.store("evaluation", length) for length in self.manifests}
+        pad = manifest["pad_id"]
+        return RowStore.of_records(self.folders[seq_len], shards, seq_len=seq_len, pad_id=pad, cache=self.cache)
 
     @property
     def max_token_id(self) -> int:

@@ -9,7 +9,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.io.paths import _remote, is_remote
+from tpu_experiments.io.paths import filesystem_of, is_remote
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def remote_files(url: str) -> dict[str, str]:
     Raises:
         Exception: what the file system raises when it is out of reach; there are dozens of types.
     """
-    filesystem, key = _remote(url)
+    filesystem, key = filesystem_of(url)
     if is_glob(key):
         found = filesystem.glob(key, detail=True)
         fixed = _fixed_part(key)
@@ -79,7 +79,7 @@ def remote_near_misses(url: str) -> str:
     """`Did you mean ...? ` when the remote folder holds a similar name; empty when it cannot be listed."""
     base, _, name = url.rstrip("/").rpartition("/")
     try:
-        filesystem, key = _remote(base)
+        filesystem, key = filesystem_of(base)
         entries = [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(key, detail=False)]
     except Exception:  # a hint only; the caller has a sentence without it
         return ""
@@ -92,7 +92,7 @@ def remote_info(url: str) -> dict[str, Any]:
     Raises:
         Exception: what the file system raises when there is no such file or it is out of reach.
     """
-    filesystem, key = _remote(url)
+    filesystem, key = filesystem_of(url)
     return dict(filesystem.info(key))
 
 

@@ -37,7 +37,7 @@ def exists(path: str) -> bool:
     """Whether there is a file at `path`, or a folder (remotely: at least one object below it)."""
     if not is_remote(path):
         return _local(path).exists()
-    filesystem, key = _remote(path)
+    filesystem, key = filesystem_of(path)
     return bool(filesystem.exists(key))
 
 
@@ -56,7 +56,7 @@ def list_names(folder: str) -> list[str]:
     try:
         if not is_remote(folder):
             return sorted(os.listdir(_local(folder)))
-        filesystem, key = _remote(folder)
+        filesystem, key = filesystem_of(folder)
         found = filesystem.ls(key, detail=False)
     except FileNotFoundError:
         return []
@@ -73,7 +73,7 @@ def read_bytes(path: str) -> bytes:
     """
     if not is_remote(path):
         return _local(path).read_bytes()
-    filesystem, key = _remote(path)
+    filesystem, key = filesystem_of(path)
     return bytes(filesystem.cat_file(key))
 
 
@@ -94,7 +94,7 @@ def write_text_atomic(path: str, text: str) -> None:
 def write_bytes_atomic(path: str, data: bytes) -> None:
     """Replace the file by `data`; readers see the old file or the new one, also after a crash."""
     if is_remote(path):
-        filesystem, key = _remote(path)
+        filesystem, key = filesystem_of(path)
         filesystem.pipe_file(key, data)
     else:
         _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data))
@@ -107,7 +107,7 @@ def copy_file(local: str, destination: str) -> None:
         FileNotFoundError: `local` does not exist.
     """
     if is_remote(destination):
-        filesystem, key = _remote(destination)
+        filesystem, key = filesystem_of(destination)
         if destination.startswith(("gs://", "gcs://")):
             filesystem.put_file(local, key, chunksize=GCSFS_CHUNK_BYTES)
         else:
@@ -119,7 +119,7 @@ def copy_file(local: str, destination: str) -> None:
 def remove_tree(path: str) -> None:
     """Remove a folder with everything below it, or one file; nothing there is fine."""
     if is_remote(path):
-        filesystem, key = _remote(path)
+        filesystem, key = filesystem_of(path)
         if filesystem.exists(key):
             filesystem.rm(key, recursive=True)
     elif _local(path).is_dir():
@@ -132,7 +132,7 @@ def _local(path: str) -> Path:
     return Path(path.removeprefix("file://"))
 
 
-def _remote(url: str) -> tuple[Any, str]:
+def filesystem_of(url: str) -> tuple[Any, str]:
     """The file system (fsspec caches one per process) and the key in it."""
     # gcsfs 2026 asks for each bucket's type first and logs a failure when it may not.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")

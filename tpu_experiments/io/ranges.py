@@ -28,7 +28,7 @@ def size_of(path: str, *, wait: Callable[[float], object] = time.sleep) -> int |
         try:
             if not paths.is_remote(path):
                 return Path(path.removeprefix("file://")).stat().st_size
-            filesystem, key = paths._remote(path)
+            filesystem, key = paths.filesystem_of(path)
             return int(filesystem.info(key)["size"])
         except FileNotFoundError:
             return None
@@ -88,7 +88,7 @@ def _read_once(pieces: Sequence[Range]) -> list[bytes | BaseException]:
     if not paths.is_remote(pieces[0][0]):
         return [_read_local(*piece) for piece in pieces]
     try:
-        filesystem, _ = paths._remote(pieces[0][0])
+        filesystem, _ = paths.filesystem_of(pieces[0][0])
         keys = [filesystem._strip_protocol(path) for path, _, _ in pieces]
         starts, stops = [start for _, start, _ in pieces], [stop for _, _, stop in pieces]
         return list(filesystem.cat_ranges(keys, starts, stops, on_error="return"))

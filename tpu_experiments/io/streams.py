@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from tpu_experiments.io.paths import _remote, is_remote
+from tpu_experiments.io.paths import filesystem_of, is_remote
 
 CHUNK_BYTES = 1 << 20
 PACKED_CHUNK_BYTES = 1 << 14  # unpacks to 16 MiB at most with gzip (1032 : 1), to 80 KiB of text typically
@@ -32,7 +32,7 @@ def open_binary(url: str) -> BinaryIO:
     try:
         if not is_remote(url):
             return open(url.removeprefix("file://"), "rb")
-        filesystem, key = _remote(url)
+        filesystem, key = filesystem_of(url)
         # gcsfs' own default ("adaptive") holds up to 600 MB a file.
         opened: BinaryIO = filesystem.open(key, "rb", cache_type="readahead", block_size=REMOTE_BLOCK_BYTES)
         return opened

@@ -5,6 +5,7 @@ however the parent ends, so nothing keeps holding a device.
 """
 
 import contextlib
+import ctypes
 import os
 import pickle
 import signal
@@ -19,9 +20,9 @@ import psutil
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.parent import die_with
 
 Main = Callable[..., Any]
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def launch(main: Main, config: Config, *args: Any) -> None:
@@ -49,7 +50,7 @@ def make_runtime(config: Config) -> Runtime:
 
 
 def _xla_child(index: int, parent: int, main: Main, config: Config, args: tuple[Any, ...]) -> None:
-    die_with(parent)
+    _die_with(parent)
     main(make_runtime(config), config, *args)
 
 
@@ -87,7 +88,7 @@ def _forward_signals() -> None:
 
 
 def _eager_child(rank: int, parent: int, port: int, payload: bytes) -> None:
-    die_with(parent)
+    _die_with(parent)
     import torch.distributed as dist
 
     main, config, args = pickle.loads(payload)
@@ -101,3 +102,10 @@ def _eager_child(rank: int, parent: int, port: int, payload: bytes) -> None:
         os._exit(2)
     finally:
         dist.destroy_process_group()
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; end at once if it already has."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -25,7 +25,7 @@ def run(config: Config) -> None:
         for stage in stages:
             write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)
         manifests = [m for source in sources.values() for m in source.manifests.values()]
-        stores = {(source.name, length): rows for source in sources.values() for length, rows in source.train.items()}
+        stores = {(s.name, length): s.store("train", length) for s in sources.values() for length in s.manifests}
         page = audit_page(manifests, stores=stores, tokenizer=tokenizer)
         stem = paths.join(folder, "audit", str(config.name))
         paths.make_dirs(paths.join(folder, "audit"))

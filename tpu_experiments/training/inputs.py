@@ -65,7 +65,7 @@ def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> OrderedRow
     Raises:
         ConfigError: the stage needs more epochs than were written.
     """
-    parts = [inputs.sources[name].train[stage.geometry.seq_len] for name in stage.sources]
+    parts = [inputs.sources[name].store("train", stage.geometry.seq_len) for name in stage.sources]
     shuffled = StageRows(parts, names=stage.sources, seed=config.seed, stage_index=stage.index)
     if config.loader.order == "permutation":
         return shuffled
@@ -122,7 +122,7 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
     """Held-out rows of every source in batches of one shape, at most `trainer.max_eval_rows` rows in all."""
     per_source = max(1, config.trainer.max_eval_rows // len(inputs.sources))
     global_rows = inputs.stages[0].geometry.micro_rows * config.hw.num_devices
-    held_out = {name: source.evaluation[inputs.eval_seq_len] for name, source in inputs.sources.items()}
+    held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
     return {
         name: (cut(b, config=config) for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows))
         for name, rows in held_out.items()

@@ -17,8 +17,8 @@ from tpu_experiments.io.cache import default_folder
 
 log = logging.getLogger(__name__)
 MIB, GIB = 2**20, 2**30
-OWN_READER = DataSourceConfig.__dataclass_fields__["_target_"].default
-"""The reader that prepares file by file; another one is read from start to end."""
+DEFAULT_READER = DataSourceConfig.__dataclass_fields__["_target_"].default
+"""Reads file by file, in many processes; any other one is read from start to end."""
 
 
 def tokenizer_of(config: Config) -> str:
@@ -63,7 +63,7 @@ def prepare_sources(
     readers = {
         name: locate(source._target_, key=f"data.{name}")
         for name, source in config.data.items()
-        if source._target_ != OWN_READER
+        if source._target_ != DEFAULT_READER
     }
     return prepare(
         config.data,

@@ -14,7 +14,8 @@ import zstandard
 from tests.data.readers import TEXTS, file_at, jsonl, raw, spec_for, split_rows, texts_of, written
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused
-from tpu_experiments.data.reading.files import RawRow, fingerprint, read_raw
+from tpu_experiments.data.reading.files import fingerprint, read_raw
+from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.io import streams
 
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}

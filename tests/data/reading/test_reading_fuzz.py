@@ -18,12 +18,11 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.data.readers import read, spec_for, split_rows
+from tests.data.readers import read, recognised, spec_for, split_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import FORMATS_OF_KIND, Document, Refused
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.data.reading.sources import resolve_format
 from tpu_experiments.io import streams
 
 PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -233,7 +232,7 @@ def test_recognising_anything(tmp_path, lines, kind):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     spec = spec_for(tmp_path / "a.jsonl", kind=kind, format="auto")
     try:
-        assert resolve_format(spec).format != "auto"
+        assert recognised(spec).format != "auto"
     except ConfigError:  # several formats, or none
         return
     assert len(read(tmp_path / "a.jsonl", kind=kind, format="auto")) == num_lines(b"\n".join(lines))

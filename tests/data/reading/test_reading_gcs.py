@@ -11,11 +11,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from tests.data.readers import TEXTS, jsonl, read, spec_for, split_rows, texts_of
+from tests.data.readers import TEXTS, jsonl, read, rows_of, spec_for, split_rows, texts_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.reading.files import fingerprint
 from tpu_experiments.data.reading.locations import list_files
-from tpu_experiments.data.reading.sources import read_rows
 from tpu_experiments.io import streams
 
 pytest_plugins = ("tests.gcs",)
@@ -94,7 +93,7 @@ def test_fingerprint_follows_the_content_and_reads_none_of_it(gcs_bucket, monkey
 def test_a_network_that_fails_is_no_bad_row(gcs_bucket, gcs_server, monkeypatch):
     monkeypatch.setattr(streams, "REMOTE_BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(streams, "CHUNK_BYTES", 1 << 14)
-    rows_read = read_rows(spec_for(put(f"{gcs_bucket}/a.jsonl", jsonl(["a" * 1000] * 300).encode())))
+    rows_read = rows_of(spec_for(put(f"{gcs_bucket}/a.jsonl", jsonl(["a" * 1000] * 300).encode())))
     next(rows_read)
     gcs_server.wipe(keep_buckets=True)
     with pytest.raises(

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from tests.data.readers import jsonl, read, spec_for, split_rows, written
+from tests.data.readers import jsonl, read, recognised, spec_for, split_rows, written
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.reading.locations import SourceFile
 from tpu_experiments.data.reading.sources import resolve_format
 
 CHAT = [
@@ -23,7 +24,7 @@ CHAT = [
 
 def resolved(tmp_path, rows, **values):
     path = written(tmp_path, "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return resolve_format(spec_for(path, **{"format": "auto"} | values))
+    return recognised(spec_for(path, **{"format": "auto"} | values))
 
 
 def complaint(tmp_path, rows, **values):
@@ -93,7 +94,7 @@ def test_nothing_readable(tmp_path):
 
 def test_a_format_that_is_named_stays_and_nothing_is_read(tmp_path):
     spec = spec_for(tmp_path / "nowhere.jsonl", kind="chat", format="messages")
-    assert resolve_format(spec) == spec
+    assert resolve_format(spec, files=[SourceFile("none.jsonl", spec.path)]) == spec
 
 
 def test_renamed_fields_must_be_the_formats(tmp_path):

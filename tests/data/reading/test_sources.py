@@ -7,10 +7,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.conftest import SHARED_DATA
-from tests.data.readers import TEXTS, jsonl, read, spec_for, split_rows, texts_of, written
+from tests.data.readers import TEXTS, jsonl, read, recognised, spec_for, split_rows, texts_of, written
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused, raise_if_bad
-from tpu_experiments.data.reading.sources import resolve_format
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -89,7 +88,7 @@ FORMAT_OF = {
 def test_real_data_is_recognised_and_every_row_counted(shared_data, name):
     kind, layout, count = FORMAT_OF[name]
     path = shared_data / name
-    assert resolve_format(spec_for(path, kind=kind, format="auto")).format == layout
+    assert recognised(spec_for(path, kind=kind, format="auto")).format == layout
     documents, refused = split_rows(path, kind=kind, format="auto")
     assert (len(documents), len(refused)) == (count, 0)
     assert not any(document.is_empty for document in documents)

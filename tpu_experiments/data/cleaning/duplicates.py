@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.data.cleaning.lookup import is_among
 from tpu_experiments.data.documents import Document
 
 NUM_PERMUTATIONS = 128
@@ -133,15 +134,24 @@ def find_duplicates(
 
 def _exact(keys_D2: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Index (D,) of the first document with the same key, -1 for that one itself."""
-    order_D = np.lexsort((keys_D2[:, 1], keys_D2[:, 0]))  # stable: equal keys stay in reading order
-    sorted_D2 = keys_D2[order_D]
-    starts_D = np.ones(len(order_D), np.bool_)
-    starts_D[1:] = (sorted_D2[1:] != sorted_D2[:-1]).any(axis=1)
-    del sorted_D2
-    leaders_D = order_D[starts_D][np.cumsum(starts_D) - 1]
-    first_D = np.empty(len(order_D), np.int64)
-    first_D[order_D] = np.where(starts_D, -1, leaders_D)
+    first_D = np.full(len(keys_D2), -1, np.int64)
+    documents_M = _sharing_first_half(keys_D2[:, 0])
+    keys_M2 = keys_D2[documents_M]
+    order_M = np.lexsort((keys_M2[:, 1], keys_M2[:, 0]))  # stable: equal keys stay in reading order
+    sorted_M2 = keys_M2[order_M]
+    starts_M = np.ones(len(order_M), np.bool_)
+    starts_M[1:] = (sorted_M2[1:] != sorted_M2[:-1]).any(axis=1)
+    leaders_M = order_M[starts_M][np.cumsum(starts_M) - 1]
+    first_D[documents_M[order_M[~starts_M]]] = documents_M[leaders_M[~starts_M]]
     return first_D
+
+
+def _sharing_first_half(halves_D: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Indices (M,), ascending, of the documents whose 64 bits another one has too: the only ones that can be equal."""
+    sorted_D = np.sort(halves_D)
+    repeated = np.unique(sorted_D[1:][sorted_D[1:] == sorted_D[:-1]])
+    del sorted_D
+    return np.flatnonzero(is_among(halves_D, repeated))
 
 
 def _search(

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.data.cleaning.lookup import is_among
+
 SPLITS = ("train", "evaluation", "test")
 """A split's code is its place here."""
 
@@ -41,16 +43,20 @@ def overlaps(keys_D2: NDArray[np.uint64], prompts_D: NDArray[np.uint64], codes_D
     counts = {}
     for split in SPLITS[1:]:
         held_out_D = codes_D == SPLITS.index(split)
-        counts[f"{split}_content_in_train"] = _num_shared(keys_D2[held_out_D], keys_D2[train_D])
-        counts[f"{split}_prompt_in_train"] = int(np.isin(prompts_D[held_out_D], prompts_D[train_D]).sum())
+        # The whole key is only compared where its first half is found.
+        here_D, there_D = _shared(keys_D2[:, 0], held_out_D, train_D)
+        in_train = set(map(tuple, keys_D2[there_D].tolist()))
+        counts[f"{split}_content_in_train"] = sum(tuple(key) in in_train for key in keys_D2[here_D].tolist())
+        counts[f"{split}_prompt_in_train"] = int(np.count_nonzero(_shared(prompts_D, held_out_D, train_D)[0]))
     return counts
 
 
-def _num_shared(keys_M2: NDArray[np.uint64], others_N2: NDArray[np.uint64]) -> int:
-    """How many of M keys are among the N others; the whole key is only compared where its first half is found."""
-    found_M2 = keys_M2[np.isin(keys_M2[:, 0], others_N2[:, 0])]
-    others = set(map(tuple, others_N2[np.isin(others_N2[:, 0], found_M2[:, 0])].tolist()))
-    return sum(tuple(key) in others for key in found_M2.tolist())
+def _shared(
+    values_D: NDArray[np.uint64], some_D: NDArray[np.bool_], others_D: NDArray[np.bool_]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Masks (D,) of `some` whose value one of `others` has too, and of these others."""
+    others_too_D = others_D & is_among(values_D, np.unique(values_D[some_D]))
+    return some_D & is_among(values_D, np.unique(values_D[others_too_D])), others_too_D
 
 
 def _bound(fraction: float) -> np.uint64:

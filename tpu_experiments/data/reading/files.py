@@ -25,8 +25,6 @@ from tpu_experiments.io import find
 from tpu_experiments.io.paths import is_remote
 from tpu_experiments.io.streams import SUFFIXES, ByteStream, UnreadableError
 
-__all__ = ["RawRow", "SourceFile", "fingerprint", "read_raw"]
-
 CONTENT_MARKS = ("md5Hash", "crc32c", "content_hash", "etag", "ETag", "generation", "mtime", "LastModified")
 """What file systems say about an object's content, the surest first."""
 

@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 2048
 BLOCK_BYTES = 2 * 2**20  # of raw rows; about a second of work
-NUM_EXAMPLES = 3  # of each reason, for the audit
 
 Item = RawRow | Document | Refused
 
@@ -149,7 +148,8 @@ class BlockMaker:
             "reported": _bytes_array(reported),
             "max_token_id": np.array([flat.ids_L.max(initial=0)], np.int64),
         }
-        facts = {"rows": str(len(block.items)), "changes": json.dumps(changes), "refused": _summary(refused)}
+        bad = next((vars(item) for item in refused if item.is_bad_row), None)
+        facts = {"rows": str(len(block.items)), "changes": json.dumps(changes), "first_bad_row": json.dumps(bad)}
         paths.write_bytes_atomic(index_path(settings.folder, block.name), save(arrays, metadata=facts))
 
 
@@ -160,19 +160,13 @@ def index_path(folder: str, name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """What is known of a block's D documents without reading their tokens: 40 bytes a document."""
+    """What is known of a block's D documents without reading their tokens: 16 bytes a document."""
 
     name: str
     num_rows: int
     lengths_D: NDArray[np.int64]
     characters_D: NDArray[np.int64]
-    keys_D2: NDArray[np.uint64]
-    prompts_D: NDArray[np.uint64]
     changes: Counter[str]
-    refused: Counter[str]
-    """Rows that did not go on, by reason."""
-    examples: dict[str, list[dict[str, str]]]
-    """The first of each reason: place and message."""
     first_bad_row: Refused | None
     max_token_id: int
 
@@ -182,21 +176,22 @@ def read_index(folder: str, name: str) -> BlockIndex:
     content = paths.read_bytes(index_path(folder, name))
     arrays = load(content)
     facts = _metadata(content)
-    refused = json.loads(facts["refused"])
-    bad = refused["first_bad_row"]
+    bad = json.loads(facts["first_bad_row"])
     return BlockIndex(
         name=name,
         num_rows=int(facts["rows"]),
         lengths_D=arrays["lengths"],
         characters_D=arrays["characters"],
-        keys_D2=arrays["keys"],
-        prompts_D=arrays["prompts"],
         changes=Counter(json.loads(facts["changes"])),
-        refused=Counter(refused["counts"]),
-        examples=refused["examples"],
         first_bad_row=Refused(**bad) if bad else None,
         max_token_id=int(arrays["max_token_id"][0]),
     )
+
+
+def read_keys(folder: str, name: str) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """`content_key` (D, 2) and `prompt_key` (D,) of a block's documents."""
+    arrays = load(paths.read_bytes(index_path(folder, name)))
+    return arrays["keys"], arrays["prompts"]
 
 
 def read_report(folder: str, name: str) -> tuple[list[str], list[Refused]]:
@@ -204,17 +199,6 @@ def read_report(folder: str, name: str) -> tuple[list[str], list[Refused]]:
     arrays = load(paths.read_bytes(index_path(folder, name)))
     lines = arrays["reported"].tobytes().decode().split("\n")
     return json.loads(arrays["places"].tobytes()), [Refused(**json.loads(line)) for line in lines if line]
-
-
-def _summary(refused: list[Refused]) -> str:
-    examples: dict[str, list[dict[str, str]]] = {}
-    for item in refused:
-        kept = examples.setdefault(item.reason, [])
-        if len(kept) < NUM_EXAMPLES:
-            kept.append({"place": item.place, "message": item.message})
-    bad = next((item for item in refused if item.is_bad_row), None)
-    counts = Counter(item.reason for item in refused)
-    return json.dumps({"counts": counts, "examples": examples, "first_bad_row": vars(bad) if bad else None})
 
 
 def read_tokens(folder: str, name: str) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:

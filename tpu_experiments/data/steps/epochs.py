@@ -4,7 +4,6 @@
 `loader.order=written`, from a disk mounted read-only or from a bucket.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.data.prepared import MANIFEST, PreparedSource, read_manifest
+from tpu_experiments.data.steps.keys import short_hash
 from tpu_experiments.data.store.shards import RowStore, row_dtype
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
 from tpu_experiments.io import paths
@@ -49,8 +49,7 @@ def write_epochs(
         "block_rows": settings.shuffle_block_rows,
         "max_token_id": largest,
     }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    base = paths.join(folder, f"stage-{stage.name}-{key}")
+    base = paths.join(folder, f"stage-{stage.name}-{short_hash(facts)}")
     epochs = []
     numbers = range(settings.written_epochs)
     for epoch in tqdm(numbers, desc=f"{stage.name}: epochs", unit=" epochs", leave=False, disable=None):
@@ -58,7 +57,7 @@ def write_epochs(
         manifest = read_manifest(target)
         if manifest is None:
             shards = write_epoch(
-                [source.train[seq_len] for source in chosen],
+                [source.store("train", seq_len) for source in chosen],
                 folder=target,
                 seed=seed,
                 stage_index=stage.index,
@@ -76,12 +75,6 @@ def write_epochs(
 
 def _opened(folder: str, manifest: Mapping[str, Any], *, like: PreparedSource) -> WrittenEpoch:
     seq_len = manifest["seq_len"]
-    store = RowStore(
-        folder,
-        shards=[(shard["name"], shard["rows"]) for shard in manifest["shards"]],
-        seq_len=seq_len,
-        pad_id=like.manifests[seq_len]["pad_id"],
-        cache=like.cache,
-        sha256={shard["name"]: shard["sha256"] for shard in manifest["shards"]},
-    )
-    return WrittenEpoch(store, read_origins(folder, shards=manifest["shards"]))
+    shards, pad = manifest["shards"], like.manifests[seq_len]["pad_id"]
+    store = RowStore.of_records(folder, shards, seq_len=seq_len, pad_id=pad, cache=like.cache)
+    return WrittenEpoch(store, read_origins(folder, shards=shards))

@@ -18,8 +18,8 @@ from tpu_experiments.data.reading.locations import SourceFile
 from tpu_experiments.data.tokens.tokenizer import template_hash, tokenizer_hash
 from tpu_experiments.io import paths
 
-VERSION = 1
-"""Goes up when the same input gives other tokens or rows."""
+VERSION = 2
+"""Goes up when the same input gives other tokens or rows, or other files of them."""
 
 REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
 
@@ -28,7 +28,7 @@ def tokens_key(
     spec: SourceSpec, *, source: DataSourceConfig, content: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Key of the tokenised documents of a source, whose content is `content`."""
-    return _hash(
+    return short_hash(
         {
             "version": VERSION,
             "content": content,
@@ -46,7 +46,7 @@ def tokens_key(
 
 def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, seq_len: int, pad_id: int) -> str:
     """Key of the packed rows of one length."""
-    return _hash(
+    return short_hash(
         {
             "version": VERSION,
             "tokens": tokens,
@@ -104,6 +104,7 @@ class _Memory:
         return known
 
 
-def _hash(values: dict[str, Any]) -> str:
+def short_hash(values: dict[str, Any]) -> str:
+    """16 hex digits of the values as JSON."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -22,7 +22,7 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class FlatTokens:
-    """L tokens of D documents end to end: 5 bytes a token, where Python lists take about 40."""
+    """L tokens of D documents end to end: 5 bytes a token."""
 
     ids_L: NDArray[np.int32]
     flags_L: NDArray[np.uint8]

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from tpu_experiments.data.documents import Refused
-from tpu_experiments.data.steps.blocks import NUM_EXAMPLES, read_report
+from tpu_experiments.data.steps.blocks import read_report
 from tpu_experiments.data.steps.selection import Selection
 from tpu_experiments.data.steps.tokenized import TokenizedSource
 from tpu_experiments.io import paths
 
 REPORTED = "reported.jsonl"
+NUM_EXAMPLES = 3  # of each reason, for the audit
 Examples = dict[str, list[dict[str, str]]]
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.cleaning.duplicates import find_duplicates
 from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes
-from tpu_experiments.data.steps.blocks import BlockIndex
+from tpu_experiments.data.steps.blocks import BlockIndex, read_keys
 from tpu_experiments.io import paths
 
 DROPPED = -1
@@ -34,9 +34,8 @@ class Selection:
 
 
 def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens_folder: str) -> Selection:
-    """Duplicates and splits of all documents; some 40 bytes of memory a document, and one band of signatures."""
-    keys_D2 = np.concatenate([block.keys_D2 for block in blocks])
-    prompts_D = np.concatenate([block.prompts_D for block in blocks])
+    """Duplicates and splits of all documents; about 45 bytes of memory a document, 60 with near duplicates."""
+    keys_D2, prompts_D = _keys(blocks, folder=tokens_folder)
     num_documents = len(keys_D2)
     first_D = np.full(num_documents, -1, np.int64)
     is_near_D = np.zeros(num_documents, np.bool_)
@@ -48,8 +47,20 @@ def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens_fol
         if rules.exact == "keep":
             first_D[~is_near_D] = -1
     code_D = split_codes(keys_D2, eval_fraction=source.eval_fraction, test_fraction=source.test_fraction)
-    code_D = np.where(first_D >= 0, DROPPED, code_D).astype(np.int8)
+    code_D[first_D >= 0] = DROPPED
     return Selection(code_D, first_D, is_near_D, overlaps(keys_D2, prompts_D, code_D))
+
+
+def _keys(blocks: Sequence[BlockIndex], *, folder: str) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Content keys (D, 2) and prompt keys (D,) of all documents."""
+    num_documents = sum(len(block.lengths_D) for block in blocks)
+    keys_D2, prompts_D = np.empty((num_documents, 2), np.uint64), np.empty(num_documents, np.uint64)
+    first = 0
+    for block in blocks:
+        part = slice(first, first + len(block.lengths_D))
+        keys_D2[part], prompts_D[part] = read_keys(folder, block.name)
+        first = part.stop
+    return keys_D2, prompts_D
 
 
 class _Signatures(Sequence[NDArray[np.uint32]]):

@@ -74,8 +74,8 @@ def tokenize_source(
         ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
     """
     if read is None:
-        spec = resolve_format(spec)
         files = list_files(spec)
+        spec = resolve_format(spec, files=files)
         content = content_of_files(files, spec=spec, folder=folder)
     else:
         files = []

@@ -56,12 +56,13 @@ class WindowSettings:
     vocab_size: int
 
 
-def cut_windows(blocks: Sequence[BlockIndex], *, split: str, chosen_D: NDArray[np.bool_], tokens: int) -> list[Window]:
+def cut_windows(
+    blocks: Sequence[BlockIndex], *, split: str, chosen_D: NDArray[np.bool_], tokens: int
+) -> Iterator[Window]:
     """Windows of the chosen documents, in order, each with at least `tokens` tokens but the last."""
-    windows: list[Window] = []
     parts: list[tuple[str, Index, Index]] = []
     documents: list[Index] = []
-    held = characters = first = 0
+    held = characters = first = number = 0
     for block in blocks:
         count = len(block.lengths_D)
         index = np.flatnonzero(chosen_D[first : first + count])
@@ -73,11 +74,10 @@ def cut_windows(blocks: Sequence[BlockIndex], *, split: str, chosen_D: NDArray[n
             characters += int(block.characters_D[index].sum())
         first += count
         if held >= tokens:
-            windows.append(Window(split, len(windows), tuple(parts), characters, np.concatenate(documents)))
-            parts, documents, held, characters = [], [], 0, 0
+            yield Window(split, number, tuple(parts), characters, np.concatenate(documents))
+            parts, documents, held, characters, number = [], [], 0, 0, number + 1
     if parts:
-        windows.append(Window(split, len(windows), tuple(parts), characters, np.concatenate(documents)))
-    return windows
+        yield Window(split, number, tuple(parts), characters, np.concatenate(documents))
 
 
 class WindowMaker:
@@ -114,6 +114,7 @@ class WindowMaker:
             shard = {**written, "name": name}
         too_long = (flat.lengths_D > settings.seq_len) & (settings.long_documents == "drop")
         return {
+            "split": window.split,
             "shard": shard,
             "characters": window.characters,
             "counts": {**packed.counts, **_totals(packed)},
@@ -173,7 +174,7 @@ def _shape_of(flat: FlatTokens, *, kept_D: NDArray[np.bool_]) -> dict[str, list[
     }
 
 
-def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged(records: Sequence[dict[str, Any]], *, seq_len: int) -> dict[str, Any]:
     """One split's numbers from those of its windows."""
     counts: Counter[str] = Counter()
     for record in records:
@@ -181,7 +182,7 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     lists = ("supervised_per_turn", "documents_per_turn", "length_histogram")
     sums = {name: _added([record[name] for record in records]) for name in lists}
     shards = [record["shard"] for record in records if record["shard"]]
-    slots = sum(shard["rows"] for shard in shards)
+    slots = seq_len * sum(shard["rows"] for shard in shards)
     return {
         **{name: counts[name] for name in COUNTS},
         "characters": sum(record["characters"] for record in records),
@@ -189,7 +190,7 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "documents_per_turn": sums["documents_per_turn"],
         "length_histogram": {"edges": list(LENGTH_EDGES), "documents": sums["length_histogram"]},
         "shards": shards,
-        "slots": slots,
+        "packing_efficiency": counts["tokens"] / max(1, slots),
     }
 
 

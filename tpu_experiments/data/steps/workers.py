@@ -5,12 +5,13 @@ to files and return a summary, so little travels between processes.
 """
 
 import contextlib
+import functools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from multiprocessing import get_context
 from threading import Thread
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ Result = TypeVar("Result")
 
 INLINE_JOBS = 3  # the first processes take about 3 s to start, importing transformers; as long as three blocks take
 PRELOADED = ["tpu_experiments.data.steps.tokenized", "tpu_experiments.data.steps.windows", "hydra"]
+FIRST_JOBS = 2  # per worker, to be there when they have started
 JOBS_AHEAD = 3  # per worker; bounds the memory of jobs that carry rows
 
 _worker: Callable[[Any], Any] | None = None
@@ -65,21 +67,45 @@ def map_jobs(
 def _map_local(
     make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, jobs: Iterator[Job], *, workers: int
 ) -> Iterator[Result]:
-    # Not fork: the tokenizer's threads and torch's would be copied in whatever state they are in. The server has no
-    # such threads and imports once (3 s) what every worker of this run needs, and shares it with them.
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(os.getpid(), make, settings))
-    waiting: deque[Future[Any]] = deque()
+    pool = _Pool(make, settings, workers=workers)
     try:
-        for job in jobs:
-            waiting.append(pool.submit(_run, job))
-            while len(waiting) > workers * JOBS_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from _in_order(jobs, submit=pool.submit, result=Future.result, workers=workers)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.close()
+
+
+class _Pool:
+    """Processes of this machine; until the first of them has started, this one works too."""
+
+    def __init__(
+        self, make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, *, workers: int
+    ) -> None:
+        # Not fork: the tokenizer's threads and torch's would be copied in whatever state they are in. The server has no
+        # such threads and imports once (3 s) what every worker of this run needs, and shares it with them.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._executor = ProcessPoolExecutor(workers, context, _start, (os.getpid(), make, settings))
+        self._num_first = FIRST_JOBS * workers
+        self._first: list[Future[Any]] = []
+        self._here = functools.cache(lambda: make(settings))
+
+    def submit(self, job: Any) -> Future[Any]:
+        """The job's result, now or later."""
+        if self._num_first > len(self._first) or any(future.done() for future in self._first):
+            future = self._executor.submit(_run, job)
+            if self._num_first > len(self._first):
+                self._first.append(future)
+            return future
+        future = Future()
+        try:
+            future.set_result(self._here()(job))
+        except Exception as error:  # raised in its place among the results
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        """End the processes, whatever they are at."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
 
 def _start(parent: int, make: Callable[[Any], Callable[[Any], Any]], settings: Any) -> None:
@@ -122,16 +148,24 @@ def _map_ray(
         actor = ray.remote(num_cpus=1)(_RayWorker)
         shared = ray.put((make, settings))
         actors = [actor.remote(shared) for _ in range(count)]
-        waiting: deque[Any] = deque()
-        for number, job in enumerate(jobs):
-            waiting.append(actors[number % count].run.remote(job))
-            while len(waiting) > count * JOBS_AHEAD:
-                yield ray.get(waiting.popleft())
-        while waiting:
-            yield ray.get(waiting.popleft())
+        turns = cycle(actors)
+        yield from _in_order(jobs, submit=lambda job: next(turns).run.remote(job), result=ray.get, workers=count)
     finally:
         if owns:
             ray.shutdown()
+
+
+def _in_order(
+    jobs: Iterable[Job], *, submit: Callable[[Job], Any], result: Callable[[Any], Result], workers: int
+) -> Iterator[Result]:
+    """Results in the order of the jobs, of which a few are always submitted ahead."""
+    waiting: deque[Any] = deque()
+    for job in jobs:
+        waiting.append(submit(job))
+        while len(waiting) > workers * JOBS_AHEAD:
+            yield result(waiting.popleft())
+    while waiting:
+        yield result(waiting.popleft())
 
 
 class _RayWorker:

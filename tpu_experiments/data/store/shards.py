@@ -195,6 +195,12 @@ class RowStore:
         self._cache = cache or CacheSettings()
         self._forget()
 
+    @classmethod
+    def of_records(cls, folder: str, records: Sequence[ShardRecord], **others: Any) -> "RowStore":
+        """The store of shards as `write_shard` describes them; `others` as for the class."""
+        sha256 = {record["name"]: record["sha256"] for record in records}
+        return cls(folder, shards=[(r["name"], r["rows"]) for r in records], sha256=sha256, **others)
+
     @property
     def num_rows(self) -> int:
         return int(self._ends_S[-1]) if len(self._ends_S) else 0

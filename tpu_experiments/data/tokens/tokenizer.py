@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io.find import find_local, near_misses
@@ -33,6 +33,8 @@ def load_tokenizer(
             f"model.tokenizer_path={path}; there is no such folder. {near_misses(path)}"
             "Name the folder of a tokenizer, or a Hub id."
         )
+    from transformers import AutoTokenizer  # imports torch (4 s), which the workers of a preparation do without
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(local or path), revision=revision)
     except Exception as error:  # transformers and the Hub client raise a dozen unrelated types
