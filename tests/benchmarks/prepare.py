@@ -4,12 +4,13 @@
 
 All cases read one JSONL file of `messages`, with one tokenizer (a byte-level BPE trained here) and Qwen2.5's template,
 answers only in the loss, rows of 1,024 tokens. Every case is a fresh process; its time is from opening the file to rows
-on disk, without imports and the model; TRL's is `load_dataset("json")` and the trainer's own `_prepare_dataset`. Ours
-also looks for exact duplicates and counts for the audit. A conversation joins 2 to 5 short ones, drawn at random, with
-a tag of new words in every user turn, so that none repeats another. CPU seconds and memory are sums over processes,
-sampled once a second; a page that n processes share counts as 1/n of one for each (PSS). Tokens leave out padding:
-TRL's `bfd` and the plain case cut conversations at 1,024 and drop the rest, the others split them. TRL also learns the
-line breaks around an answer.
+on disk, without imports and the model; TRL's is `load_dataset("json")` and the trainer's own `_prepare_dataset`. TRL's
+workers are forks of a process that has imported all; the server that ours are forked from has 5 s to import, as
+`task=prepare` starts it before it loads the tokenizer. Ours also looks for exact duplicates and counts for the audit. A
+conversation joins 2 to 5 short ones, drawn at random, with a tag of new words in every user turn, so that none repeats
+another. CPU seconds and memory are sums over processes, sampled once a second; a page that n processes share counts as
+1/n of one for each (PSS). Tokens leave out padding: TRL's `bfd` and the plain case cut conversations at 1,024 and drop
+the rest, the others split them. TRL also learns the line breaks around an answer.
 """
 
 import argparse
@@ -35,6 +36,7 @@ REPOSITORY = Path(__file__).parents[2]
 SHARED, SAMPLES = REPOSITORY.parent / "shared" / "data", REPOSITORY / "tpu_experiments" / "samples"
 SEQ_LEN, VOCAB_SIZE = 1024, 32_000
 NEW_WORDS = 3  # a user turn; 60 MB then have some 3e5 distinct words, as many as the samples' growth (Heaps) predicts
+IMPORTING_SECONDS = 5
 CORES = len(os.sched_getaffinity(0))
 CASES = {
     "ours": "ours",
@@ -209,7 +211,11 @@ def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, worke
     from tpu_experiments.config.preparing import PrepareConfig
     from tpu_experiments.config.sources import DataSourceConfig
     from tpu_experiments.data.prepare import Preparation, prepare
+    from tpu_experiments.data.steps.workers import start_server
 
+    if workers > 1:
+        start_server()
+        time.sleep(IMPORTING_SECONDS)
     source = DataSourceConfig(path=file, kind="chat", eval_fraction=0, test_fraction=0)
     source.duplicates.near = near
     with tempfile.TemporaryDirectory() as out:

@@ -4,7 +4,7 @@
 
 Documents of 2 kB of random words of the samples, one JSONL file, rows of 1,024 tokens, exact duplicates dropped; one
 case more looks for near duplicates. Each size is a fresh process, and its files are deleted. `all processes` is the
-manifest's peak_rss_gib: the resident pages of all processes, sampled twice a second, shared ones counted for each;
+manifest's peak_rss_gib: the resident pages of all processes, sampled once a second, a shared page counted once;
 `main process` is the kernel's high-water mark of the one that keeps the index. A straight line through the sizes gives
 what a GB adds.
 """

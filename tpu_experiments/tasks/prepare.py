@@ -5,6 +5,7 @@ from tpu_experiments.data.audit.page import audit_page
 from tpu_experiments.data.audit.summary import audit_json, audit_table
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.epochs import write_epochs
+from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
@@ -18,6 +19,8 @@ def run(config: Config) -> None:
     """
     start_run_log(None, rank=0)
     try:
+        if config.prepare.engine == "local":
+            start_server()  # imports while the tokenizer is loaded here
         stages = stages_of(config)
         tokenizer = tokenizer_for(config)
         sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain, cycle, islice
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -35,6 +35,14 @@ _worker: Callable[[Any], Any] | None = None
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def start_server() -> None:
+    """Start the process that workers are forked from, unless it runs; it imports for 3 s while this one goes on."""
+    # This process is not forked: the tokenizer's threads and torch's would be copied in whatever state they are in. The
+    # server has no such threads; it imports once what every worker of this run needs, and shares it with them.
+    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 def map_jobs(
@@ -80,10 +88,8 @@ class _Pool:
     def __init__(
         self, make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, *, workers: int
     ) -> None:
-        # Not fork: the tokenizer's threads and torch's would be copied in whatever state they are in. The server has no
-        # such threads and imports once (3 s) what every worker of this run needs, and shares it with them.
+        start_server()
         context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self._executor = ProcessPoolExecutor(workers, context, _start, (os.getpid(), make, settings))
         self._num_first = FIRST_JOBS * workers
         self._first: list[Future[Any]] = []
