@@ -259,6 +259,14 @@ def test_two_runs_at_once_make_one_environment(checkout: Checkout) -> None:
     assert "".join(errors).count("making") - "".join(errors).count("another run is making") == 1
 
 
+def test_a_run_that_begins_while_this_one_looks_is_waited_for(checkout: Checkout) -> None:
+    # As another run would between two looks: it takes the lock, then writes into the folder.
+    other = f"touch {shlex.quote(str(checkout.venv))}.lock && mkdir -p {shlex.quote(str(checkout.venv))}/bin"
+    checkout.fake("ls", f'{other}; exec /bin/ls "$@"')
+    result = checkout.run("python", "-c", "import tiny")
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("seconds", [0.3, 2.5])
 def test_a_run_killed_at_any_moment_is_recovered_from(checkout: Checkout, seconds: float) -> None:
     with checkout.start("true") as first:
