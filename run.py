@@ -52,7 +52,7 @@ def run(config: Config) -> float | None:
     """Set the environment and run the task; in a sweep start the point as a child instead."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_point(config, HydraConfig.get().overrides.task)
-    prepare_environment(config.hw)
+    prepare_environment(config.hw, is_planned=config.task.name == "plan")
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
     return None

@@ -21,7 +21,7 @@ LAYER_OF = {
     "planning": 4,
     "tasks": 5,
 }
-NAMES_TORCH_XLA = {"runtime/xla.py", "runtime/launch.py"}
+NAMES_TORCH_XLA = {"runtime/xla.py", "runtime/launch.py", "planning/trace.py"}
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "tokenizers", "safetensors", "pyarrow"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

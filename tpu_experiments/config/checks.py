@@ -13,6 +13,8 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.schema import Config
 
+CHIPS_OF_A_HOST = 8  # the most that one v5e or v6e machine has
+
 
 def check(config: Config) -> None:
     """Raise one ConfigError that lists every problem found.
@@ -110,6 +112,11 @@ def _hardware(config: Config) -> list[str]:
         problems.append(
             f"hw.num_devices={hw.num_devices} with hw.parallel=spawn on torch_xla's CPU device; it has no collectives "
             "between processes; use hw.parallel=spmd, or hw.runtime=eager, which uses gloo."
+        )
+    if hw.device == "tpu" and hw.num_devices > CHIPS_OF_A_HOST and config.task.name == "train":
+        problems.append(
+            f"hw.num_devices={hw.num_devices} with task=train; more than {CHIPS_OF_A_HOST} chips are several hosts, "
+            "which only task=plan knows so far; use hw=v5e8 or hw=v6e8."
         )
     return problems
 

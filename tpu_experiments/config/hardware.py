@@ -19,6 +19,8 @@ class ChipConfig:
     """Name as Google writes it, for example `v6e`."""
     hbm_gib: float = number(above=0)
     """High-bandwidth memory per chip in GiB."""
+    program_hbm_gib: float | None = number(default=None, above=0)
+    """What of `hbm_gib` one program may take, in GiB, from the compiler's out-of-memory message; null is all of it."""
     peak_tflops_bf16: float = number(above=0)
     """Peak dense bf16 TFLOP/s per chip."""
     hbm_gb_per_second: float = number(above=0)
@@ -37,14 +39,32 @@ class PriceConfig:
 
     usd_per_chip_hour_on_demand: float = number(at_least=0)
     """US dollars per chip and hour, on demand."""
-    usd_per_chip_hour_spot: float = number(at_least=0)
-    """US dollars per chip and hour, spot; moves monthly."""
+    usd_per_chip_hour_spot: float | None = number(at_least=0)
+    """US dollars per chip and hour, spot; moves monthly; null where no dated price is known."""
+    on_demand_range: list[float] = field(default_factory=list)
+    """Lowest and highest on-demand price of all regions at the date; empty where unknown."""
+    spot_range: list[float] = field(default_factory=list)
+    """Lowest and highest spot price of all regions at the date; empty where unknown."""
     region: str = MISSING
     """Region the two prices hold for."""
     date: str = MISSING
     """Date of the price list, ISO 8601."""
     source: str = MISSING
     """Where the prices come from."""
+
+
+@dataclass
+class CalibrationConfig:
+    """How the planned time of a chip generation is corrected by what was measured on it."""
+
+    factor: float = number(above=0)
+    """Measured step seconds divided by planned ones; the plan multiplies by it."""
+    relative_error: float | None = number(default=None, at_least=0, below=1)
+    """Largest relative deviation after the factor, over the measurements it comes from; null where unknown."""
+    kernel_share_of_peak: float = number(default=0.4, above=0, at_most=1)
+    """Share of peak FLOP/s that Pallas kernels are assumed to reach; their time is not in the compiler's estimate."""
+    source: str = MISSING
+    """The measurements, with their address and date."""
 
 
 @dataclass
@@ -62,10 +82,14 @@ class HwConfig:
     `spawn`: one process per device, replicated, gradients summed in the graph."""
     num_devices: int = number(at_least=1)
     """Devices that take part, over all processes."""
+    topology: str | None = None
+    """The slice as libtpu names it, for example `v6e:2x4`; what task=plan compiles for. Null where there is no TPU."""
     chip: ChipConfig | None = None
     """Datasheet of the chip; null on a CPU."""
     price: PriceConfig | None = None
     """Price of a chip-hour; null where nothing is rented."""
+    calibration: CalibrationConfig | None = None
+    """Correction of planned times; null applies none."""
     libtpu_flags: list[str] = field(default_factory=list)
     """Put into LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on a flag it does not know."""
     env: dict[str, str] = field(default_factory=dict)

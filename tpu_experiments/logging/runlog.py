@@ -72,6 +72,8 @@ def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
     root = logging.getLogger()
     kept = _kept_records()
     stop_run_log()
+    for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
+        root.removeHandler(handler)  # a library's logging.warning(...) adds one, and every line would come twice
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     terminal = TerminalHandler()
     terminal.setFormatter(TerminalFormatter(rank=rank))

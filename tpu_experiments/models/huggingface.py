@@ -39,8 +39,12 @@ class HuggingFaceModel:
         self.model, self.seed = model, seed
         self.random = model.init == "random" or model.size == "tiny"
         self.dtype = DTYPES[model.dtype]
-        self.folder = None if self.random else _local_folder(model)
+        self.folder = None if self.random else self.find_folder()
         self.config = self._config()
+
+    def find_folder(self) -> Path | None:
+        """Where the checkpoint lies; a Hub id is downloaded."""
+        return _local_folder(self.model)
 
     def _config(self) -> PretrainedConfig:
         if self.folder is not None:
@@ -59,7 +63,7 @@ class HuggingFaceModel:
     @property
     def reference(self) -> str:
         """What an adapter names as its base: the full path of a local folder, or the Hub id."""
-        local = _local_path(self.model)
+        local = local_path(self.model)
         return self.model.path if local is None else str(local)
 
     def empty(self) -> nn.Module:
@@ -155,7 +159,7 @@ def _config_of(folder: Path) -> PretrainedConfig:
         ) from error
 
 
-def _local_path(model: ModelConfig) -> Path | None:
+def local_path(model: ModelConfig) -> Path | None:
     """`model.path` as a folder, from here or from the repository's root; None for a Hub id."""
     local = find_local(model.path)
     return local.resolve() if local is not None and local.is_dir() else None
@@ -163,7 +167,7 @@ def _local_path(model: ModelConfig) -> Path | None:
 
 def _local_folder(model: ModelConfig) -> Path:
     """The checkpoint's folder; a Hub id is downloaded into the Hub's cache (safetensors and configs only)."""
-    local = _local_path(model)
+    local = local_path(model)
     if local is not None:
         if not (local / "config.json").exists():
             raise ConfigError(

@@ -12,13 +12,16 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
-def prepare_environment(hw: HwConfig) -> None:
-    """Check that the device is there and set the variables of `hw`.
+def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
+    """Check that the device is there and set the variables of `hw`; a plan traces on the CPU and needs no device.
 
     Raises:
         ConfigError: `hw.device=tpu` on a machine without a TPU.
         RuntimeError: torch_xla is already imported, so the variables would have no effect.
     """
+    if is_planned:
+        os.environ.update({"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "1"})
+        return
     if hw.device == "tpu" and not tpu_present():
         raise ConfigError(
             f"hw={hw.name} asks for a TPU and this machine has none (no Google PCI device, no /dev/accel*, "

@@ -4,6 +4,7 @@ One step, three lives: the trainer runs it on the device, the plan traces the sa
 run it eagerly. Legend: A accumulated micro-batches, R rows of a micro-batch, T tokens.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -94,3 +95,9 @@ def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping
         for name, slots in state.items():
             for slot, tensor in slots.items():
                 tensor.copy_(new[1][name][slot])
+
+
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """Random state of one step, a function of its number, so that a resumed run draws what the first would have."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -4,7 +4,6 @@ A trainer of your own subclasses `Trainer`, overrides what it needs among `row_l
 `evaluate`, and is picked by `trainer._target_`; see README, "Add a trainer".
 """
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.models.build import build_model
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.evaluate import Evaluation, Evaluator
@@ -33,7 +33,7 @@ from tpu_experiments.training.inputs import (
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.progress import Progress, StageRecord
 from tpu_experiments.training.sample import Sampler, prompt_ids
-from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss
+from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss, seed_of
 from tpu_experiments.training.stop import StopFlag
 from tpu_experiments.training.summary import Ending
 from tpu_experiments.training.window import Pending, Reading, Window
@@ -93,8 +93,7 @@ class Trainer:
     def build(self) -> None:
         """Model and optimizer state on the device, and the three programs of a run."""
         config, runtime = self.config, self.runtime
-        source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
-        self.model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place)
+        self.model = build_model(self.model_source(), lora=config.lora, seed=config.seed, place=runtime.place)
         self.model.module.train()
         self.parameters = self.model.trainable
         self.optimizer = self.build_optimizer()
@@ -118,6 +117,13 @@ class Trainer:
             **parts,
         )
         log.info("%s", self.model.report)
+
+    def model_source(self) -> HuggingFaceModel:
+        """Where the model's config, module and weights come from."""
+        source: HuggingFaceModel = locate(self.config.model._target_, key="model")(
+            self.config.model, seed=self.config.seed
+        )
+        return source
 
     def fresh_state(self) -> State:
         """Optimizer state at zero, each slot where its parameter lives."""
@@ -291,9 +297,3 @@ class Trainer:
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Host copies, contiguous."""
     return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-
-
-def seed_of(seed: int, step: int, rank: int) -> int:
-    """Random state of one step, a function of its number, so that a resumed run draws what the first would have."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,158 @@
+"""FLOPs against PyTorch's own counter over a real forward and backward pass; memory against compiled programs."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.config.composing import composed
+from tests.planning.examples import MISTRAL, TARGETS
+from tpu_experiments.models.lora import inject
+from tpu_experiments.planning.decoder import read_decoder
+from tpu_experiments.planning.work import (
+    StepSettings,
+    analytic_memory,
+    flash_attention_flops,
+    flops_of_token,
+    mean_keys,
+)
+
+SEQ_LEN, ROWS = 64, 2
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "sliding_window": 16,
+}
+
+
+def counted(kind: str, *, lora: bool) -> float:
+    """FLOPs per token of one forward and backward pass that PyTorch executes, attention over all T x T scores."""
+    config = AutoConfig.for_model(kind, **TINY, attn_implementation="eager")
+    module = AutoModelForCausalLM.from_config(config)
+    if lora:
+        inject(module, composed("model=tiny", "lora=all_linear_r8").lora)
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.ones_(parameter)
+    ids = torch.arange(ROWS * SEQ_LEN).reshape(ROWS, SEQ_LEN) % 512
+    with FlopCounterMode(display=False) as counter:
+        module(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops() / (ROWS * SEQ_LEN)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "qwen2", "llama"])
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_flops_are_those_that_pytorch_counts(kind: str, lora: bool) -> None:
+    arch = {"model_type": kind, **TINY}
+    decoder = read_decoder(arch)
+    flops = flops_of_token(arch, seq_len=SEQ_LEN, trainable="lora" if lora else "full", lora_rank=8, targets=TARGETS)
+    every_score = 12.0 * TINY["num_attention_heads"] * TINY["head_dim"] * TINY["num_hidden_layers"] * SEQ_LEN
+    expected = flops.total - flops.attention + every_score
+    if lora:  # nothing below the first layer is trained: its q, k and v need no gradient of their input
+        first = [decoder.projections[name] for name in ("q_proj", "k_proj", "v_proj")]
+        expected -= sum(2 * wide * high + 2 * 8 * wide for wide, high in first)
+    assert counted(kind, lora=lora) == pytest.approx(expected, rel=2e-3)  # RoPE's angles are a product as well
+
+
+@pytest.mark.parametrize(("seq_len", "window"), [(7, None), (16, 5), (16, 16), (16, 99), (4, 1)])
+def test_mean_keys_by_counting(seq_len: int, window: int | None) -> None:
+    index = torch.arange(seq_len)
+    distance = index[:, None] - index[None, :]
+    seen = (distance >= 0) & (distance < (window or seq_len))
+    assert mean_keys(seq_len, window=window) == pytest.approx(float(seen.sum()) / seq_len)
+
+
+def test_lora_is_four_n_and_full_training_six() -> None:
+    elements = read_decoder(MISTRAL).matrices - read_decoder(MISTRAL).embedding  # the embedding is looked up
+    lora = flops_of_token(MISTRAL, seq_len=2048, trainable="lora", lora_rank=16, targets=TARGETS)
+    full = flops_of_token(MISTRAL, seq_len=2048, trainable="full")
+    assert lora.total - lora.attention - lora.lora == pytest.approx(4 * elements)
+    assert full.total - full.attention == pytest.approx(6 * elements)
+    assert lora.weight_gradient == full.lora == 0
+
+
+def test_recomputation_is_a_forward_pass_of_the_layers_and_not_counted_as_useful() -> None:
+    settings = {"seq_len": 2048, "trainable": "lora", "lora_rank": 16, "targets": TARGETS}
+    once, twice = flops_of_token(MISTRAL, **settings), flops_of_token(MISTRAL, **settings, recompute=True)
+    assert twice.model == pytest.approx(once.total)
+    assert twice.recomputation == pytest.approx(once.forward + once.attention / 3 + once.lora / 3)
+    assert once.recomputation == 0
+
+
+def test_gemma_spends_most_on_its_vocabulary() -> None:
+    flops = flops_of_token(composed("model=gemma3_270m").model.arch, seq_len=1024, trainable="full")
+    assert 0.55 < flops.head / flops.total < 0.65
+
+
+def test_a_window_bounds_the_cost_of_long_rows() -> None:
+    far = flops_of_token(MISTRAL, seq_len=32768, trainable="full").attention
+    near = flops_of_token(MISTRAL | {"sliding_window": 4096}, seq_len=32768, trainable="full").attention
+    assert far / near == pytest.approx(16384.5 / 3840.06, rel=1e-4)
+
+
+def test_flash_kernels_execute_what_maxtext_s_recipe_does() -> None:
+    """5.94e14 FLOP per chip: Mistral 7B, 6 x 8192, forward twice (recomputed) and backward (the design note)."""
+    sizes = {"batch": 6, "heads": 32, "queries": 8192, "keys": 8192, "head_dim": 128}
+    forward = flash_attention_flops(**sizes, direction="forward")
+    backward = flash_attention_flops(**sizes, direction="backward")
+    assert backward == sum(flash_attention_flops(**sizes, direction=f"backward_{part}") for part in ("dkv", "dq"))
+    assert 32 * (2 * forward + backward) == pytest.approx(5.94e14, rel=0.03)
+    assert flash_attention_flops(**sizes, direction="forward", causal=False) == 2 * forward
+
+
+# (settings, GiB of arguments, GiB of temporaries) that the TPU's compiler reported; table of the design note.
+COMPILED = {
+    "pallas 1 x 2048": ({"seq_len": 2048, "micro_rows": 1, "recompute": True, "attention": "flash"}, 13.97, 1.24),
+    "sdpa 1 x 2048": ({"seq_len": 2048, "micro_rows": 1, "recompute": True}, 13.97, 2.13),
+    "pallas 4 x 2048": ({"seq_len": 2048, "micro_rows": 4, "recompute": True, "attention": "flash"}, 13.97, 6.42),
+    "not recomputed": ({"seq_len": 2048, "micro_rows": 1}, 13.97, 36.22 - 13.97),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_analytic_memory_against_the_compiler(case: str) -> None:
+    settings, arguments, temporaries = COMPILED[case]
+    memory = analytic_memory(MISTRAL, step=StepSettings(trainable="lora", lora_rank=16, targets=TARGETS, **settings))
+    assert memory.arguments == pytest.approx(arguments, rel=0.01)
+    assert 0.75 * temporaries < memory.temporaries < 1.45 * temporaries
+    assert memory.total == pytest.approx(memory.arguments + memory.temporaries)
+    assert memory.source == "analytic"
+
+
+def test_analytic_memory_sharded_against_the_compiler() -> None:
+    """1.75 + 0.80 GiB per chip, with adapters and state split as well; ours stay whole."""
+    settings = {"seq_len": 1024, "micro_rows": 1, "recompute": True, "sharding": "fsdp", "chips": 8}
+    memory = analytic_memory(MISTRAL, step=StepSettings(trainable="lora", lora_rank=16, targets=TARGETS, **settings))
+    whole = 7 / 8 * (memory.adapters + memory.optimizer)
+    assert memory.arguments - whole == pytest.approx(1.75, rel=0.01)
+    assert 0.75 * 0.80 < memory.temporaries < 1.45 * 0.80
+
+
+def test_every_weight_trained_is_float32_with_two_moments() -> None:
+    arch = composed("model=qwen05b").model.arch
+    memory = analytic_memory(arch, step=StepSettings(seq_len=128, micro_rows=1, trainable="full"))
+    assert memory.base == 0
+    assert memory.adapters == pytest.approx(494_032_768 * 4 / 2**30)
+    assert memory.optimizer == pytest.approx(2 * memory.adapters)
+    adafactor = analytic_memory(
+        arch, step=StepSettings(seq_len=128, micro_rows=1, trainable="full", optimizer="adafactor")
+    )
+    assert adafactor.optimizer < 0.01 * memory.optimizer
+
+
+def test_gemma_s_vocabulary_is_what_128_rows_cannot_hold() -> None:
+    """128 rows of 1,024 tokens: 128 x 1024 x 262144 x 6 bytes of logits alone."""
+    arch = composed("model=gemma3_270m").model.arch
+    memory = analytic_memory(
+        arch, step=StepSettings(seq_len=1024, micro_rows=128, trainable="lora", lora_rank=8, targets=TARGETS)
+    )
+    assert memory.logits == pytest.approx(192.0)
+    small = analytic_memory(
+        arch, step=StepSettings(seq_len=1024, micro_rows=4, trainable="lora", lora_rank=8, targets=TARGETS)
+    )
+    assert small.logits == pytest.approx(6.0)

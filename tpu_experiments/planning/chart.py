@@ -1,0 +1,118 @@
+"""The picture of a plan: memory by class against the HBM line, and the step's time by part, as SVG written by hand."""
+
+from xml.sax.saxutils import escape
+
+from tpu_experiments.planning.plan import Plan
+
+WIDTH, LEFT, RIGHT, BAR = 900, 24, 24, 44
+SPAN = WIDTH - LEFT - RIGHT
+LINE = 20
+LIMIT_GAP = 30
+"""Between heading and bar, with room for the label of the HBM line."""
+LETTER = 7.0
+"""Width of a letter at 12 px, rounded up."""
+# Okabe and Ito's palette, told apart with any colour vision; no yellow, which white hides.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#332288", "#88CCEE")
+OVER = "#B00020"
+
+
+def plan_chart_svg(plan: Plan) -> str:
+    """An SVG document of two bars with their legends."""
+    memory, top = _memory_bar(plan, top=56)
+    time, bottom = _time_bar(plan, top=top + 36)
+    machine = f"{plan.hw.num_devices} x {plan.hw.chip.name}" if plan.hw.chip else plan.hw.device
+    title = f"{plan.model} on {plan.hw.name} ({machine}), {plan.micro_batch} x {plan.seq_len:,} tokens per chip"
+    body = [_text(LEFT, 30, title, size=17, weight="bold"), *memory, *time]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{bottom}" viewBox="0 0 {WIDTH} {bottom}" '
+        f'font-family="sans-serif" role="img">\n<title>{escape(title)}</title>\n'
+        f'<rect width="{WIDTH}" height="{bottom}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def memory_parts(plan: Plan) -> dict[str, float]:
+    """GiB by class; what the classes leave of the total is `other`."""
+    memory = plan.memory
+    parts = dict(memory.classes) or {"arguments": memory.arguments, "temporaries": memory.temporaries}
+    rest = memory.total - sum(parts.values())
+    return parts | ({"other": rest} if rest > 0.005 * memory.total else {})
+
+
+def time_parts(plan: Plan) -> dict[str, float]:
+    """Calibrated seconds by part; XLA's by class of fusion where that is known. They sum to the step."""
+    time = plan.time
+    if time is None:
+        return {}
+    cycles = {name: count for name, count in plan.cycles_by_class.items() if count > 0}
+    whole = sum(cycles.values())
+    xla = {name: time.compute_s * count / whole for name, count in cycles.items()} if whole else {"XLA": time.compute_s}
+    parts = xla | {"Pallas kernels": time.kernels_s, "exposed network": time.exposed_network_s}
+    scale = time.total_s / time.uncalibrated_s
+    return {name.replace("_", " "): seconds * scale for name, seconds in parts.items() if seconds > 0}
+
+
+def _memory_bar(plan: Plan, *, top: int) -> tuple[list[str], int]:
+    memory, parts = plan.memory, memory_parts(plan)
+    verdict = "fits" if plan.fits else "does not fit"
+    heading = f"Memory per chip: {memory.total:.2f} of {memory.limit:.2f} GiB, {verdict} ({memory.source})"
+    known = memory.limit < float("inf")
+    scale = SPAN / (1.04 * max(memory.total, memory.limit if known else 0.0))
+    bar, bottom = _bar(parts, heading=heading, unit="GiB", digits=2, top=top, scale=scale, gap=LIMIT_GAP)
+    if known:
+        x, y = LEFT + memory.limit * scale, top + LIMIT_GAP
+        bar.append(
+            f'<line x1="{x:.1f}" y1="{y - 5}" x2="{x:.1f}" y2="{y + BAR + 5}" stroke="{OVER}" stroke-width="2.5"/>'
+        )
+        bar.append(_text(x - 4, y - 8, f"HBM {memory.limit:.2f}", fill=OVER, anchor="end"))
+    return bar, bottom
+
+
+def _time_bar(plan: Plan, *, top: int) -> tuple[list[str], int]:
+    time, parts = plan.time, time_parts(plan)
+    if time is None:
+        return [_text(LEFT, top, "Step time: no estimate, the step was not compiled", size=14)], top + LINE
+    heading = (
+        f"Step time (estimate): {time.total_s:.3f} s, bound by {time.bound_by}, MFU {100 * time.mfu:.1f} %, "
+        f"calibration x {plan.calibration.factor:.2f}"
+    )
+    return _bar(parts, heading=heading, unit="s", digits=3, top=top, scale=SPAN / (1.04 * sum(parts.values())))
+
+
+def _bar(
+    parts: dict[str, float], *, heading: str, unit: str, digits: int, top: int, scale: float, gap: int = 14
+) -> tuple[list[str], int]:
+    """A stacked bar with its heading above and its legend below; also the y at which it ends."""
+    drawn, x, y = [_text(LEFT, top, heading, size=14)], float(LEFT), top + gap
+    legend_x, legend_y = LEFT, y + BAR + 22
+    for index, (name, value) in enumerate(parts.items()):
+        colour, width = COLOURS[index % len(COLOURS)], value * scale
+        label = f"{name} {value:.{digits}f} {unit}"
+        drawn.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{BAR}" fill="{colour}">'
+            f"<title>{escape(label)}</title></rect>"
+        )
+        if width > LETTER * (digits + 4):
+            drawn.append(_text(x + width / 2, y + BAR / 2 + 4, f"{value:.{digits}f}", fill="#ffffff", anchor="middle"))
+        length = int(LETTER * len(label)) + 34
+        if legend_x + length > WIDTH - RIGHT:
+            legend_x, legend_y = LEFT, legend_y + LINE
+        drawn.append(f'<rect x="{legend_x}" y="{legend_y - 10}" width="12" height="12" fill="{colour}"/>')
+        drawn.append(_text(legend_x + 17, legend_y, label))
+        x, legend_x = x + width, legend_x + length
+    return drawn, legend_y + LINE
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: int = 12,
+    fill: str = "#222222",
+    anchor: str = "start",
+    weight: str = "normal",
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )

@@ -1,0 +1,149 @@
+"""The TPU's own compiler on a machine without a TPU: the only file that depends on the inside of jax.
+
+    python -m tpu_experiments.planning.compiler FOLDER
+
+reads FOLDER/request.json and FOLDER/program.hlo and writes FOLDER/answer.json and FOLDER/optimized.hlo. It runs in a
+process of its own: it sets jax's platform and default device, and a compiler that the system kills for its memory takes
+nothing else along. libtpu holds the compiler; jax hands out a client of it for the name of a topology (as MaxText's
+train_compile does), and torch_xla's HLO goes in as StableHLO.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
+MOSAIC_VERSION = 7
+"""libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8."""
+AXIS = "fsdp"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of HBM per chip, from the compiler."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Part of `outputs` that takes the place of arguments."""
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """What a step holds at once."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+def main(folder: Path) -> None:
+    """Compile one program."""
+    request = json.loads((folder / REQUEST).read_text())
+    os.environ.update(environment())
+    answer: dict[str, Any] = {"versions": versions()}
+    try:
+        topology = _topology(request["topology"], num_chips=request["num_chips"])
+        started = time.perf_counter()
+        executable = _compiled(request, (folder / PROGRAM).read_bytes(), topology=topology)
+        answer |= {"seconds": time.perf_counter() - started, "memory": asdict(_memory(executable))}
+        (folder / OPTIMIZED).write_text(executable.hlo_modules()[0].to_string())
+    except Exception as error:  # jaxlib has one type for every complaint of the compiler
+        answer["error"] = f"{type(error).__name__}: {error}"
+    (folder / ANSWER).write_text(json.dumps(answer))
+
+
+def environment() -> dict[str, str]:
+    """Variables that keep jax off other devices and let several processes load libtpu."""
+    return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that an estimate depends on."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("libtpu", "jax", "torch_xla", "torch")}
+
+
+def _topology(name: str, *, num_chips: int) -> Any:
+    from jax.experimental import topologies
+
+    bounds = {"chips_per_host_bounds": (1, 1, 1)} if num_chips == 1 else {}
+    return topologies.get_topology_desc(topology_name=name, platform="tpu", **bounds)
+
+
+def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
+    import jax
+    import numpy as np
+    from jax._src import compiler, tpu_custom_call
+    from jax._src.lib import xla_client
+
+    jax.config.update("jax_default_device", topology.devices[0])  # a Pallas kernel is lowered for the default device
+    tpu_custom_call.get_ir_version = lambda _: MOSAIC_VERSION
+    partitions, replicas = request["num_partitions"], request["num_replicas"]
+    count = partitions * replicas
+    if count > len(topology.devices):
+        raise ValueError(f"{count} chips are asked for and {request['topology']} has {len(topology.devices)}")
+    options = compiler.get_compile_options(
+        num_replicas=replicas,
+        num_partitions=partitions,
+        device_assignment=np.arange(count).reshape(replicas, partitions),
+        use_spmd_partitioning=partitions > 1,
+    )
+    options.executable_build_options.use_shardy_partitioner = False
+    devices = xla_client.DeviceList(tuple(topology.devices[:count]))
+    module = _annotated(hlo, request["arguments"], num_partitions=partitions)
+    return topology.devices[0].client.compile(module, devices, options)
+
+
+def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, num_partitions: int) -> bytes:
+    """The program as StableHLO, with the sharding of every argument and the outputs that take arguments' places."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        entry = next(op for op in module.body.operations if op.name.value == "main")
+        index = ir.IntegerType.get_signless(32)
+        inputs: list[Any] = []
+        outputs: list[dict[str, Any]] = [{} for _ in entry.type.results]
+        for argument in arguments:
+            attributes = {}
+            if num_partitions > 1:
+                sharding = ir.StringAttr.get(sharding_text(argument["axes"], num_partitions=num_partitions))
+                attributes["mhlo.sharding"] = sharding
+            if argument["alias"] is not None:
+                attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, argument["alias"])
+                if num_partitions > 1:
+                    outputs[argument["alias"]]["mhlo.sharding"] = sharding
+            inputs.append(ir.DictAttr.get(attributes))
+        entry.attributes["arg_attrs"] = ir.ArrayAttr.get(inputs)
+        entry.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(output) for output in outputs])
+        return bytes(mlir.module_to_bytecode(module))
+
+
+def sharding_text(axes: list[str | None], *, num_partitions: int) -> str:
+    """XLA's notation: `{devices=[8,1]<=[8]}` splits the first of two dimensions over 8 chips."""
+    if AXIS not in axes:
+        return "{replicated}"
+    sizes = ",".join(str(num_partitions if axis == AXIS else 1) for axis in axes)
+    return f"{{devices=[{sizes}]<=[{num_partitions}]}}"
+
+
+def _memory(executable: Any) -> Memory:
+    stats = executable.get_compiled_memory_stats()
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,208 @@
+"""HLO text as computations and instructions, read without jax or torch.
+
+Names and the order of lines are the compiler's own; in a scheduled module (`is_scheduled=true`, every compiled one)
+the order is the order of execution.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+# A computation opens with its signature. It closes only at a bare brace in the first column: the metadata of kernels
+# can span lines that begin with a brace.
+HEAD = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\) -> .*\{\s*$")
+INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$", re.DOTALL)
+OPCODE = re.compile(r"(?<=[)\]}]) ([a-z][\w\-]*)\(")
+ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<= ]*)\]")
+PARENTHESIS = re.compile(r"[()]")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Element type and dimensions of one array; layout and memory space are left out."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the array; 1 of a scalar."""
+        total = 1
+        for size in self.dims:
+            total *= size
+        return total
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without the padding of tiles; elements below a byte are packed."""
+        return -(-self.num_elements * bits_of(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def bits_of(dtype: str) -> int:
+    """Bits of one element: `bf16` 16, `f8e4m3fn` 8, `pred` 8 (stored as a byte), `token` 0."""
+    if dtype == "pred":
+        return 8
+    number = re.match(r"[a-z]+(\d+)", dtype)
+    return int(number[1]) if number else 0
+
+
+def shapes_in(text: str) -> tuple[Shape, ...]:
+    """All arrays named in a type, in order, tuples flattened."""
+    found = []
+    for dtype, dims in ARRAY.findall(text):
+        sizes = tuple(int(size.lstrip("<= ")) for size in dims.split(",") if size.strip())
+        found.append(Shape(dtype=dtype, dims=sizes))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation: `name = type opcode(operands), attributes`."""
+
+    name: str
+    opcode: str
+    type_text: str
+    operand_text: str
+    attributes: str
+    is_root: bool
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The result; several of a tuple."""
+        return shapes_in(self.type_text)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands; none of a constant."""
+        return tuple(re.findall(r"%([\w.\-]+)", self.operand_text))
+
+    @cached_property
+    def callees(self) -> tuple[str, ...]:
+        """Computations that run as part of this instruction (not the tiny ones of `to_apply` in a reduction)."""
+        listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+        if listed:
+            return tuple(name.strip().lstrip("%") for name in listed[1].split(","))
+        key = "to_apply" if self.opcode == "call" else "calls|(?:true|false)_computation|called_computations"
+        return tuple(re.findall(rf"\b(?:{key})=\{{?%?([\w.\-]+)", self.attributes))
+
+    @cached_property
+    def estimated_cycles(self) -> int:
+        """The TPU compiler's own estimate for one execution; 0 where it gives none."""
+        return sum(int(cycles) for cycles in re.findall(r'"estimated_cycles":"(\d+)"', self.attributes))
+
+    def attribute(self, pattern: str) -> str | None:
+        """First group of the pattern in the attributes, if it is there."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
+
+class Computation:
+    """The instructions of one computation, in order and by name, with the place of each."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.instructions: list[Instruction] = []
+        self.by_name: dict[str, Instruction] = {}
+        self.position: dict[str, int] = {}
+
+    def add(self, instruction: Instruction) -> None:
+        """Append in the order of the text."""
+        self.position[instruction.name] = len(self.instructions)
+        self.instructions.append(instruction)
+        self.by_name[instruction.name] = instruction
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result the computation gives."""
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    @cached_property
+    def opcodes(self) -> frozenset[str]:
+        """Operations that occur here, not looking into what is called."""
+        return frozenset(i.opcode for i in self.instructions)
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """Arrays that an instruction of this computation reads."""
+        return tuple(shape for name in instruction.operands for shape in self.by_name[name].shapes)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A whole program: its computations and how many devices it is partitioned over."""
+
+    computations: dict[str, Computation]
+    entry: Computation
+    num_devices: int
+
+    def callees(self, instruction: Instruction) -> list[Computation]:
+        """Computations that the instruction runs."""
+        return [self.computations[name] for name in instruction.callees]
+
+
+def read_module(text: str) -> Module:
+    """Parse the text of `HloModule.to_string()`; ValueError where it holds no entry computation."""
+    computations: dict[str, Computation] = {}
+    entry: Computation | None = None
+    for head, lines in blocks(text):
+        computation = Computation(head[2])
+        for line in lines:
+            computation.add(read_instruction(line))
+        computations[computation.name] = computation
+        entry = computation if head[1] else entry
+    if entry is None:
+        raise ValueError(f"hlo=<{len(text)} characters>; no ENTRY computation; give the text of a whole HLO module")
+    header = text[: text.find("\n")]
+    sizes = [int(size) for size in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)]
+    num_devices = 1
+    for size in sizes:
+        num_devices *= size
+    return Module(computations=computations, entry=entry, num_devices=num_devices)
+
+
+def blocks(text: str) -> list[tuple[re.Match[str], list[str]]]:
+    """Each computation as the match of its head and its instructions; lines that go on join the one they belong to."""
+    found: list[tuple[re.Match[str], list[str]]] = []
+    inside = False
+    for line in text.splitlines():
+        if not inside:
+            head = HEAD.match(line)
+            inside = head is not None
+            if head:
+                found.append((head, []))
+        elif line.rstrip() == "}" and line[0] == "}":
+            inside = False
+        elif INSTRUCTION.match(line):
+            found[-1][1].append(line)
+        elif found[-1][1]:
+            found[-1][1][-1] += "\n" + line
+    return found
+
+
+def read_instruction(line: str) -> Instruction:
+    """One instruction; ValueError quotes the line that is none."""
+    match = INSTRUCTION.match(line)
+    opcode = OPCODE.search(match[3]) if match else None
+    if match is None or opcode is None:
+        raise ValueError(f"hlo line={line[:120]!r}; not an instruction; the printer of XLA may have changed")
+    end = closing(match[3], start=opcode.end())
+    return Instruction(
+        name=match[2],
+        opcode=opcode[1],
+        type_text=match[3][: opcode.start()],
+        operand_text=match[3][opcode.end() : end],
+        attributes=match[3][end + 1 :],
+        is_root=match[1] is not None,
+    )
+
+
+def closing(text: str, *, start: int) -> int:
+    """Position of the parenthesis that closes the one just before `start`."""
+    depth = 1
+    for parenthesis in PARENTHESIS.finditer(text, start):
+        depth += 1 if parenthesis[0] == "(" else -1
+        if depth == 0:
+            return parenthesis.start()
+    return len(text)

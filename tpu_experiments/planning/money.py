@@ -1,0 +1,160 @@
+"""The length of a whole run in seconds, and what it costs at the dated prices of conf/hw, spot and on demand."""
+
+from dataclasses import dataclass
+
+from tpu_experiments.config.hardware import PriceConfig
+from tpu_experiments.planning.timing import Calibration, StepTime
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class StageLength:
+    """One stage of the curriculum in optimizer steps and seconds."""
+
+    name: str
+    steps: int
+    step_seconds: float
+    tokens: int
+    """Tokens of all its rows, padding included."""
+    epochs: float | None = None
+    """Passes over its rows; null where the number of rows is not known."""
+
+    @property
+    def seconds(self) -> float:
+        """Training alone."""
+        return self.steps * self.step_seconds
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Everything a machine is paid for between its start and its end, in seconds."""
+
+    stages: tuple[StageLength, ...]
+    eval_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    setup_seconds: float = 0.0
+    """The chips are idle: environment, download and load of the weights."""
+    notes: tuple[str, ...] = ()
+    """Assumptions behind the figures, one sentence each."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by activity."""
+        return {
+            "training": sum(stage.seconds for stage in self.stages),
+            "evaluation": self.eval_seconds,
+            "checkpoints": self.checkpoint_seconds,
+            "compiling": self.compile_seconds,
+            "idle set-up": self.setup_seconds,
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return sum(stage.tokens for stage in self.stages)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the rows, weighted by stage; null where one is not known."""
+        if not self.stages or any(not stage.epochs for stage in self.stages):
+            return None
+        one_pass = sum(stage.tokens / (stage.epochs or 1.0) for stage in self.stages)
+        return self.tokens / one_pass if one_pass else None
+
+
+@dataclass(frozen=True)
+class Dollars:
+    """One amount at both prices; null where there is no price."""
+
+    spot: float | None
+    on_demand: float | None
+
+    def times(self, factor: float) -> "Dollars":
+        """Both amounts multiplied."""
+        return Dollars(
+            None if self.spot is None else self.spot * factor,
+            None if self.on_demand is None else self.on_demand * factor,
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """Lowest and highest amount over all regions and the calibration's error; null where a price has no range."""
+
+    spot: tuple[float, float] | None
+    on_demand: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hours and dollars of a whole run on all its chips, everything in RunLength included."""
+
+    hours: float
+    hours_range: tuple[float, float] | None
+    """By the calibration's relative error; null where there is none."""
+    usd: Dollars
+    usd_range: Span
+    usd_per_epoch: Dollars
+    """Of the whole run divided by its epochs; null where they are not known."""
+    hourly: Dollars
+    """All chips, one hour."""
+    price: PriceConfig | None
+
+    @property
+    def spot_saving(self) -> float | None:
+        """Share of the on-demand price that spot saves, 0 to 1."""
+        if self.hourly.spot is None or not self.hourly.on_demand:
+            return None
+        return 1 - self.hourly.spot / self.hourly.on_demand
+
+
+def chip_hour(price: PriceConfig | None) -> Dollars:
+    """The two prices of one chip-hour."""
+    if price is None:
+        return Dollars(None, None)
+    return Dollars(price.usd_per_chip_hour_spot, price.usd_per_chip_hour_on_demand)
+
+
+def usd_per_million_tokens(step: StepTime, *, price: PriceConfig | None) -> Dollars:
+    """Dollars of a million trained tokens in steady state: it does not depend on the length of the run."""
+    return chip_hour(price).times(1e6 / step.tokens_per_second_per_chip / HOUR)
+
+
+def cost_of(run: RunLength, *, price: PriceConfig | None, num_devices: int, calibration: Calibration) -> Cost:
+    """Hours and dollars of `run`; without a price the dollars are null."""
+    hours = run.seconds / HOUR
+    hourly = chip_hour(price).times(num_devices)
+    usd = hourly.times(hours)
+    error = calibration.relative_error
+    # The error is that of a step; compiling, set-up and checkpoints are as assumed.
+    uncertain = (run.parts["training"] + run.parts["evaluation"]) / HOUR
+    span = None if error is None else (hours - error * uncertain, hours + error * uncertain)
+    low, high = span or (hours, hours)
+    spot = _amounts(price.spot_range if price else [], low=low * num_devices, high=high * num_devices)
+    listed = _amounts(price.on_demand_range if price else [], low=low * num_devices, high=high * num_devices)
+    return Cost(
+        hours=hours,
+        hours_range=span,
+        usd=usd,
+        usd_range=Span(spot, listed),
+        usd_per_epoch=usd.times(1 / run.epochs) if run.epochs else Dollars(None, None),
+        hourly=hourly,
+        price=price,
+    )
+
+
+def _amounts(prices: list[float], *, low: float, high: float) -> tuple[float, float] | None:
+    """Lowest price for the fewest chip-hours to highest price for the most."""
+    return (min(prices) * low, max(prices) * high) if prices else None

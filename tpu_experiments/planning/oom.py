@@ -1,0 +1,212 @@
+"""The TPU compiler's out-of-memory message as numbers, and its buffers in the words of the config.
+
+The message is the one a rented TPU gives; its figures are rounded to two decimals of their unit. "Used" holds outputs
+never, and arguments only where the table lists them: compiled without a device, a step lowered by torch_xla lists
+"arguments 0B" (seen: 1.34 GiB of arguments and 30.06 GiB of temporaries compile for 31.25 GiB), one by jax.jit its
+arguments. So a program that compiles may still not fit: add its arguments and outputs to its temporaries.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from tpu_experiments.planning.hlo_text import shapes_in
+
+GIB = 2**30
+UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+SIZE = r"(\d+(?:\.\d+)?)([BKMGT])"
+HEADLINE = re.compile(rf"Ran out of memory in memory space (\w+)\. Used {SIZE} of {SIZE} \w+\.")
+ONE_ALLOCATION = re.compile(
+    r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: [^\[]*\[shape = '([^']*)'(.*)"
+)
+BUFFER = re.compile(rf"^ *\d+\. Size: {SIZE}\s*$", re.MULTILINE)
+MAX_LORA_RANK = 512  # a narrower side than this, beside a side of the model, is taken for an adapter's
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of the largest buffers the compiler lists."""
+
+    bytes: int
+    """Size with padding."""
+    shape: tuple[int, ...]
+    """Dimensions, per chip; empty of a scalar or where none is given."""
+    dtype: str
+    """Element type, for example `bf16`."""
+    op_name: str
+    """Operation that makes it, as the traced program names it; empty where the message does not tell."""
+    label: str
+    """The compiler's own instruction, cut off by the compiler; empty of an argument."""
+    kind: str
+    """`argument`, `temporary` or `output`."""
+    padding: int
+    """Bytes of `bytes` that only fill up tiles."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A program that does not fit, per chip."""
+
+    memory_space: str
+    """`hbm`; `vmem` where a kernel's blocks are too large."""
+    used_gib: float
+    """What the program would need, as far as the compiler got."""
+    limit_gib: float
+    """What there is for programs: HBM less what the runtime reserves."""
+    exceeded_gib: float
+    """Used minus limit."""
+    program_gib: float | None
+    """Temporaries and code; None where the compiler stopped at the arguments."""
+    arguments_gib: float | None
+    """Arguments as counted in `used_gib`; 0 where the compiler did not count them, None where it does not say."""
+    buffers: tuple[Buffer, ...]
+    """The largest ones, largest first."""
+
+
+def read_out_of_memory(message: str) -> OutOfMemory:
+    """Parse the exception's text; ValueError where it is another error."""
+    alone = ONE_ALLOCATION.search(message)
+    if alone:
+        return one_allocation(*alone.groups())
+    headline = HEADLINE.search(message)
+    if headline is None:
+        first = message.strip().splitlines()[0][:200] if message.strip() else "<empty>"
+        raise ValueError(f"message={first!r}; not the TPU compiler's out-of-memory report; show it as it is")
+    used, limit = (in_bytes(*headline.group(at, at + 1)) for at in (2, 4))
+    starts = [match.start() for match in BUFFER.finditer(message)]
+    ends = [*starts[1:], len(message)]
+    entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # no starts, one end
+    return OutOfMemory(
+        memory_space=headline[1],
+        used_gib=used / GIB,
+        limit_gib=limit / GIB,
+        exceeded_gib=(used - limit) / GIB,
+        program_gib=listed_gib(message, name="program"),
+        arguments_gib=listed_gib(message, name="arguments"),
+        buffers=tuple(read_buffer(entry) for entry in entries),
+    )
+
+
+def one_allocation(size: str, limit: str, shape: str, rest: str) -> OutOfMemory:
+    """The other form of the message, when a single buffer is larger than the memory: exact bytes, and only that one."""
+    space, tag = (re.search(pattern, rest) for pattern in (r"space=(\w+)", r"tag = '([^']*)'"))
+    array = shapes_in(shape)[0]
+    label = tag[1] if tag else ""
+    buffer = Buffer(
+        bytes=int(size),
+        shape=array.dims,
+        dtype=array.dtype,
+        op_name="",
+        label=label,
+        kind="argument" if "argument" in label or "parameter" in label else "temporary",
+        padding=max(0, int(size) - array.num_bytes),
+    )
+    used, available = int(size) / GIB, int(limit) / GIB
+    return OutOfMemory(
+        memory_space=space[1] if space else "hbm",
+        used_gib=used,
+        limit_gib=available,
+        exceeded_gib=used - available,
+        program_gib=None,
+        arguments_gib=None,
+        buffers=(buffer,),
+    )
+
+
+def in_bytes(number: str, unit: str) -> int:
+    """Bytes of a size as the compiler prints it: `("16.00", "G")`."""
+    return round(float(number) * UNITS[unit])
+
+
+def listed_gib(message: str, *, name: str) -> float | None:
+    """A line of the table under "Total hbm usage", in GiB."""
+    line = re.search(rf"^ +{name} +{SIZE}\s*$", message, re.MULTILINE)
+    return in_bytes(line[1], line[2]) / GIB if line else None
+
+
+def read_buffer(entry: str) -> Buffer:
+    """One numbered entry of the list."""
+    fields = dict(re.findall(r"^ +([A-Z][\w ]+): (.*?) *$", entry, re.MULTILINE))
+    size, unpadded = (re.match(SIZE, fields.get(key, "")) for key in ("Size", "Unpadded size"))
+    head = BUFFER.match(entry)
+    num_bytes = in_bytes(head[1], head[2]) if head else in_bytes(*size.groups()) if size else 0
+    shapes = shapes_in(fields.get("Shape", ""))
+    op_name = re.search(r'op_name="([^"]*)"', fields.get("Operator", ""))
+    return Buffer(
+        bytes=num_bytes,
+        shape=shapes[0].dims if shapes else (),
+        dtype=shapes[0].dtype if shapes else "",
+        op_name=op_name[1] if op_name else "",
+        label=fields.get("XLA label", ""),
+        kind=kind_of(fields.get("Allocation type", "")),
+        padding=max(0, num_bytes - in_bytes(*unpadded.groups())) if unpadded else 0,
+    )
+
+
+def kind_of(allocation: str) -> str:
+    """`HLO temp` is a temporary; arguments and outputs are called so."""
+    lowered = allocation.lower()
+    if "argument" in lowered or "parameter" in lowered:
+        return "argument"
+    return "output" if "output" in lowered else "temporary"
+
+
+def classify(
+    buffer: Buffer, *, vocab_size: int, seq_len: int, rows: int, hidden: int, intermediate: int, heads: int
+) -> str:
+    """What a buffer is, in the words of the config; its type and shape where nothing fits.
+
+    rows: rows of one micro-batch on one chip. Shapes are compared by their products, as the compiler folds and splits
+    axes. Sides that sharding splits do not match and stay shapes. Where a weight and an activation look the same (one
+    row as long as the model is wide), an argument is a weight and a temporary an activation.
+    """
+    dims = [size for size in buffer.shape if size > 1]
+    weight = weight_words(buffer, dims, sides={hidden, intermediate, vocab_size})
+    if buffer.kind == "argument" and weight:
+        return weight
+    tokens = f"trainer.micro_batch_rows x trainer.seq_len = {rows} x {seq_len}"
+    if dims.count(seq_len) >= 2:
+        num_heads, left = divmod(math.prod(dims) // seq_len**2, rows)
+        if left == 0 and num_heads == heads:
+            return f"attention scores (rows x heads x seq_len^2 = {rows} x {heads} x {seq_len}^2)"
+        if left == 0 and num_heads == 1 and seq_len != hidden:
+            return f"attention mask (rows x seq_len^2 = {rows} x {seq_len}^2)"
+    for words, side in (("logits ({} x vocabulary {})", vocab_size), ("MLP activations ({} x {})", intermediate)):
+        if side in dims and math.prod(dims) == side * rows * seq_len:
+            return words.format(tokens, side)
+    activation = activation_words(dims, tokens=tokens, rows=rows, seq_len=seq_len, hidden=hidden, heads=heads)
+    return activation or weight or str(buffer)
+
+
+def weight_words(buffer: Buffer, dims: list[int], *, sides: set[int]) -> str:
+    """Base weights, an adapter or optimizer state by their sides, layers perhaps stacked in front; else empty."""
+    last = dims[-2:]
+    if len(dims) not in {2, 3} or not sides.intersection(last):
+        return ""
+    if min(last) <= MAX_LORA_RANK:
+        return f"adapter, its gradient or its optimizer state ({buffer}; lora.r, lora.targets)"
+    if not sides.issuperset(last):
+        return ""
+    moments = buffer.dtype == "f32" and buffer.kind != "temporary"
+    return f"{'optimizer state' if moments else 'base weights'} ({buffer})"
+
+
+def activation_words(dims: list[int], *, tokens: str, rows: int, seq_len: int, hidden: int, heads: int) -> str:
+    """What runs through the layers: their inputs, queries, keys and values, LoRA branches, angles; else empty."""
+    others = [size for at, size in enumerate(dims) if at != dims.index(seq_len)] if seq_len in dims else dims
+    total = math.prod(dims)
+    layers, left = divmod(total, rows * seq_len * hidden)
+    if left == 0 and hidden in others and layers == 1:
+        return f"layer inputs or outputs ({tokens} x {hidden})"
+    if left == 0 and hidden in others and dims[0] == layers:
+        return f"saved layer inputs (layers x {tokens} x {hidden}, layers = {layers})"
+    if dims == [seq_len, hidden // heads]:
+        return f"rotary angles ({seq_len} x {hidden // heads})"
+    if dims[:-1] in ([rows * seq_len], [rows, seq_len]) and dims[-1] <= MAX_LORA_RANK:
+        return f"LoRA branch ({tokens} x lora.r {dims[-1]})"
+    if len(others) >= 2 and seq_len in dims and hidden not in others and total % (rows * seq_len) == 0:
+        return f"queries, keys or values ({tokens}, {total // rows // seq_len} wide)"
+    return ""

@@ -1,0 +1,204 @@
+"""Everything that task=plan finds out, in one object; report.py and chart.py only show it."""
+
+from dataclasses import dataclass, field
+
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
+from tpu_experiments.planning.timing import Calibration, StepTime, StepWork
+from tpu_experiments.planning.work import GIB, FlopsPerToken, MemoryEstimate
+
+
+@dataclass(frozen=True)
+class ChipMemory:
+    """HBM of one chip during the largest program, in GiB."""
+
+    arguments: float
+    """Weights, optimizer state and batch."""
+    temporaries: float
+    outputs: float
+    """Outputs with buffers of their own; those that take the place of arguments are not counted again."""
+    limit: float
+    """What one program may take of the chip."""
+    classes: dict[str, float] = field(default_factory=dict)
+    """The same memory by what it holds, for example `base weights`; sums to `total` or less."""
+    source: str = "compiled"
+    """`compiled`: from the TPU's compiler. `analytic`: from formulas."""
+
+    @property
+    def total(self) -> float:
+        """At the peak."""
+        return self.arguments + self.temporaries + self.outputs
+
+    @property
+    def headroom(self) -> float:
+        """What is left; negative where it does not fit."""
+        return self.limit - self.total
+
+
+def chip_limit_gib(hw: HwConfig) -> float:
+    """GiB of HBM that one program may take; infinite on a CPU."""
+    if hw.chip is None:
+        return float("inf")
+    return hw.chip.program_hbm_gib or hw.chip.hbm_gib
+
+
+def analytic_chip_memory(estimate: MemoryEstimate, *, hw: HwConfig) -> ChipMemory:
+    """The formulas' estimate in the form of the compiler's."""
+    classes = {
+        "base weights": estimate.base,
+        "adapters" if estimate.base else "trained weights": estimate.adapters,
+        "optimizer state": estimate.optimizer,
+        "batch": estimate.batch,
+        "gradients": estimate.gradients,
+        "activations": estimate.activations,
+        "logits": estimate.logits,
+        "gathered weights": estimate.gathered,
+    }
+    return ChipMemory(
+        arguments=estimate.arguments,
+        temporaries=estimate.temporaries,
+        outputs=0.0,
+        limit=chip_limit_gib(hw),
+        classes={name: gib for name, gib in classes.items() if gib > 0},
+        source=estimate.source,
+    )
+
+
+@dataclass(frozen=True)
+class LargeBuffer:
+    """One entry of the compiler's out-of-memory report."""
+
+    num_bytes: int
+    shape: str
+    words: str
+    """What it holds, in the words of the config."""
+
+    @property
+    def gib(self) -> float:
+        """Its size in GiB."""
+        return self.num_bytes / GIB
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why the step does not fit."""
+
+    message: str
+    """First line of the compiler's own report."""
+    used_gib: float
+    limit_gib: float
+    buffers: tuple[LargeBuffer, ...] = ()
+    """Largest first."""
+    remedies: tuple[str, ...] = ()
+    """Nearest settings that fit, or are likely to, as overrides of the command line."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled program of the run."""
+
+    name: str
+    """`train`, `eval` or `sample`."""
+    stages: tuple[str, ...]
+    """Stages of the curriculum that use it."""
+    shape: str
+    """Rows and tokens, for example `1 x 8 x 2048`."""
+    compile_seconds: float | None
+    """Seconds on this machine; null where it was not compiled."""
+    fingerprint: str = ""
+    """Hash of the lowered program."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One try of the ladder of micro-batches."""
+
+    micro_batch: int
+    total_gib: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same run on another machine."""
+
+    hw: str
+    chips: int
+    fits: bool | None
+    """Null where nothing checked it."""
+    step_seconds: float
+    tokens_per_second: float
+    """Of the whole machine."""
+    hours: float | None
+    usd: Dollars
+    usd_per_million_tokens: Dollars
+    method: str
+    """`compiled` or `datasheet`."""
+    assumption: str = ""
+    """What a row that nothing compiled rests on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One config planned for one machine; the step is that of the stage that needs most memory."""
+
+    name: str
+    model: str
+    data: tuple[str, ...]
+    hw: HwConfig
+    sharding: str
+    global_batch: int
+    """Rows of one optimizer step over all chips."""
+    micro_batch: int
+    """Rows of one chip that pass through the model at once."""
+    seq_len: int
+    fits: bool
+    memory: ChipMemory
+    flops: FlopsPerToken
+    calibration: Calibration
+    method: str = "compiled"
+    """`compiled`: by the TPU's compiler. `analytic`: without libtpu, from formulas."""
+    shortage: Shortage | None = None
+    programs: tuple[Program, ...] = ()
+    work: StepWork | None = None
+    cycles_by_class: dict[str, int] = field(default_factory=dict)
+    time: StepTime | None = None
+    """Null where the step does not fit or nothing compiled it."""
+    run: RunLength | None = None
+    cost: Cost | None = None
+    ladder: tuple[Rung, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self.global_batch // (self.micro_batch * self.hw.num_devices)
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """Of all programs on this machine; null where none was compiled."""
+        known = [p.compile_seconds for p in self.programs if p.compile_seconds is not None]
+        return sum(known) if known else None
+
+    @property
+    def usd_per_million_tokens(self) -> Dollars:
+        """Of training in steady state."""
+        return usd_per_million_tokens(self.time, price=self.hw.price) if self.time else Dollars(None, None)
+
+    def as_comparison(self) -> Comparison | None:
+        """This plan as a row beside another; null without a step time."""
+        if self.time is None:
+            return None
+        return Comparison(
+            hw=self.hw.name,
+            chips=self.hw.num_devices,
+            fits=self.fits,
+            step_seconds=self.time.total_s,
+            tokens_per_second=self.time.tokens_per_second_per_chip * self.hw.num_devices,
+            hours=self.cost.hours if self.cost else None,
+            usd=self.cost.usd if self.cost else Dollars(None, None),
+            usd_per_million_tokens=self.usd_per_million_tokens,
+            method=self.time.method,
+        )

@@ -1,0 +1,280 @@
+"""A plan as JSON and as lines on the terminal; page.py makes a page of it, chart.py a picture."""
+
+from dataclasses import asdict
+from typing import Any
+
+from tpu_experiments.planning.money import Dollars
+from tpu_experiments.planning.plan import Comparison, Plan
+
+ESTIMATE = "estimate"
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The content of plan.json; what is not known is null."""
+    return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | {"versions": plan.versions}
+
+
+def _what(plan: Plan) -> dict[str, Any]:
+    hw = plan.hw
+    return {
+        "name": plan.name,
+        "method": plan.method,
+        "model": plan.model,
+        "data": list(plan.data),
+        "hw": hw.name,
+        "topology": hw.topology,
+        "chips": hw.num_devices,
+        "chip": asdict(hw.chip) if hw.chip else None,
+        "parallel": hw.parallel,
+        "sharding": plan.sharding,
+        "global_batch": plan.global_batch,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "seq_len": plan.seq_len,
+        "notes": list(plan.notes),
+    }
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    memory, shortage = plan.memory, plan.shortage
+    return {
+        "fits": plan.fits,
+        "hbm_gib_per_chip": {
+            "arguments": memory.arguments,
+            "temporaries": memory.temporaries,
+            "outputs": memory.outputs,
+            "total": memory.total,
+            "limit": memory.limit,
+            "headroom": memory.headroom,
+            "classes": memory.classes,
+            "source": memory.source,
+        },
+        "does_not_fit": None
+        if shortage is None
+        else {
+            "message": shortage.message,
+            "used_gib": shortage.used_gib,
+            "limit_gib": shortage.limit_gib,
+            "largest_buffers": [{"gib": b.gib, "shape": b.shape, "what": b.words} for b in shortage.buffers],
+            "remedies": list(shortage.remedies),
+        },
+        "micro_batch_ladder": [asdict(rung) for rung in plan.ladder],
+        "num_programs": len(plan.programs),
+        "programs": [asdict(program) for program in plan.programs],
+        "compile_seconds": plan.compile_seconds,
+    }
+
+
+def _effort(plan: Plan) -> dict[str, Any]:
+    time, work = plan.time, plan.work
+    transfers = work.transfers if work else ()
+    return {
+        "flops_per_token": plan.flops.total,
+        "flops_per_token_parts": asdict(plan.flops) | {"model": plan.flops.model},
+        "collectives": [
+            {
+                "kind": t.kind,
+                "count": t.count,
+                "bytes": t.num_bytes,
+                "overlapped": t.num_overlapped,
+                "chips": t.group_size,
+            }
+            for t in transfers
+        ],
+        "kernels": [asdict(kernel) for kernel in work.kernels] if work else [],
+        "estimated_cycles": work.cycles if work else None,
+        "estimated_cycles_by_class": plan.cycles_by_class,
+        "estimated_step_seconds": time.total_s if time else None,
+        "estimated_step_parts": {
+            "compute": time.compute_s,
+            "kernels": time.kernels_s,
+            "network": time.network_s,
+            "exposed_network": time.exposed_network_s,
+            "uncalibrated_total": time.uncalibrated_s,
+        }
+        if time
+        else None,
+        "tokens_per_second_per_chip": time.tokens_per_second_per_chip if time else None,
+        "rows_per_second": plan.global_batch / time.total_s if time else None,
+        "mfu": time.mfu if time else None,
+        "bound_by": time.bound_by if time else None,
+        "calibration": asdict(plan.calibration),
+    }
+
+
+def _length(plan: Plan) -> dict[str, Any]:
+    cost, run = plan.cost, plan.run
+    million = plan.usd_per_million_tokens
+    return {
+        "hours": cost.hours if cost else None,
+        "hours_range": cost.hours_range if cost else None,
+        "usd": asdict(cost.usd) if cost else asdict(Dollars(None, None)),
+        "usd_range": asdict(cost.usd_range) if cost else None,
+        "usd_per_epoch": asdict(cost.usd_per_epoch) if cost else None,
+        "usd_per_million_tokens": million.on_demand,
+        "usd_per_million_tokens_spot": million.spot,
+        "spot_saving": cost.spot_saving if cost else None,
+        "price": asdict(plan.hw.price) if plan.hw.price else None,
+        "run": None
+        if run is None
+        else {
+            "optimizer_steps": run.steps,
+            "tokens": run.tokens,
+            "epochs": run.epochs,
+            "seconds": run.parts,
+            "stages": [asdict(stage) for stage in run.stages],
+            "assumptions": list(run.notes),
+        },
+        "comparisons": [asdict(row) for row in plan.comparisons],
+    }
+
+
+def plan_table(plan: Plan) -> str:
+    """What a terminal shows."""
+    return "\n".join(f"  {label:<13} {text}" if label else f"  {'':<13} {text}" for label, text in summary_rows(plan))
+
+
+def summary_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Label and text of every line; an empty label goes on with the line above."""
+    hw, memory = plan.hw, plan.memory
+    rows = [
+        (
+            "plan",
+            f"{plan.model} on {hw.name} ({hw.num_devices} x {hw.chip.name if hw.chip else hw.device}), {plan.method}",
+        ),
+        (
+            "batch",
+            f"{plan.global_batch} rows = {plan.micro_batch} per chip x {plan.accumulation} accumulated x "
+            f"{hw.num_devices} chips, {plan.seq_len:,} tokens a row",
+        ),
+        (
+            "fits" if plan.fits else "DOES NOT FIT",
+            f"{memory.total:.2f} of {memory.limit:.2f} GiB per chip, {memory.headroom:+.2f} GiB head-room "
+            f"({memory.source})",
+        ),
+        *(("", f"{gib:7.2f} GiB  {name}") for name, gib in memory.classes.items()),
+        *_shortage_rows(plan),
+        *_program_rows(plan),
+        ("work", f"{plan.flops.total / 1e9:.2f} GFLOP per token, of which {_parts_of_flops(plan)}"),
+    ]
+    return (
+        rows + _time_rows(plan) + _money_rows(plan) + _comparison_rows(plan) + [("note", note) for note in plan.notes]
+    )
+
+
+def _shortage_rows(plan: Plan) -> list[tuple[str, str]]:
+    if plan.shortage is None:
+        return []
+    buffers = [("", f"{b.gib:7.2f} GiB  {b.words}  {b.shape}") for b in plan.shortage.buffers]
+    return [("compiler", plan.shortage.message), *buffers, *(("try", remedy) for remedy in plan.shortage.remedies)]
+
+
+def _program_rows(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.programs:
+        return []
+    seconds = plan.compile_seconds
+    compiled = "not compiled" if seconds is None else f"compiled in {seconds:.0f} s here"
+    names = ", ".join(f"{p.name} {p.shape}" for p in plan.programs)
+    return [("programs", f"{len(plan.programs)} in all, {compiled}: {names}")]
+
+
+def _parts_of_flops(plan: Plan) -> str:
+    parts = {name.replace("_", " "): value for name, value in asdict(plan.flops).items() if value}
+    return ", ".join(f"{name} {100 * value / plan.flops.total:.0f} %" for name, value in parts.items())
+
+
+def _time_rows(plan: Plan) -> list[tuple[str, str]]:
+    time, calibration = plan.time, plan.calibration
+    if time is None:
+        return [("time", "no estimate: the step was not compiled")]
+    error = "" if calibration.relative_error is None else f", +-{100 * calibration.relative_error:.0f} %"
+    parts = f"XLA {time.compute_s:.3f} + kernels {time.kernels_s:.3f} + exposed network {time.exposed_network_s:.3f} s"
+    return [
+        (
+            "step",
+            f"{time.total_s:.3f} s ({ESTIMATE}, {time.method}), bound by {time.bound_by}, MFU {100 * time.mfu:.1f} %",
+        ),
+        ("", f"{parts}, x {calibration.factor:.3f} (calibration: {calibration.source}{error})"),
+        (
+            "speed",
+            f"{time.tokens_per_second_per_chip:,.0f} tokens/s per chip, {plan.global_batch / time.total_s:,.1f} rows/s",
+        ),
+    ]
+
+
+def _money_rows(plan: Plan) -> list[tuple[str, str]]:
+    rows, cost, run = [], plan.cost, plan.run
+    if cost and run:
+        span = f" ({cost.hours_range[0]:.2f} to {cost.hours_range[1]:.2f})" if cost.hours_range else ""
+        parts = ", ".join(f"{name} {seconds / 3600:.2f}" for name, seconds in run.parts.items() if seconds)
+        rows += [("run", f"{run.steps:,} steps, {run.tokens:,} tokens, {cost.hours:.2f} h{span}: {parts}")]
+        rows += [("money", f"{both(cost.usd)} for the run; {both(cost.usd_per_epoch)} per epoch")]
+    if plan.time and plan.hw.price is not None:
+        price = plan.hw.price
+        rows += [
+            ("", f"{both(plan.usd_per_million_tokens)} per million tokens in steady state"),
+            ("price", f"{price.region}, {price.date}: {price.source}"),
+        ]
+    if plan.hw.price is None:
+        rows += [("price", f"none is known for hw={plan.hw.name}; hw.price in conf/hw takes one")]
+    return rows
+
+
+def _comparison_rows(plan: Plan) -> list[tuple[str, str]]:
+    rows = [("beside", " ".join(f"{cell:>12}" for cell in row)) for row in comparison_cells(plan)]
+    return rows + [("assumed", assumption) for assumption in assumptions(plan)]
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What the length of the run and the rows of other machines rest on."""
+    return [*(plan.run.notes if plan.run else ()), *(row.assumption for row in plan.comparisons if row.assumption)]
+
+
+def comparison_cells(plan: Plan) -> list[tuple[str, ...]]:
+    """Header and one row per machine, this plan's first; empty without a comparison."""
+    own = plan.as_comparison()
+    if not plan.comparisons:
+        return []
+    rows = [*([own] if own else []), *plan.comparisons]
+    header = (
+        "hw",
+        "chips",
+        "fits",
+        "step s",
+        "tokens/s",
+        "speed-up",
+        "hours",
+        "$ spot",
+        "$ listed",
+        "$/M tokens",
+        "from",
+    )
+    return [header, *(_cells(row, slowest=min(r.tokens_per_second for r in rows)) for row in rows)]
+
+
+def _cells(row: Comparison, *, slowest: float) -> tuple[str, ...]:
+    return (
+        row.hw,
+        str(row.chips),
+        {True: "yes", False: "no", None: "?"}[row.fits],
+        f"{row.step_seconds:.3f}",
+        f"{row.tokens_per_second:,.0f}",
+        f"{row.tokens_per_second / slowest:.1f}x",
+        "-" if row.hours is None else f"{row.hours:.2f}",
+        amount(row.usd.spot),
+        amount(row.usd.on_demand),
+        amount(row.usd_per_million_tokens.on_demand),
+        row.method,
+    )
+
+
+def both(dollars: Dollars) -> str:
+    """`$1.20 spot, $3.40 on demand`."""
+    return f"{amount(dollars.spot)} spot, {amount(dollars.on_demand)} on demand"
+
+
+def amount(usd: float | None) -> str:
+    """Two decimals, more below a dollar; `-` where unknown."""
+    if usd is None:
+        return "-"
+    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"

@@ -1,0 +1,174 @@
+"""The trainer's own programs on placeholders: shapes and data types without buffers, so a 7B model takes no memory.
+
+`TracingRuntime` stands where the trainer expects its devices. What the trainer places becomes a placeholder, and a
+program is not run but lowered: its HLO, and for every argument what it is and how the run would split it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.runtime.base import Counters, Program
+from tpu_experiments.runtime.sharding import ShardingTable
+
+BATCH = "batch/"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a program."""
+
+    name: str
+    """Of the parameter, `<parameter>/<slot>` of optimizer state, `batch/<tensor>`, or empty for a constant."""
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    """Mesh axis that each dimension is split over."""
+    alias: int | None = None
+    """The output that takes its place, since the run writes new values where the old ones were."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One program of a run, before it is compiled."""
+
+    name: str
+    """`train`, `evaluate` or `sample`."""
+    shape: tuple[int, ...]
+    """Of the batch's token ids."""
+    hlo: bytes = field(repr=False)
+    """Serialized HloModuleProto."""
+    arguments: tuple[Argument, ...] = field(repr=False)
+    num_partitions: int
+    """Chips the compiler splits the program over (spmd)."""
+    num_replicas: int
+    """Processes that run it side by side (spawn)."""
+    trace_seconds: float
+
+
+class TracingRuntime:
+    """A `Runtime` without devices, whose programs are lowered instead of run."""
+
+    def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
+        self.device = torch_xla.device()
+        # Starts autograd's queue for XLA; without it the first backward pass in this process aborts.
+        torch.ones(2, device=self.device, requires_grad=True).sum().backward()
+        self.num_devices = hw.num_devices
+        self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
+        self.is_sharded = hw.parallel == "spmd"
+        self.table = ShardingTable(sharding, num_devices=hw.num_devices)
+        self.placed: list[tuple[str, Tensor]] = []
+
+    def seed(self, value: int) -> None:
+        xm.set_rng_state(value, str(self.device))
+
+    def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        placeholder = xb.create_placeholder_tensor(tensor.shape, tensor.dtype)
+        self.placed.append((name, placeholder))
+        return placeholder
+
+    def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
+        return {name: xb.create_placeholder_tensor(t.shape, t.dtype) for name, t in batch.items()}
+
+    @contextmanager
+    def feed(self, batches: Any, *, rows_dim: int, settings: Any) -> Iterator[Iterator[Any]]:
+        raise NotImplementedError("a plan has no data")
+
+    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str) -> Program[Any]:
+        return function  # type: ignore[return-value]
+
+    def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.world_size == 1:
+            return tensors
+        summed = [t.clone() for t in tensors]
+        # As xm.all_reduce, which leaves the sum out where this process is alone.
+        torch_xla._XLAC._xla_all_reduce_inplace(xm.REDUCE_SUM, summed, 1.0, [list(range(self.world_size))], True)
+        return summed
+
+    def any_process(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self, tag: str) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def memory_gib(self) -> float | None:
+        return None
+
+    def lower(
+        self,
+        function: Callable[[dict[str, Tensor]], Any],
+        *,
+        name: str,
+        batch: Mapping[str, Tensor],
+        rows_dim: int,
+        renewed: Callable[[Any], Sequence[tuple[Tensor, Tensor]]] = lambda out: (),
+    ) -> Lowered:
+        """The program of `function` for host tensors like `batch`.
+
+        Args:
+            rows_dim: dimension of the batch that is split over the devices.
+            renewed: from the function's result, (placeholder, the value that is written into it) of everything that
+                the run changes.
+        """
+        started = time.perf_counter()
+        sent = self.put(batch, rows_dim=rows_dim)
+        out = function(sent)
+        pairs = list(renewed(out))
+        new_values = [value for _, value in pairs]
+        known = {id(value) for value in new_values}
+        outputs = new_values + [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and id(t) not in known]
+        lowering = torch_xla._XLAC.lowering.LoweringContext()
+        lowering.build(outputs)
+        alias = {lowering.tensor_parameter_id(old): index for index, (old, _) in enumerate(pairs)}
+        return Lowered(
+            name,
+            tuple(batch["ids"].shape),
+            hlo=lowering.hlo(),
+            arguments=self._arguments(lowering, sent=sent, alias=alias, rows_dim=rows_dim),
+            num_partitions=self.num_devices if self.is_sharded else 1,
+            num_replicas=self.world_size,
+            trace_seconds=time.perf_counter() - started,
+        )
+
+    def _arguments(
+        self, lowering: Any, *, sent: Mapping[str, Tensor], alias: Mapping[int, int], rows_dim: int
+    ) -> tuple[Argument, ...]:
+        """By number; those that torch_xla made of values (a scalar it keeps on the device) have no name."""
+        by_number: dict[int, Argument] = {}
+        for name, tensor in [*self.placed, *((BATCH + key, tensor) for key, tensor in sent.items())]:
+            number, shape = lowering.tensor_parameter_id(tensor), tuple(tensor.shape)
+            if number >= 0:  # else the program does not read it
+                axes = self._axes(name, shape, rows_dim=rows_dim)
+                by_number[number] = Argument(name, shape, _kind(tensor), axes, alias.get(number))
+        of_values = lowering.device_parameter_id_tensor_mapping()
+        for number in of_values.keys() - by_number.keys():
+            value = of_values[number]
+            by_number[number] = Argument("", tuple(value.shape), _kind(value), (None,) * value.ndim)
+        return tuple(by_number[number] for number in range(len(by_number)))
+
+    def _axes(self, name: str, shape: tuple[int, ...], *, rows_dim: int) -> tuple[str | None, ...]:
+        """As the run splits it: a parameter by the sharding table, a batch along its rows."""
+        if not self.is_sharded:
+            return (None,) * len(shape)
+        if name.startswith(BATCH):
+            return tuple("fsdp" if dim == rows_dim and len(shape) > 1 else None for dim in range(len(shape)))
+        return self.table.axes(name, shape)
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
