@@ -11,8 +11,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
-def plan(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "run.py", "task=plan", "~local", f"output_dir={folder}", "name=p", *overrides]
+def plan(folder: Path, *overrides: str, task: str = "plan") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "run.py", f"task={task}", "~local", f"output_dir={folder}", "name=p", *overrides]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
@@ -54,6 +54,24 @@ def test_what_was_compiled_is_remembered(planned: tuple[Path, dict[str, Any], st
     assert (
         json.loads((folder / "plans" / "p" / "plan.json").read_text())["estimated_cycles"] == first["estimated_cycles"]
     )
+
+
+def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str, Any], str]) -> None:
+    folder, first, _ = planned
+    settings = ("curriculum=three_epochs", "data=sample_text", f"prepare.folder={folder}/prepared")
+    unknown = plan(folder, "hw=v6e1", *settings)
+    assert unknown.returncode == 0, unknown.stderr[-3000:]
+    assert "data.sample_text is not prepared (task=prepare)" in unknown.stdout
+    assert json.loads((folder / "plans" / "p" / "plan.json").read_text())["hours"] is None
+    made = plan(folder, *settings, task="prepare")
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert plan(folder, "hw=v6e1", *settings).returncode == 0
+    [manifest] = (folder / "prepared").glob("sample_text-rows-*/manifest.json")
+    rows = json.loads(manifest.read_text())["splits"]["train"]["rows"]
+    found = json.loads((folder / "plans" / "p" / "plan.json").read_text())
+    assert found["run"]["optimizer_steps"] == -(-3 * rows // 16)
+    assert found["hours"] > 0
+    assert found["estimated_cycles"] == first["estimated_cycles"]
 
 
 def test_hardware_without_a_topology_is_refused(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_is_not_known_is_null() -> None:
     assert {fields[key] for key in ("estimated_step_seconds", "mfu", "bound_by", "hours", "compile_seconds")} == {None}
     assert fields["usd"] == {"spot": None, "on_demand": None}
     assert fields["does_not_fit"]["largest_buffers"] == [
-        {"gib": 2.0, "shape": "bf16[32,2048,2048]", "what": "attention scores"}
+        {"count": 1, "gib": 2.0, "shape": "bf16[32,2048,2048]", "what": "attention scores"}
     ]
 
 

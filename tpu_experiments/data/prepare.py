@@ -24,7 +24,7 @@ from tpu_experiments.data.audit.summary import audit_hash
 from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import spec_of
-from tpu_experiments.data.prepared import MANIFEST, PreparedSource, read_manifest
+from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.report import write_report
@@ -50,6 +50,8 @@ class Preparation:
     tokenizer: PreTrainedTokenizerBase
     readers: Mapping[str, Read]
     cache: CacheSettings | None = None
+    is_lookup: bool = False
+    """Nothing is made; `NotPrepared` is raised where something is missing."""
 
 
 def prepare(
@@ -75,6 +77,7 @@ def prepare(
             settings=how.settings,
             folder=how.folder,
             read=how.readers.get(name),
+            is_lookup=how.is_lookup,
         )
         rows = {n: _rows_of_length(tokens, source=sources[name], seq_len=n, how=how) for n in lengths}
         prepared[name] = PreparedSource(
@@ -95,6 +98,8 @@ def _rows_of_length(
     key = rows_key(tokens.key, source=source, settings=how.settings, seq_len=seq_len, pad_id=pad)
     folder = paths.join(how.folder, f"{tokens.spec.name}-rows-{seq_len}-{key}")
     manifest = read_manifest(folder)
+    if manifest is None and how.is_lookup:
+        raise NotPrepared(tokens.spec.name)
     if manifest is None:
         started = time.perf_counter()
         with PeakMemory() as memory:

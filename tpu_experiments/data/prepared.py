@@ -16,6 +16,10 @@ from tpu_experiments.io import paths
 MANIFEST = "manifest.json"
 
 
+class NotPrepared(Exception):
+    """A source has no prepared rows, and none were to be made."""
+
+
 @dataclass(frozen=True)
 class PreparedSource:
     """One source's rows by their length; picklable, and opened by each process for itself."""

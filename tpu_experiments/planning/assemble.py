@@ -1,7 +1,8 @@
 """From a traced and a compiled program to what the plan says of memory and work."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.hardware import HwConfig
@@ -67,9 +68,10 @@ def shortage_of(
         "intermediate": arch.intermediate_size,
         "heads": arch.num_attention_heads,
     }
-    buffers = tuple(
+    counted = Counter(
         LargeBuffer(b.bytes, str(b), classify(b, seq_len=seq_len, rows=rows, **sizes)) for b in report.buffers
     )
+    buffers = tuple(replace(buffer, count=count) for buffer, count in counted.items())
     first = next(line for line in compiled.error.splitlines() if "memory" in line)
     return Shortage(first, report.used_gib, report.limit_gib, buffers, remedies)
 

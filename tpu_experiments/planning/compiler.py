@@ -44,14 +44,15 @@ def main(folder: Path) -> None:
     request = json.loads((folder / REQUEST).read_text())
     os.environ.update(environment())
     answer: dict[str, Any] = {"versions": versions()}
+    started = time.perf_counter()
     try:
         topology = _topology(request["topology"], num_chips=request["num_chips"])
-        started = time.perf_counter()
         executable = _compiled(request, (folder / PROGRAM).read_bytes(), topology=topology)
-        answer |= {"seconds": time.perf_counter() - started, "memory": asdict(_memory(executable))}
+        answer["memory"] = asdict(_memory(executable))
         (folder / OPTIMIZED).write_text(executable.hlo_modules()[0].to_string())
     except Exception as error:  # jaxlib has one type for every complaint of the compiler
         answer["error"] = f"{type(error).__name__}: {error}"
+    answer["seconds"] = time.perf_counter() - started
     (folder / ANSWER).write_text(json.dumps(answer))
 
 

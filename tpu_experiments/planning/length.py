@@ -14,29 +14,27 @@ EVALUATION_SHARE = 1 / 3
 
 
 def run_length(
-    config: Config, stages: Sequence[Stage], *, times: Mapping[str, StepTime | None], base_gib: float
+    config: Config,
+    stages: Sequence[Stage],
+    *,
+    steps: Mapping[str, int | None],
+    times: Mapping[str, StepTime | None],
+    base_gib: float,
 ) -> tuple[RunLength | None, list[str]]:
-    """The run's length, and what was assumed or is not known; None where a stage's steps or time are not known.
+    """The run's length, and what was assumed; None where the steps or the time of a stage are not known.
 
     Args:
+        steps: optimizer steps of every stage.
         times: of one step of every stage.
         base_gib: frozen weights of one chip.
     """
-    open_ended = [stage.name for stage in stages if stage.steps is None and config.trainer.max_stage_steps is None]
-    if open_ended:
-        return None, [
-            f"stage {name} is {next(s.epochs for s in stages if s.name == name)} epochs of its rows, whose number is "
-            "not looked up yet: hours and dollars of the whole run need curriculum stages in steps"
-            for name in open_ended
-        ]
     lengths = []
     for stage in stages:
-        time = times[stage.name]
-        if time is None:
+        time, num_steps = times[stage.name], steps[stage.name]
+        if time is None or num_steps is None:
             return None, []
-        steps = min(n for n in (stage.steps, config.trainer.max_stage_steps) if n is not None)
-        tokens = steps * stage.geometry.global_rows * stage.geometry.seq_len
-        lengths.append(StageLength(stage.name, steps, time.total_s, tokens))
+        tokens = num_steps * stage.geometry.global_rows * stage.geometry.seq_len
+        lengths.append(StageLength(stage.name, num_steps, time.total_s, tokens, stage.epochs))
     total = sum(length.steps for length in lengths)
     every = config.trainer.eval_every_steps
     num_evaluations = 2 + (total // every if every else 0)

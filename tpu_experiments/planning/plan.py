@@ -72,10 +72,12 @@ class LargeBuffer:
     shape: str
     words: str
     """What it holds, in the words of the config."""
+    count: int = 1
+    """Buffers of this kind among those that the compiler lists."""
 
     @property
     def gib(self) -> float:
-        """Its size in GiB."""
+        """Size of one in GiB."""
         return self.num_bytes / GIB
 
 

@@ -55,7 +55,9 @@ def _memory(plan: Plan) -> dict[str, Any]:
             "message": shortage.message,
             "used_gib": shortage.used_gib,
             "limit_gib": shortage.limit_gib,
-            "largest_buffers": [{"gib": b.gib, "shape": b.shape, "what": b.words} for b in shortage.buffers],
+            "largest_buffers": [
+                {"count": b.count, "gib": b.gib, "shape": b.shape, "what": b.words} for b in shortage.buffers
+            ],
             "remedies": list(shortage.remedies),
         },
         "micro_batch_ladder": [asdict(rung) for rung in plan.ladder],
@@ -165,8 +167,12 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
 def _shortage_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.shortage is None:
         return []
-    buffers = [("", f"{b.gib:7.2f} GiB  {b.words}  {b.shape}") for b in plan.shortage.buffers]
+    buffers = [("", f"{_times(b.count)}{b.gib:7.2f} GiB  {b.words}  {b.shape}") for b in plan.shortage.buffers]
     return [("compiler", plan.shortage.message), *buffers, *(("try", remedy) for remedy in plan.shortage.remedies)]
+
+
+def _times(count: int) -> str:
+    return f"{count} x" if count > 1 else ""
 
 
 def _program_rows(plan: Plan) -> list[tuple[str, str]]:

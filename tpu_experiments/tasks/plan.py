@@ -13,6 +13,7 @@ from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.prepared import NotPrepared
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.stopwatch import Stopwatch
@@ -23,14 +24,15 @@ from tpu_experiments.planning.chart import plan_chart_svg
 from tpu_experiments.planning.compiled import Compiled, compile_program
 from tpu_experiments.planning.hlo import read_program
 from tpu_experiments.planning.length import run_length
-from tpu_experiments.planning.money import cost_of
+from tpu_experiments.planning.money import RunLength, cost_of
 from tpu_experiments.planning.page import plan_markdown
 from tpu_experiments.planning.plan import ChipMemory, Plan, Program
 from tpu_experiments.planning.report import plan_json, plan_table
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.planning.work import FlopsPerToken, flops_of_token
-from tpu_experiments.training.inputs import RunInputs
+from tpu_experiments.training.inputs import RunInputs, shuffled_rows, stage_steps
+from tpu_experiments.training.sources import prepare_sources, tokenizer_for
 from tpu_experiments.training.step import ROW_TENSORS
 
 log = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ def assembled(config: Config, trainer: Any, planned: Mapping[Shape, Planned]) ->
     shortage = shortage_of(chosen.compiled, chosen.memory, arch=arch, rows=micro, seq_len=seq_len, remedies=remedies)
     calibration = calibration_of(hw)
     times = {stage.name: planned[shape_of(stage, runtime=runtime)].time for stage in stages}
-    length, notes = run_length(config, stages, times=times, base_gib=chosen.memory.classes.get("base weights", 0.0))
+    length, notes = length_of(config, stages, times=times, memory=chosen.memory)
     return Plan(
         name=str(config.name),
         model=config.model.name,
@@ -136,6 +138,34 @@ def assembled(config: Config, trainer: Any, planned: Mapping[Shape, Planned]) ->
         versions=chosen.compiled.versions,
         notes=tuple(notes),
     )
+
+
+def length_of(
+    config: Config, stages: list[Stage], *, times: Mapping[str, StepTime | None], memory: ChipMemory
+) -> tuple[RunLength | None, list[str]]:
+    """The whole run in seconds, where it is known, and what was assumed or is missing."""
+    steps, unknown = steps_of(config, stages)
+    base_gib = memory.classes.get("base weights", 0.0)
+    length, notes = run_length(config, stages, steps=steps, times=times, base_gib=base_gib)
+    return length, [*unknown, *notes]
+
+
+def steps_of(config: Config, stages: list[Stage]) -> tuple[dict[str, int | None], list[str]]:
+    """Optimizer steps of every stage, and why some are not known: an epoch is as long as the prepared data."""
+    limit = config.trainer.max_stage_steps
+    steps = {stage.name: stage.steps and min(stage.steps, limit or stage.steps) for stage in stages}
+    if None not in steps.values():
+        return steps, []
+    try:
+        tokenizer = tokenizer_for(config)
+        sources = prepare_sources(config, tokenizer=tokenizer, stages=stages, is_lookup=True)
+    except NotPrepared as error:
+        return steps, [f"hours and dollars need the length of an epoch: data.{error} is not prepared (task=prepare)"]
+    except ConfigError as error:
+        return steps, [f"hours and dollars need the length of an epoch: {error}"]
+    inputs = RunInputs(tokenizer, sources, stages)
+    rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
+    return {stage.name: stage_steps(rows[stage.name], stage, config=config) for stage in stages}, []
 
 
 def plan_program(config: Config, trainer: Any, *, shape: Shape, flops: FlopsPerToken) -> Planned:

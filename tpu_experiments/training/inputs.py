@@ -65,8 +65,7 @@ def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> OrderedRow
     Raises:
         ConfigError: the stage needs more epochs than were written.
     """
-    parts = [inputs.sources[name].store("train", stage.geometry.seq_len) for name in stage.sources]
-    shuffled = StageRows(parts, names=stage.sources, seed=config.seed, stage_index=stage.index)
+    shuffled = shuffled_rows(inputs, stage, seed=config.seed)
     if config.loader.order == "permutation":
         return shuffled
     epochs = inputs.written.get(stage.index, [])
@@ -75,9 +74,15 @@ def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> OrderedRow
         [epoch.rows for epoch in epochs],
         origins=[epoch.origins_N for epoch in epochs],
         names=stage.sources,
-        counts=[part.num_rows for part in parts],
+        counts=[part.num_rows for part in shuffled.parts],
         num_positions=positions if stage.epochs is None else min(positions, shuffled.total_for(stage.epochs)),
     )
+
+
+def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> StageRows:
+    """The training rows of one stage in a permutation of each epoch."""
+    parts = [inputs.sources[name].store("train", stage.geometry.seq_len) for name in stage.sources]
+    return StageRows(parts, names=stage.sources, seed=seed, stage_index=stage.index)
 
 
 def stage_steps(rows: OrderedRows, stage: Stage, *, config: Config) -> int:

@@ -48,11 +48,12 @@ def prepared_folder(config: Config) -> str:
 
 
 def prepare_sources(
-    config: Config, *, tokenizer: PreTrainedTokenizerBase, stages: list[Stage]
+    config: Config, *, tokenizer: PreTrainedTokenizerBase, stages: list[Stage], is_lookup: bool = False
 ) -> dict[str, PreparedSource]:
     """Rows of every source at every length of the stages, made now or found as they are.
 
     Raises:
+        NotPrepared: some are missing, and `is_lookup` says to make none.
         ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
     """
     folder = prepared_folder(config)
@@ -69,7 +70,9 @@ def prepare_sources(
         config.data,
         data_size=config.data_size,
         seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
-        how=Preparation(config.prepare, folder, tokenizer, readers, cache if paths.is_remote(folder) else None),
+        how=Preparation(
+            config.prepare, folder, tokenizer, readers, cache if paths.is_remote(folder) else None, is_lookup
+        ),
     )
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
+from tpu_experiments.data.prepared import NotPrepared
 from tpu_experiments.data.reading.files import read_raw
 from tpu_experiments.data.reading.hub import read_hub
 from tpu_experiments.data.reading.locations import SourceFile, list_files
@@ -67,23 +68,25 @@ def tokenize_source(
     settings: PrepareConfig,
     folder: str,
     read: Read | None,
+    is_lookup: bool = False,
 ) -> TokenizedSource:
     """The source's blocks, made now, completed, or found as they are.
 
     Raises:
+        NotPrepared: they are not complete, and `is_lookup` says to make none.
         ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
     """
+    files = [] if read else list_files(spec)
     if read is None:
-        files = list_files(spec)
         spec = resolve_format(spec, files=files)
         content = content_of_files(files, spec=spec, folder=folder)
     else:
-        files = []
         content = content_of_documents(lambda: read(spec))
-    given = _Input(spec, files, read)
     key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer)
     target = paths.join(folder, f"{spec.name}-tokens-{key}")
     done = paths.join(target, BLOCKS)
+    if is_lookup and not paths.exists(done):
+        raise NotPrepared(spec.name)
     if not paths.exists(done):
         maker = BlockSettings(
             folder=target,
@@ -93,7 +96,7 @@ def tokenize_source(
             tokenizer=tokenizer,
             documents_folder=paths.join(target, "documents") if settings.documents == "keep" else None,
         )
-        paths.write_text_atomic(done, json.dumps(_make_all(given, maker=maker, settings=settings)))
+        paths.write_text_atomic(done, json.dumps(_make_all(_Input(spec, files, read), maker=maker, settings=settings)))
     made = json.loads(paths.read_text(done))
     _require_good_rows(made["first_bad_row"], spec=spec)
     return TokenizedSource(spec, key, target, made["blocks"], len(files), made["seconds"], made["peak_rss_gib"])
