@@ -6,7 +6,7 @@ import pytest
 
 from tpu_experiments.config.sources import ModelConfig
 from tpu_experiments.io import find
-from tpu_experiments.models.huggingface import _local_path
+from tpu_experiments.models.huggingface import local_path
 
 SAMPLE = "tpu_experiments/samples/tokenizer"
 
@@ -31,10 +31,10 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_data_and_models_search_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path, expected in {SAMPLE: find.REPOSITORY / SAMPLE, "org/model": None}.items():
-        assert _local_path(ModelConfig(name="m", path=path)) == expected
+        assert local_path(ModelConfig(name="m", path=path)) == expected
         assert find.find_local(path) == expected
     (tmp_path / "file").touch()
-    assert _local_path(ModelConfig(name="m", path="file")) is None, "a checkpoint is a folder"
+    assert local_path(ModelConfig(name="m", path="file")) is None, "a checkpoint is a folder"
 
 
 def test_near_misses(tmp_path: Path) -> None:
