@@ -45,24 +45,16 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     assert (folder / "plans" / "p" / "plan.svg").read_text().startswith("<svg")
 
 
-def test_what_was_compiled_is_remembered(planned: tuple[Path, dict[str, Any], str]) -> None:
-    folder, first, _ = planned
-    compiled = sorted((folder / "plans" / "compiled").iterdir())
-    again = plan(folder, "hw=v6e1", "seed=7", "optim.lr=1e-4")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert sorted((folder / "plans" / "compiled").iterdir()) == compiled
-    assert (
-        json.loads((folder / "plans" / "p" / "plan.json").read_text())["estimated_cycles"] == first["estimated_cycles"]
-    )
-
-
 def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str, Any], str]) -> None:
     folder, first, _ = planned
-    settings = ("curriculum=three_epochs", "data=sample_text", f"prepare.folder={folder}/prepared")
+    compiled = sorted((folder / "plans" / "compiled").iterdir())
+    settings = ("curriculum=three_epochs", "data=sample_text", f"prepare.folder={folder}/prepared", "seed=7")
     unknown = plan(folder, "hw=v6e1", *settings)
     assert unknown.returncode == 0, unknown.stderr[-3000:]
     assert "data.sample_text is not prepared (task=prepare)" in unknown.stdout
-    assert json.loads((folder / "plans" / "p" / "plan.json").read_text())["hours"] is None
+    found = json.loads((folder / "plans" / "p" / "plan.json").read_text())
+    assert found["hours"] is None
+    assert found["estimated_cycles"] == first["estimated_cycles"]
     made = plan(folder, *settings, task="prepare")
     assert made.returncode == 0, made.stderr[-3000:]
     assert plan(folder, "hw=v6e1", *settings).returncode == 0
@@ -71,7 +63,7 @@ def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str,
     found = json.loads((folder / "plans" / "p" / "plan.json").read_text())
     assert found["run"]["optimizer_steps"] == -(-3 * rows // 16)
     assert found["hours"] > 0
-    assert found["estimated_cycles"] == first["estimated_cycles"]
+    assert sorted((folder / "plans" / "compiled").iterdir()) == compiled, "what was compiled is remembered"
 
 
 def test_hardware_without_a_topology_is_refused(tmp_path: Path) -> None:
