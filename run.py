@@ -24,6 +24,7 @@ from yaml import MarkedYAMLError
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.help import help_text
 from tpu_experiments.config.load import require_single_choices, to_config
+from tpu_experiments.config.overlay import overlay_file, with_overlay
 from tpu_experiments.config.refusals import null_group, sentence, unreadable_yaml
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.io import paths
@@ -59,7 +60,7 @@ def run(config: Config) -> float | None:
 
 
 def run_point(config: Config, overrides: list[str]) -> float:
-    """Run one point of a sweep as a child and return its held-out loss; NaN when it failed, and the sweep goes on.
+    """Run one point of a sweep as a child; its held-out loss, NaN when it failed (the sweep goes on) or is no training.
 
     A process can initialise its devices once only, and the environment they read cannot change afterwards.
     """
@@ -71,7 +72,25 @@ def run_point(config: Config, overrides: list[str]) -> float:
     if code:
         print(f"sweep point {point} ended with exit code {code}; the sweep goes on", file=sys.stderr)
         return float("nan")
+    if config.task.name != "train":
+        return float("nan")
     return float(json.loads(paths.read_text(paths.join(output_dir, point, "result.json")))["eval_loss"])
+
+
+def laid_under(arguments: list[str]) -> list[str]:
+    """The command line with the overrides of the overlay that `+plan=FILE` names.
+
+    Raises:
+        ConfigError: there is no such file, or it is no overlay.
+    """
+    file = overlay_file(arguments)
+    if file is None:
+        return arguments
+    if not paths.exists(file):
+        raise ConfigError(
+            f"+plan={file}; there is no such file; task=plan task.explore=search writes one, best.yaml beside the plan."
+        )
+    return with_overlay(arguments, text=paths.read_text(file), file=file)
 
 
 def point_name(overrides: list[str]) -> str:
@@ -85,7 +104,10 @@ if __name__ == "__main__":
         print(help_text())
         sys.exit(0)
     try:
+        sys.argv[1:] = laid_under(sys.argv[1:])
         main()
+    except ConfigError as error:
+        refuse(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         refuse(sentence(error))
     except MarkedYAMLError as error:

@@ -253,6 +253,12 @@ case ${1:-} in
 esac
 prepare
 unset PYTHONHOME
+if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then
+    # Starting torch_xla and transformers compiles 4,000 modules (8 s of CPU) where their bytecode is not kept.
+    # What the variable is set for, a tree without __pycache__, holds.
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX=$venv/pycache
+fi
 export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
 cd -- "$root"
 exec -- "$@"

@@ -21,7 +21,9 @@ LAYER_OF = {
     "planning": 4,
     "tasks": 5,
 }
-NAMES_TORCH_XLA = {"runtime/xla.py", "runtime/launch.py", "planning/trace.py"}
+NAMES_TORCH_XLA = {f"runtime/{name}.py" for name in ("xla", "xla_loop", "xla_layout", "xla_attention", "launch")} | {
+    "planning/trace.py"
+}
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "tokenizers", "safetensors", "pyarrow"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

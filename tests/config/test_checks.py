@@ -68,6 +68,7 @@ CASES = {
         ["curriculum.stages.chat.seq_len=4096 is longer than model=tiny allows"],
     ),
     "no adapter target": (["lora.targets=[]"], ["lora.targets=[] with lora.r=16; name the modules", "lora=none"]),
+    "saved name": (["model.saved=[up_porj]"], ["model.saved has 'up_porj'", "Did you mean 'up_proj'?"]),
     "steps and epochs": (
         ["curriculum.stages.text.epochs=1"],
         ["curriculum.stages.text.steps=60 and curriculum.stages.text.epochs=1.0; only one can end the stage"],

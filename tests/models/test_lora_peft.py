@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tests.training.tiny import ARCHITECTURES, Run, plain_config, random_batch
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.forward import attention_masks, logits_of, row_losses
 from tpu_experiments.runtime.eager import EagerRuntime
@@ -32,7 +32,7 @@ def pair(request, make_config):
     config = make_config(*overrides(request.param))
     run = Run(config, EagerRuntime(config.hw))
     torch.manual_seed(config.seed)
-    base = AutoModelForCausalLM.from_config(run.model.source.config, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
     settings = LoraConfig(
         r=config.lora.r, lora_alpha=config.lora.alpha, target_modules=config.lora.targets, task_type="CAUSAL_LM"
     )
@@ -121,7 +121,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(make_config, tmp_path, i
         revision=None,
     )
     torch.manual_seed(config.seed)
-    base = AutoModelForCausalLM.from_config(run.model.source.config, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(tmp_path)).eval()
     rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_every_initialisation_starts_at_the_base_model(make_config, init):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(config.seed)
-    base = AutoModelForCausalLM.from_config(run.model.source.config, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
     rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
     masks = attention_masks(rows["segments"], config=base.config)
     with torch.no_grad():

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from tests.training.tiny import ARCHITECTURES, Run
+from tests.training.tiny import ARCHITECTURES, Run, plain_config
 from tpu_experiments.models.forward import attention_masks, logits_of, target_weights
 from tpu_experiments.runtime.eager import EagerRuntime
 
@@ -142,7 +142,7 @@ def test_long_documents_have_the_logits_of_transformers_own_masks(make_config, m
     with torch.no_grad():
         ours = logits_of(run.model.module, run.parameters, rows)
         torch.manual_seed(config.seed)
-        base = AutoModelForCausalLM.from_config(run.model.source.config, dtype=torch.float32).eval()
+        base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32).eval()
         theirs = base(input_ids=rows["ids"], use_cache=False).logits  # B is zero: the base model's own
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
@@ -150,7 +150,7 @@ def test_long_documents_have_the_logits_of_transformers_own_masks(make_config, m
 @pytest.mark.parametrize("model", ARCHITECTURES[:2])
 def test_the_window_matters(make_config, model):
     """Without it the same weights give other logits, so the test above can fail."""
-    config = make_config(f"model={model}", *TINY)
+    config = make_config(f"model={model}", "model.attention=sdpa", *TINY)
     run = Run(config, EagerRuntime(config.hw))
     rows = rows_of([96], total=96)
     with torch.no_grad():

@@ -7,6 +7,7 @@ from torch import Tensor
 from tpu_experiments.optim.adafactor import Adafactor
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import Optimizer, clip, global_norm
+from tpu_experiments.runtime.stacked import unstacked
 
 NUM_STEPS = 20
 LR = 3e-3
@@ -136,3 +137,30 @@ def test_clip_is_that_of_torch(limit):
 def test_no_limit_does_not_clip():
     grads = gradients()[-1]
     assert clip(grads, norm=global_norm(grads), limit=None) is grads
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adafactor])
+def test_a_stack_is_so_many_parameters(kind):
+    """Matrices and vectors of three layers, stacked or one by one: the same update, decay and state."""
+    settings = {
+        AdamW: {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
+        Adafactor: {"beta2_decay": -0.8, "eps1": 1e-30, "eps2": 1e-3, "clip_threshold": 1.0},
+    }
+    optimizer = kind(weight_decay=0.1, **settings[kind])
+    generator = torch.Generator().manual_seed(0)
+    names = ["layers.0:3:1.up.weight", "layers.0:3:1.norm.weight"]
+    whole = {names[0]: torch.randn(3, 6, 4, generator=generator), names[1]: torch.randn(3, 6, generator=generator)}
+    apart = unstacked(whole)
+    whole_state, state = optimizer.init(whole), optimizer.init(apart)
+    for _ in range(3):
+        grads = {name: torch.randn(p.shape, generator=generator) for name, p in whole.items()}
+        for name in grads:
+            grads[name][1] *= 100  # a layer that is unlike the others
+        whole, whole_state = optimizer.update(whole, grads, whole_state, lr=torch.tensor([0.1]))
+        apart, state = optimizer.update(apart, unstacked(grads), state, lr=torch.tensor([0.1]))
+    for name, value in unstacked(whole).items():
+        torch.testing.assert_close(value, apart[name])
+    slots = {f"{name}/{slot}": t for name, values in whole_state.items() for slot, t in values.items()}
+    for key, value in unstacked(slots).items():
+        name, _, slot = key.rpartition("/")
+        torch.testing.assert_close(value, state[name][slot])

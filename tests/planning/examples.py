@@ -5,8 +5,9 @@ from dataclasses import replace
 from tests.config.composing import composed
 from tpu_experiments.planning.compare import datasheet_comparison
 from tpu_experiments.planning.money import RunLength, StageLength, cost_of
-from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Plan, Program, Rung, Shortage
-from tpu_experiments.planning.timing import Calibration, KernelWork, StepWork, Transfer, step_time
+from tpu_experiments.planning.operations import Kernel, Transfer
+from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Plan, Program, Rung, Shortage, Tried
+from tpu_experiments.planning.timing import Calibration, StepWork, step_time
 from tpu_experiments.planning.work import flops_of_token
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,8 +31,18 @@ WORK = StepWork(
     dot_flops=3.0e14,
     model_flops=FLOPS.model * 8192,
     tokens=8192,
-    kernels=(KernelWork("flash_attention", 64, 2.7e11, 2.7e8),),
+    kernels=(Kernel("flash_attention", 64, 2.7e11, 2.7e8),),
     transfers=(Transfer("all-gather", 450, 2.9e10, 400, 8), Transfer("all-reduce", 2, 1.7e8, 0, 8)),
+)
+
+PROGRAMS = (
+    Program("train", ("text", "chat"), "1 x 4 x 2048", 111.0, 8.6, 1.25),
+    Program("eval", (), "8 x 2048", 30.5, 4.1, 0.4),
+)
+TRIED = (
+    Tried(("trainer.micro_batch_rows=4", "sharding=fsdp"), "fits", 8.6, 1.25),
+    Tried((), "fits", 8.6, 1.25),
+    Tried(("trainer.micro_batch_rows=64", "sharding=fsdp"), "pruned", 99.0, reason="formulas put it there"),
 )
 
 
@@ -53,6 +64,7 @@ def example_plan() -> Plan:
     t4 = composed("hw=t4x2").hw
     return Plan(
         name="mistral7b_wiki_ro_v6e8",
+        job="0123456789abcdef",
         model="mistral7b",
         data=("wiki_ro", "ultrachat_ro"),
         hw=hw,
@@ -64,7 +76,7 @@ def example_plan() -> Plan:
         memory=ChipMemory(2.2, 6.4, 0.0, 31.25, {"base weights": 1.7, "adapters": 0.2, "activations": 5.0}),
         flops=FLOPS,
         calibration=CALIBRATION,
-        programs=(Program("train", ("text", "chat"), "1 x 4 x 2048", 111.0), Program("eval", (), "8 x 2048", 30.5)),
+        programs=PROGRAMS,
         work=WORK,
         cycles_by_class={
             "matmul": 1_500_000_000,
@@ -75,8 +87,9 @@ def example_plan() -> Plan:
         time=time,
         run=run,
         cost=cost_of(run, price=hw.price, num_devices=8, calibration=CALIBRATION),
-        ladder=(Rung(4, 8.6, True), Rung(16, 33.0, False)),
-        comparisons=(datasheet_comparison(t4, flops=FLOPS, tokens_per_step=32 * 2048, run=run, fits=False),),
+        ladder=(Rung(4, 8.6, True), Rung(16, 33.0, False, 27.8)),
+        search=TRIED,
+        comparisons=(datasheet_comparison(t4, flops=FLOPS, tokens_per_step=32 * 2048, run=run, fits=None),),
         versions={"libtpu": "0.0.21", "torch_xla": "2.9.0"},
         notes=("the chat stage needs less",),
     )

@@ -20,7 +20,7 @@ from tpu_experiments.planning.compiler import sharding_text
 from tpu_experiments.runtime.env import variables
 
 LINE = re.compile(r"^\s*(ROOT )?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)$")
-CALLED = re.compile(r"(?<=to_apply=)[\w.\-]+")
+CALLED = re.compile(r"\b(to_apply|body|condition)=([\w.\-]+)")
 WITHOUT = re.compile(r", (?:metadata|sharding|frontend_attributes|origin)=\{.*?\}+")
 SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "s32", "int64": "s64"}
 
@@ -64,7 +64,7 @@ class Program:
             of_entry = line["op"] == "parameter" and computation == self.entry
             inside = line["operands"] if is_leaf and not of_entry else ""
             operands = [] if is_leaf else [self._hash(computation, operand) for operand in _operands(line)]
-            attributes = CALLED.sub(lambda match: self._root(match[0]), WITHOUT.sub("", line["rest"]))
+            attributes = CALLED.sub(lambda match: f"{match[1]}={self._root(match[2])}", WITHOUT.sub("", line["rest"]))
             text = f"{_plain(line['shape'])} {line['op']} {inside} {operands} {attributes}"
             self._known[computation, name] = hashlib.sha256(text.encode()).hexdigest()[:16]
         return self._known[computation, name]
@@ -92,10 +92,10 @@ def _split_of(rest: str) -> str:
 
 def signatures_of_plan(config: Config) -> dict[str, Signature]:
     """Of every program of the plan, by name and shape; the arguments are those that the plan hands to the compiler."""
-    from tpu_experiments.tasks.plan import lowered_programs
+    from tpu_experiments.tasks.plan.programs import trace_run
 
     found = {}
-    for program in lowered_programs(config):
+    for program in trace_run(config, which="train").programs:
         arguments: Counter[str] = Counter()
         for argument in program.arguments:
             split = _split_of(sharding_text(list(argument.axes), num_partitions=program.num_partitions))

@@ -3,17 +3,18 @@
 import pytest
 
 from tests.planning.hlo_programs import computation, cost, module
-from tpu_experiments.planning.hlo import Collective, read_program
+from tpu_experiments.planning.hlo import read_program
+from tpu_experiments.planning.operations import Transfer
 
 GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 WORK = f"w = f32[8] multiply(%b, %b){cost(5)}"
 LATE = WORK.replace("w =", "late =")
 
 
-def collective(*lines: str, before: str = "") -> Collective:
+def collective(*lines: str, before: str = "") -> Transfer:
     """The only collective of a program over 8 chips with arguments %a (bf16[64]) and %b (f32[8])."""
     main = computation("main", "a = bf16[64] parameter(0)", "b = f32[8] parameter(1)", *lines, entry=True)
-    (found,) = read_program(module(*([before] if before else []), main, num_partitions=8)).collectives
+    (found,) = read_program(module(*([before] if before else []), main, num_partitions=8)).transfers
     return found
 
 
@@ -29,16 +30,14 @@ def collective(*lines: str, before: str = "") -> Collective:
     ],
 )
 def test_bytes_and_group(line: str, kind: str, num_bytes: int, size: int) -> None:
-    assert collective(line) == Collective(
-        kind=kind, count=1, bytes=num_bytes, num_overlapped=0, overlapped_bytes=0, group_size=size
-    )
+    assert collective(line) == Transfer(kind, 1, num_bytes, 0, size)
 
 
 @pytest.mark.parametrize("between", [[], [WORK]])
 def test_a_start_and_a_done_with_work_between_overlap(between: list[str]) -> None:
     start = f"s = (bf16[64], bf16[256]) all-gather-start(%a), {GROUPS}, dimensions={{0}}"
     found = collective(start, *between, "ROOT x = bf16[256] all-gather-done(%s)", LATE)
-    assert (found.kind, found.count, found.bytes) == ("all-gather", 1, 512)
+    assert (found.kind, found.count, found.num_bytes) == ("all-gather", 1, 512)
     assert (found.num_overlapped, found.overlapped_bytes) == ((1, 512) if between else (0, 0))
 
 
@@ -48,7 +47,7 @@ def test_a_collective_wrapped_in_async_start_counts_once(between: list[str]) -> 
     lines = ["s = ((bf16[64]), bf16[256]) async-start(%a), calls=%inner", "u = bf16[256] async-update(%s)"]
     lines += [*between, "ROOT d = bf16[256] async-done(%u)", LATE]
     found = collective(*lines, before=inner)
-    assert (found.kind, found.count, found.bytes, found.num_overlapped) == ("all-gather", 1, 512, len(between))
+    assert (found.kind, found.count, found.num_bytes, found.num_overlapped) == ("all-gather", 1, 512, len(between))
 
 
 def test_a_fused_all_reduce_and_slice_is_a_reduce_scatter() -> None:
@@ -60,7 +59,7 @@ def test_a_fused_all_reduce_and_slice_is_a_reduce_scatter() -> None:
         "id = u32[] partition-id()", "ROOT x = bf16[9] dynamic-slice(%sum, %id), dynamic_slice_sizes={9}",
     )  # fmt: skip
     found = collective("ROOT f = bf16[9] fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1", before=inner)
-    assert (found.kind, found.count, found.bytes, found.num_overlapped) == ("reduce-scatter", 1, 144, 0)
+    assert (found.kind, found.count, found.num_bytes, found.num_overlapped) == ("reduce-scatter", 1, 144, 0)
 
 
 @pytest.mark.parametrize("between", [[], [WORK]])
@@ -79,5 +78,5 @@ def test_a_chain_overlaps_where_work_stands_before_its_end(between: list[str]) -
     fusion = "bf16[256] fusion(%a), kind=kCustom, calls="
     lines = [f"s = {fusion}%start", f"m = {fusion}%part", *between, f"ROOT d = {fusion}%done", LATE]
     found = collective(*lines, before="\n".join(parts))
-    assert (found.kind, found.count, found.bytes, found.group_size) == ("all-gather", 1, 512, 4)
+    assert (found.kind, found.count, found.num_bytes, found.group_size) == ("all-gather", 1, 512, 4)
     assert found.num_overlapped == len(between)

@@ -67,9 +67,9 @@ def test_a_million_tokens_is_a_price_of_the_steady_state() -> None:
 
 def test_two_t4_as_one_more_row() -> None:
     t4 = composed("hw=t4x2").hw
-    row = datasheet_comparison(t4, flops=FLOPS, tokens_per_step=40_000, run=RUN, fits=False)
+    row = datasheet_comparison(t4, flops=FLOPS, tokens_per_step=40_000, run=RUN, fits=True)
     speed = 2 * SHARE_OF_PEAK * 65e12 / FLOPS.total
-    assert (row.hw, row.chips, row.fits, row.method) == ("t4x2", 2, False, "datasheet")
+    assert (row.hw, row.chips, row.fits, row.method) == ("t4x2", 2, True, "datasheet")
     assert row.tokens_per_second == pytest.approx(speed)
     assert row.step_seconds == pytest.approx(40_000 / speed)
     training = RUN.tokens / speed
@@ -86,7 +86,13 @@ def test_a_machine_without_datasheet_cannot_be_compared() -> None:
 def test_a_plan_is_a_row_of_the_same_kind() -> None:
     plan = example_plan()
     row = plan.as_comparison()
-    assert row is not None
     assert plan.time is not None
     assert row.tokens_per_second == pytest.approx(32 * 2048 / plan.time.total_s)
-    assert replace(plan, time=None).as_comparison() is None
+    without = replace(plan, fits=False, time=None, cost=None).as_comparison()
+    assert (without.step_seconds, without.tokens_per_second, without.fits) == (None, None, False)
+
+
+def test_two_t4_that_do_not_hold_the_step_have_no_time() -> None:
+    row = datasheet_comparison(composed("hw=t4x2").hw, flops=FLOPS, tokens_per_step=40_000, run=RUN, fits=False)
+    assert (row.fits, row.step_seconds, row.hours, row.usd) == (False, None, None, Dollars(None, None))
+    assert row.assumption == "t4x2: by formulas the step does not fit into a T4's memory, one row at a time"

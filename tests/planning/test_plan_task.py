@@ -1,4 +1,4 @@
-"""task=plan end to end: the tiny model compiled for one v6e chip by the TPU's own compiler."""
+"""task=plan end to end: a model of one layer compiled for one v6e chip by the TPU's own compiler."""
 
 import json
 import subprocess
@@ -8,18 +8,28 @@ from typing import Any
 
 import pytest
 
+from tests.config.composing import composed
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.planning.decoder import read_decoder
+from tpu_experiments.training.inputs import RunInputs, expected_programs
+
 REPOSITORY = Path(__file__).parents[2]
+SMALL = ("hw=v6e1", "model.init=random", "model.arch.num_hidden_layers=1")
 
 
 def plan(folder: Path, *overrides: str, task: str = "plan") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "run.py", f"task={task}", "~local", f"output_dir={folder}", "name=p", *overrides]
+    """run.py with `name=p` unless the overrides say otherwise."""
+    flags = [override for override in overrides if override == "-m"]
+    overrides = tuple(override for override in overrides if override != "-m")
+    command = [sys.executable, "run.py", *flags, f"task={task}", "~local", f"output_dir={folder}", *overrides]
+    command += [] if any(override.startswith("name=") for override in overrides) else ["name=p"]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("plan")
-    done = plan(folder, "hw=v6e1")
+    done = plan(folder, *SMALL)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, json.loads((folder / "plans" / "p" / "plan.json").read_text()), done.stdout
 
@@ -29,12 +39,21 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     hbm = found["hbm_gib_per_chip"]
     assert found["fits"]
     assert found["method"] == "compiled"
-    # 1,467,520 parameters in float32 and two moments of 155,648, and nothing written twice.
-    assert 4 * (1_467_520 + 2 * 155_648) / 2**30 < hbm["arguments"] < 0.01
+    config = composed(*SMALL, "task=plan")
+    parameters = read_decoder(config.model.arch).parameters + 38_912
+    # In float32, with two moments of the 38,912 of the adapters, and nothing written twice.
+    assert 4 * (parameters + 2 * 38_912) / 2**30 < hbm["arguments"] < 0.01
     assert hbm["limit"] == 31.25
     assert 0 < hbm["outputs"] < 1e-5
-    assert found["num_programs"] == 3
-    assert found["compile_seconds"] > 1
+    assert found["num_programs"] == expected_programs(RunInputs(None, {}, resolve_stages(config)), config) == 3
+    assert [program["name"] for program in found["programs"]] == ["train", "eval", "sample"]
+    assert all(program["compile_seconds"] > 0.5 for program in found["programs"])
+    assert found["compile_seconds"] == pytest.approx(sum(program["compile_seconds"] for program in found["programs"]))
+    train, evaluation, sample = (program["estimated_seconds"] for program in found["programs"])
+    assert train > evaluation > sample > 0
+    # Two evaluations at the ends, one within each stage of 60 steps, each of 2 x 8 batches; two samples of 48 tokens.
+    assert found["run"]["seconds"]["evaluation"] == pytest.approx(4 * 2 * 8 * evaluation + 2 * 48 * sample)
+    assert "no other can appear" in printed
     assert 0 < found["mfu"] < 1
     assert found["tokens_per_second_per_chip"] > 1000
     assert found["hours"] > 0
@@ -49,7 +68,7 @@ def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str,
     folder, first, _ = planned
     compiled = sorted((folder / "plans" / "compiled").iterdir())
     settings = ("curriculum=three_epochs", "data=sample_text", f"prepare.folder={folder}/prepared", "seed=7")
-    unknown = plan(folder, "hw=v6e1", *settings)
+    unknown = plan(folder, *SMALL, *settings)
     assert unknown.returncode == 0, unknown.stderr[-3000:]
     assert "data.sample_text is not prepared (task=prepare)" in unknown.stdout
     found = json.loads((folder / "plans" / "p" / "plan.json").read_text())
@@ -57,13 +76,55 @@ def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str,
     assert found["estimated_cycles"] == first["estimated_cycles"]
     made = plan(folder, *settings, task="prepare")
     assert made.returncode == 0, made.stderr[-3000:]
-    assert plan(folder, "hw=v6e1", *settings).returncode == 0
+    assert plan(folder, *SMALL, *settings).returncode == 0
     [manifest] = (folder / "prepared").glob("sample_text-rows-*/manifest.json")
     rows = json.loads(manifest.read_text())["splits"]["train"]["rows"]
     found = json.loads((folder / "plans" / "p" / "plan.json").read_text())
     assert found["run"]["optimizer_steps"] == -(-3 * rows // 16)
     assert found["hours"] > 0
     assert sorted((folder / "plans" / "compiled").iterdir()) == compiled, "what was compiled is remembered"
+
+
+def test_the_search_finds_the_largest_batch_that_a_small_chip_holds(
+    planned: tuple[Path, dict[str, Any], str],
+) -> None:
+    """A limit between what 8 and 16 rows take, both by the real compiler; the second try compiles nothing."""
+    folder, first, _ = planned
+    limit = f"hw.chip.program_hbm_gib={0.9 * first['hbm_gib_per_chip']['total']:.6f}"
+    axes = "task.search.axes={trainer.micro_batch_rows:[8,16]}"
+    searched = plan(folder, *SMALL, "name=s", limit, axes, "task.explore=search", "task.search.prune_above=99")
+    assert searched.returncode == 0, searched.stderr[-3000:]
+    found = json.loads((folder / "plans" / "s" / "plan.json").read_text())
+    outcomes = {" ".join(each["overrides"]): each["outcome"] for each in found["search"]}
+    assert outcomes == {
+        "trainer.micro_batch_rows=8": "fits",
+        "trainer.micro_batch_rows=16": "too large",
+        "": "too large",
+    }
+    assert found["fits"]
+    assert (found["micro_batch"], found["accumulation"]) == (8, 2)
+    best = folder / "plans" / "s" / "best.yaml"
+    assert f"+plan={best}" in searched.stdout
+    assert best.read_text().endswith("\ntrainer.micro_batch_rows: 8\n")
+    compiled = sorted((folder / "plans" / "compiled").iterdir())
+    again = plan(folder, *SMALL, "name=t", limit, "task.explore=ladder", f"+plan={best}")
+    assert again.returncode == 0, again.stderr[-3000:]
+    found = json.loads((folder / "plans" / "t" / "plan.json").read_text())
+    assert {rung["micro_batch"]: rung["fits"] for rung in found["micro_batch_ladder"]} == {8: True, 16: False}
+    assert sorted((folder / "plans" / "compiled").iterdir()) == compiled
+
+
+def test_a_sweep_over_machines_ends_with_all_of_them_side_by_side(tmp_path: Path) -> None:
+    done = plan(tmp_path, "-m", "hw=v6e1,colab", "task.method=analytic")
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = done.stdout.rpartition("  plan ")[2].split("  beside")
+    assert [line.split()[0] for line in last[1:]] == ["hw", "colab", "v6e1", "t4x2"]
+
+
+def test_an_unknown_topology_ends_with_exit_code_2(tmp_path: Path) -> None:
+    done = plan(tmp_path, *SMALL, "hw.topology=v9e:1x1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: hw.topology=v9e:1x1; the TPU compiler has no such slice")
 
 
 def test_hardware_without_a_topology_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,6 @@ def signatures(kind: str, *overrides: str) -> dict[str, Any]:
 def test_the_plans_training_program_is_the_runs() -> None:
     planned, run = signatures("plan", *SHARDED), signatures("run", *SHARDED)
     [name] = run
-    assert len(run[name]["outputs"]) > 50, "outputs that differ have hashes that differ"
+    assert len(run[name]["outputs"]) > 40, "outputs that differ have hashes that differ"
     assert planned[name]["arguments"] == run[name]["arguments"]
     assert planned[name]["outputs"] == run[name]["outputs"]

@@ -7,12 +7,11 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import CalibrationConfig
+from tpu_experiments.planning.operations import Kernel, Transfer
 from tpu_experiments.planning.timing import (
     HOP_SECONDS,
     Calibration,
-    KernelWork,
     StepWork,
-    Transfer,
     calibration_of,
     datasheet_time,
     step_time,
@@ -35,7 +34,7 @@ def time_of(work: StepWork, calibration: Calibration = NONE):
 def test_the_published_steps_come_out_as_in_the_design_note(
     xla_seconds: float, kernel_flops: float, published: float, ratio: float
 ) -> None:
-    kernels = (KernelWork("attention", 1, kernel_flops, 0.0),)
+    kernels = (Kernel("attention", 1, kernel_flops, 0.0),)
     work = StepWork(xla_seconds * 1.75e9, 0.0, 1.0, 1.0, kernels)
     time = step_time(work, chip=V6E.chip, topology=V6E.topology, calibration=NONE)
     assert published / time.total_s == pytest.approx(ratio, abs=0.01)
@@ -62,8 +61,8 @@ def test_the_calibration_multiplies_the_total_and_nothing_else() -> None:
 
 
 def test_a_kernel_takes_its_flops_or_its_bytes_whichever_is_longer() -> None:
-    by_flops = KernelWork("a", 2, 0.5 * 0.4 * 197e12, 0.4 * 819e9)
-    by_bytes = KernelWork("b", 3, 0.5 * 0.4 * 197e12, 819e9)
+    by_flops = Kernel("a", 2, 0.5 * 0.4 * 197e12, 0.4 * 819e9)
+    by_bytes = Kernel("b", 3, 0.5 * 0.4 * 197e12, 819e9)
     assert time_of(replace(WORK, kernels=(by_flops,))).kernels_s == pytest.approx(2 * 0.5)
     time = time_of(replace(WORK, kernels=(by_bytes,)))
     assert time.kernels_s == pytest.approx(3.0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tpu_experiments.runtime.stacked import unstacked
 
 pytestmark = pytest.mark.xla
 NUM_STEPS = 20
@@ -31,5 +32,7 @@ def test_twenty_steps_agree_eager_and_xla(make_config, xla, eager, model):
     on_xla, plain = Run(config, xla), Run(config, eager)
     difference = torch.tensor(on_xla.losses(batches)) - torch.tensor(plain.losses(batches))
     assert difference.abs().max() < 1e-5
+    ours = unstacked({name: value.cpu() for name, value in on_xla.parameters.items()})
+    assert ours.keys() == plain.parameters.keys()
     for name, value in plain.parameters.items():
-        torch.testing.assert_close(on_xla.parameters[name].cpu(), value, atol=1e-4, rtol=0)
+        torch.testing.assert_close(ours[name], value, atol=1e-4, rtol=0)

@@ -1,5 +1,6 @@
 """A tiny model, its step and random batches, for tests that compare numbers."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,16 @@ ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
 def built(config: Config, runtime: Any) -> BuiltModel:
     """The configured model on the runtime's device."""
     source = HuggingFaceModel(config.model, seed=config.seed)
-    return build_model(source, lora=config.lora, seed=config.seed, place=runtime.place)
+    layer_loop = runtime.loop if runtime.device.type == "xla" else None
+    settings = {"place": runtime.place, "layer_loop": layer_loop, "lay": runtime.lay}
+    return build_model(source, lora=config.lora, seed=config.seed, **settings)
+
+
+def plain_config(run: "Run") -> Any:
+    """The run's model for transformers itself, which makes masks of its own."""
+    config = copy.deepcopy(run.model.source.config)
+    config._attn_implementation = "sdpa"
+    return config
 
 
 def random_batch(
@@ -59,6 +69,7 @@ class Run:
             optimizer=optimizer,
             clip_norm=clip_norm,
             sum_over_processes=runtime.sum_over_processes,
+            loop=runtime.loop,
         )
         self.program = runtime.program(self._in_place, name="train")
 

@@ -12,6 +12,7 @@ from tpu_experiments.config.build import target_problems
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import SAVABLE
 
 CHIPS_OF_A_HOST = 8  # the most that one v5e or v6e machine has
 
@@ -145,6 +146,11 @@ def _model(config: Config) -> list[str]:
         problems += _length_problems(config, int(limit))
     if config.lora.r > 0 and not config.lora.targets:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
+    problems += [
+        f"model.saved has {name!r}; no value of a layer is called so. {suggest(name, SAVABLE)}"
+        for name in config.model.saved
+        if name not in SAVABLE
+    ]
     return problems
 
 

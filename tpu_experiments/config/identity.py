@@ -54,6 +54,13 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def job_hash(config: Config) -> str:
+    """The same for plans of one job on other machines, or with other ways to compute it."""
+    free = ("name", "task.", "model.remat", "model.attention")
+    job = {key: value for key, value in identity(config).items() if not key.startswith(free)}
+    return hashlib.sha256(json.dumps(job, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 def require_same(stored: dict[str, Any], config: Config, *, folder: str) -> None:
     """Compare a run folder's stored identity with this config.
 

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
 from tpu_experiments.config.preparing import LoaderConfig, PrepareConfig
 from tpu_experiments.config.sources import (
     DataSourceConfig,
@@ -18,14 +19,6 @@ from tpu_experiments.config.sources import (
     ModelConfig,
     ShardingConfig,
 )
-
-
-@dataclass
-class TaskConfig:
-    """What the command does."""
-
-    name: str = MISSING
-    """Name of the task; a module of tpu_experiments/tasks."""
 
 
 @dataclass
@@ -131,6 +124,9 @@ class TrainerConfig:
     micro_batch_rows: int | None = number(default=None, at_least=1)
     """Rows per device that pass through the model at once; null takes all of a device's rows. What is left of the
     global batch is accumulated inside the step."""
+    loss_chunk_tokens: int | None = number(default=256, at_least=1)
+    """Positions of each row whose logits exist at once: the loss holds micro_batch_rows x this x vocabulary numbers.
+    null makes all logits of a micro-batch at once, as a model does whose head is more than a matrix product."""
     log_every_steps: int = number(default=10, at_least=1)
     """Steps between two log records; only then is a value read from the device."""
     eval_every_steps: int = number(default=0, at_least=0)
@@ -209,7 +205,7 @@ class Config:
 
 
 GROUPS: dict[str, dict[str, type]] = {
-    "task": {"base": TaskConfig},
+    "task": {"base_plan": PlanTaskConfig, "base": TaskConfig},
     "model": {"base": ModelConfig},
     "hw": {"base": HwConfig},
     "curriculum": {"base": CurriculumConfig},

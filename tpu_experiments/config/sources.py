@@ -18,6 +18,9 @@ FORMATS = (
     "human_assistant",
 )
 
+SAVABLE = ("attention", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Values of a layer that the forward pass can be told to save."""
+
 
 @dataclass
 class ModelConfig:
@@ -44,8 +47,17 @@ class ModelConfig:
     """`tiny`: `arch` with `tiny_arch` laid over it and random weights; same architecture, seconds on a CPU."""
     dtype: str = choice("bfloat16", "float32", default="bfloat16")
     """Data type of the frozen base and of the arithmetic; adapters and optimizer state are always float32."""
-    attention: str = choice("sdpa", "eager", default="sdpa")
-    """Attention implementation of transformers; both get a ready 4-D mask, so nothing is read on the host."""
+    attention: str = choice("sdpa", "eager", "flash", default="sdpa")
+    """`sdpa`, `eager`: transformers' own, with a ready 4-D mask, so nothing is read on the host. `flash`: the TPU's
+    kernel, which keeps no matrix of scores; on other devices the same as `sdpa`."""
+    stack: str = choice("scanned", "unrolled", default="scanned")
+    """`scanned`: on torch_xla, equal layers are folded into one that a loop runs, so that one layer is compiled.
+    `unrolled`: every layer is compiled, and everything is saved for the backward pass, as in plain torch."""
+    remat: str = choice("none", "layer_inputs", "save_attention", "save_dots", default="layer_inputs")
+    """What scanned layers save for the backward pass, which computes the rest again: `none` everything, `layer_inputs`
+    the input of each layer, `save_attention` also what goes into o_proj, `save_dots` also every projection's result."""
+    saved: list[str] = field(default_factory=list)
+    """Saved beside that, by name: `attention` or projections (`q_proj`, `up_proj`, ...)."""
     lr: float = number(default=2e-4, above=0)
     """Peak learning rate that suits adapters on this model; `optim.lr` and a stage's `lr` win over it."""
     arch: dict[str, Any] = field(default_factory=dict)

@@ -1,15 +1,19 @@
 """From a model source to a module on the device, tensor by tensor, with its adapters."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import LoraLinear, ParameterReport, adapter_weights, inject
+from tpu_experiments.models.lora import LoraLinear, ParameterReport, inject
+from tpu_experiments.models.stacking import stacked_weights
+from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.loop import Loop
 
 TRIM_BYTES = 16 * 2**20
 Place = Callable[..., Tensor]  # (tensor, *, name) -> the tensor where it lives
@@ -49,32 +53,25 @@ def build_model(
     lora: LoraConfig,
     seed: int,
     place: Place,
+    layer_loop: Loop | None = None,
+    lay: Lay = as_it_lies,
 ) -> BuiltModel:
     """Load `source` onto the device.
 
     Args:
         place: puts one host tensor where the parameter of that name lives.
+        layer_loop: runs equal layers, folded into one, by this loop of the device; None leaves the layers as they are.
+        lay: says how hidden states lie on the devices between folded layers.
     """
     module, report = describe(source, lora=lora)
     adapted = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, LoraLinear)}
+    source.require_weights(shapes_of_base(module))
+    if layer_loop is not None and source.model.stack == "scanned":
+        chosen = source.model
+        fold(module, loop=layer_loop, remat=chosen.remat, saved=chosen.saved, lay=lay)
     initial: dict[str, Tensor] = {}
-    trainable: dict[str, Tensor] = {}
-    base_shapes = shapes_of_base(module)
-    source.require_weights(base_shapes)
-    passed_bytes = 0
-    for base in source.weights(list(base_shapes)):
-        for item in adapter_weights(base, lora=lora, seed=seed) if base.name in adapted else [base]:
-            if lora.init == "pissa" and item.name != base.name:
-                initial[item.name] = item.tensor.clone()
-            if module.get_parameter(item.name).requires_grad:
-                trainable[item.name] = place(item.tensor.to(torch.float32), name=item.name)
-            else:
-                _freeze(module, item, place)
-        passed_bytes += base.tensor.nbytes
-        del base, item  # else they live on while the next tensor is read
-        if passed_bytes >= TRIM_BYTES:
-            passed_bytes = 0
-            _return_freed_memory()
+    weights = stacked_weights(source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial)
+    trainable = _placed(module, weights, place=place)
     module.tie_weights()  # type: ignore[operator]  # placing replaced the shared embedding
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
@@ -82,6 +79,25 @@ def build_model(
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
     return BuiltModel(module, in_order, report, source, initial)
+
+
+def _placed(module: nn.Module, weights: Iterator[Named], *, place: Place) -> dict[str, Tensor]:
+    """Put frozen weights into the module; returns the trainable ones, in float32."""
+    trainable: dict[str, Tensor] = {}
+    passed_bytes = 0
+    for item in weights:
+        if module.get_parameter(item.name).requires_grad:
+            trainable[item.name] = place(item.tensor.to(torch.float32), name=item.name)
+        else:
+            owner, _, leaf = item.name.rpartition(".")
+            frozen = nn.Parameter(place(item.tensor, name=item.name), requires_grad=False)
+            module.get_submodule(owner)._parameters[leaf] = frozen
+        passed_bytes += item.tensor.nbytes
+        del item  # else it lives on while the next tensor is read
+        if passed_bytes >= TRIM_BYTES:
+            passed_bytes = 0
+            _return_freed_memory()
+    return trainable
 
 
 def _return_freed_memory() -> None:
@@ -94,9 +110,3 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-
-
-def _freeze(module: nn.Module, item: Named, place: Place) -> None:
-    owner, _, leaf = item.name.rpartition(".")
-    frozen = nn.Parameter(place(item.tensor, name=item.name), requires_grad=False)
-    module.get_submodule(owner)._parameters[leaf] = frozen

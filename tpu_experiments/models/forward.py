@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tpu_experiments.models.attention import FLASH, causal_mask
+
 
 def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, Tensor]:
     """Boolean masks (B, 1, T, T), true where a token may look: causal, inside its own document, inside the window.
@@ -19,18 +21,13 @@ def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, T
     Padding (segment 0) sees padding only, so that no row of the softmax is empty. Models with `layer_types`
     (Gemma 3, Qwen2) take one mask per type; Mistral takes one mask with its window.
     """
-    length = segments_BT.shape[1]
-    index_T = torch.arange(length, device=segments_BT.device)
-    distance_TT = index_T[:, None] - index_T[None, :]
-    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    full = (same_BTT & (distance_TT >= 0))[:, None]
     window: Any = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        return full & (distance_TT < window) if window else full
-    masks = {"full_attention": full}
+        return causal_mask(segments_BT, window=window)
+    masks = {"full_attention": causal_mask(segments_BT, window=None)}
     if "sliding_attention" in layer_types:
-        masks["sliding_attention"] = full & (distance_TT < window)
+        masks["sliding_attention"] = causal_mask(segments_BT, window=window)
     return masks
 
 
@@ -43,13 +40,50 @@ def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mappin
     """
     dtype: Any = module.dtype
     cast = {name: p.to(dtype) for name, p in parameters.items()}
-    inputs = {
+    return functional_call(module, cast, kwargs=_inputs(module, batch), tie_weights=True).logits
+
+
+def hidden_of(
+    module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Last hidden states (B, T, H) and the head's weight (V, H), arguments as of `logits_of`.
+
+    The product of the two, capped where the model caps, is `logits_of` for a module with a plain head
+    (`models/head.py`) and for no other. A trained embedding that is tied to the head is the head.
+    """
+    dtype: Any = module.dtype
+    cast = {f"module.{name}": p.to(dtype) for name, p in parameters.items()}
+    return functional_call(_WithoutHead(module), cast, kwargs=_inputs(module, batch), tie_weights=True)
+
+
+class _WithoutHead(nn.Module):
+    """A causal language model up to its head, under its own names, so that functional_call ties as it does there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        whole: Any = self.module
+        hidden_BTH = getattr(whole, whole.base_model_prefix)(**inputs).last_hidden_state
+        return hidden_BTH, whole.get_output_embeddings().weight
+
+
+def _inputs(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
         "input_ids": batch["ids"],
         "position_ids": batch["positions"],
-        "attention_mask": _in_its_form(attention_masks(batch["segments"], config=module.config), module),
+        "attention_mask": attention_input(batch["segments"], module=module),
         "use_cache": False,
     }
-    return functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
+
+
+def attention_input(segments_BT: Tensor, *, module: nn.Module) -> Any:
+    """What the model takes as `attention_mask`: `flash` makes do with the segments, the others want masks."""
+    config: Any = module.config
+    if config._attn_implementation == FLASH:
+        return segments_BT[:, None, None, :]
+    return _in_its_form(attention_masks(segments_BT, config=config), module)
 
 
 def _in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:

@@ -4,7 +4,6 @@ Nothing here holds a second copy of the model: the module is built on the meta d
 tensor at a time.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import ModelConfig
 from tpu_experiments.io.find import find_local
+from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.stored import StoredTensor, stored_tensors
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -57,7 +57,7 @@ class HuggingFaceModel:
                 f"model={self.model.name}; transformers has no causal language model of type {config.model_type!r}; "
                 "give a decoder that generates text."
             )
-        config._attn_implementation = self.model.attention
+        config._attn_implementation = FLASH if self.model.attention == "flash" else self.model.attention
         return config
 
     @property
@@ -90,7 +90,7 @@ class HuggingFaceModel:
                 )
 
     def weights(self, names: list[str]) -> Iterator[Named]:
-        """Yield every parameter of `names` once, in `dtype`, on the host.
+        """Yield every parameter of `names` once and in this order, in `dtype`, on the host.
 
         Raises:
             ConfigError: the checkpoint lacks a parameter.
@@ -109,9 +109,8 @@ class HuggingFaceModel:
             yield Named(name, parameters[name].detach().to(self.dtype))
 
     def _checkpoint_weights(self, names: list[str]) -> Iterator[Named]:
-        """Largest first: while a tensor is on its way to the device it is there twice, best when little else is."""
         found = self._stored(names)
-        for name in sorted(names, key=lambda name: -math.prod(found[name].shape)):
+        for name in names:
             yield Named(name, found[name].read().to(self.dtype))
 
     def _stored(self, names: list[str]) -> dict[str, StoredTensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.models.huggingface import Named
+from tpu_experiments.models.layer_graph import DRAWN, named
 
 A, B = "lora_A", "lora_B"
 
@@ -35,8 +36,16 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the data type of `x`."""
-        low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype))
+        low = F.linear(self._dropped(x), self.lora_A.to(x.dtype))
         return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """As F.dropout, whose mask and result a recomputed layer would save; of this, a byte for each number."""
+        if not self.dropout or not self.training:
+            return x
+        keep = 1 - self.dropout
+        mask = named(torch.rand(x.shape, device=x.device) < keep, DRAWN)
+        return torch.where(mask, x / keep, 0.0)
 
 
 @dataclass(frozen=True)

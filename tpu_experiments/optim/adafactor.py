@@ -6,7 +6,7 @@ Follows torch.optim.Adafactor (external learning rate, no first moment); equal t
 import torch
 from torch import Tensor
 
-from tpu_experiments.optim.base import Named, State
+from tpu_experiments.optim.base import Named, State, own_ndim
 
 # eps1 = 1e-30 squared is 0 in float32, and a gradient of zeros (that of A at the first step: B is zero) would be 0/0.
 TINY = torch.finfo(torch.float32).tiny
@@ -25,10 +25,14 @@ class Adafactor:
         state: State = {"": {"count": torch.zeros(1)}}
         for name, p in parameters.items():
             shape = tuple(p.shape)
-            if len(shape) > 1:
-                state[name] = {"row": torch.zeros(*shape[:-1], 1), "column": torch.zeros(*shape[:-2], 1, shape[-1])}
+            if own_ndim(name, p) > 1:
+                row, column = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+                state[name] = {
+                    "row": torch.zeros(row, device=p.device),
+                    "column": torch.zeros(column, device=p.device),
+                }
             else:
-                state[name] = {"variance": torch.zeros(shape)}
+                state[name] = {"variance": torch.zeros(shape, device=p.device)}
         return state
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
@@ -38,17 +42,19 @@ class Adafactor:
         new_parameters: dict[str, Tensor] = {}
         new_state: State = {"": {"count": count}}
         for name, p in parameters.items():
+            # A stack is so many parameters: each layer has its own row, column and root mean square.
+            dims = tuple(range(p.ndim - own_ndim(name, p), p.ndim))
             variance, new_state[name] = self._variance(grads[name], state[name], keep=keep)
             update = grads[name] / variance.clamp(min=max(self.eps1**2, TINY)).sqrt()
-            clipped = torch.clamp(_rms(update) / self.clip_threshold, min=1.0)
-            alpha = torch.clamp(_rms(p), min=self.eps2) * rho
-            decay = self.weight_decay if p.ndim > 1 else 0.0
+            clipped = torch.clamp(_rms(update, dims) / self.clip_threshold, min=1.0)
+            alpha = torch.clamp(_rms(p, dims), min=self.eps2) * rho
+            decay = self.weight_decay if len(dims) > 1 else 0.0
             new_parameters[name] = p * (1 - lr * decay) - alpha / clipped * update
         return new_parameters, new_state
 
     def _variance(self, grad: Tensor, state: dict[str, Tensor], *, keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         squared = grad.square()
-        if grad.ndim < 2:
+        if "variance" in state:
             variance = keep * state["variance"] + (1 - keep) * squared
             return variance, {"variance": variance}
         row = keep * state["row"] + (1 - keep) * squared.mean(-1, keepdim=True)
@@ -56,5 +62,5 @@ class Adafactor:
         return row @ column / row.mean(-2, keepdim=True).clamp(min=self.eps1), {"row": row, "column": column}
 
 
-def _rms(x: Tensor) -> Tensor:
-    return x.square().mean().sqrt()
+def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return x.square().mean(dims, keepdim=True).sqrt()

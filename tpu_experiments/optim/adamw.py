@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tpu_experiments.optim.base import Named, State
+from tpu_experiments.optim.base import Named, State, own_ndim
 
 
 class AdamW:
@@ -15,7 +15,7 @@ class AdamW:
     def init(self, parameters: Named) -> State:
         state: State = {"": {"count": torch.zeros(1)}}
         for name, p in parameters.items():
-            state[name] = {slot: torch.zeros(p.shape, dtype=torch.float32) for slot in ("first", "second")}
+            state[name] = {slot: torch.zeros_like(p, dtype=torch.float32) for slot in ("first", "second")}
         return state
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
@@ -28,7 +28,7 @@ class AdamW:
             first = self.beta1 * state[name]["first"] + (1 - self.beta1) * g
             second = self.beta2 * state[name]["second"] + (1 - self.beta2) * g.square()
             step = (first / correction1) / ((second / correction2).sqrt() + self.eps)
-            decay = self.weight_decay if p.ndim > 1 else 0.0
+            decay = self.weight_decay if own_ndim(name, p) > 1 else 0.0
             new_parameters[name] = p - lr * (step + decay * p)
             new_state[name] = {"first": first, "second": second}
         return new_parameters, new_state

@@ -10,16 +10,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tpu_experiments.runtime.stacked import is_stack
+
 Named = Mapping[str, Tensor]
 State = dict[str, dict[str, Tensor]]
 """Parameter name to slot name to tensor; the entry `""` holds `count`, the number of updates so far, shape (1,)."""
+
+
+def own_ndim(name: str, tensor: Tensor) -> int:
+    """Dimensions of a parameter without the axis of layers that a stack has in front."""
+    return tensor.ndim - is_stack(name)
 
 
 class Optimizer(Protocol):
     """Swap point `optim._target_`."""
 
     def init(self, parameters: Named) -> State:
-        """Zero state on the host, float32."""
+        """Zero state, float32, where the parameters are: on the meta device it has shapes alone."""
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
         """New parameters and new state; `lr` has shape (1,)."""

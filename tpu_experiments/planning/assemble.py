@@ -1,67 +1,109 @@
-"""From a traced and a compiled program to what the plan says of memory and work."""
+"""From a traced and a compiled program to what the plan says of its memory, work and time."""
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.planning.compiled import Compiled
-from tpu_experiments.planning.hlo import ProgramCost
-from tpu_experiments.planning.oom import classify, read_out_of_memory
+from tpu_experiments.planning.hlo import ProgramCost, read_program
+from tpu_experiments.planning.kernels import with_flops
+from tpu_experiments.planning.oom import classify
 from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chip_limit_gib
-from tpu_experiments.planning.timing import KernelWork, StepWork, Transfer
+from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.trace import BATCH, Argument, Lowered
-from tpu_experiments.planning.work import GIB
+from tpu_experiments.planning.work import GIB, FlopsPerToken
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "float64": 8, "bool": 1, "uint8": 1}
 
 
-def class_of(argument: Argument) -> str:
+@dataclass(frozen=True)
+class Planned:
+    """One program of the run, compiled and read."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the batch's token ids."""
+    compiled: Compiled
+    memory: ChipMemory
+    flops: FlopsPerToken | None = None
+    """Of training; None of the other programs."""
+    cycles_by_class: dict[str, int] = field(default_factory=dict)
+    work: StepWork | None = None
+    time: StepTime | None = None
+    """Of one run of the program; None where it does not fit."""
+    notes: tuple[str, ...] = ()
+
+
+def planned(
+    program: Lowered, compiled: Compiled, *, hw: HwConfig, trained: Collection[str], flops: FlopsPerToken | None = None
+) -> Planned:
+    """Everything that one program tells.
+
+    Args:
+        trained: names of the trainable parameters.
+        flops: what training needs per token; without it no utilisation is told.
+    """
+    memory = chip_memory(program, compiled, hw=hw, trained=trained)
+    if compiled.memory is None:
+        return Planned(program.name, program.shape, compiled, memory, flops)
+    cost = read_program(compiled.optimized_hlo())
+    tokens = math.prod(program.shape) // program.num_partitions
+    work, notes = step_work(cost, model_flops=flops.model * tokens if flops else 0.0, tokens=tokens)
+    assert hw.chip is not None
+    time = step_time(work, chip=hw.chip, topology=hw.topology, calibration=calibration_of(hw))
+    return Planned(program.name, program.shape, compiled, memory, flops, cost.cycles_by_class, work, time, notes)
+
+
+def class_of(argument: Argument, *, trained: Collection[str]) -> str:
     """What an argument is, for the table of memory."""
     if argument.name.startswith(BATCH) or not argument.name:
         return "batch"
-    if argument.alias is None:
-        return "base weights"
     if "/" in argument.name:
         return "optimizer state"
+    if argument.name not in trained:
+        return "base weights"
     return "adapters" if argument.name.endswith(("lora_A", "lora_B")) else "trained weights"
 
 
-def argument_classes(program: Lowered) -> dict[str, float]:
+def gib_by_class(arguments: Iterable[Argument], *, program: Lowered, trained: Collection[str]) -> dict[str, float]:
     """GiB per chip of every class of arguments, without the padding that the compiler adds."""
     classes: defaultdict[str, float] = defaultdict(float)
-    for argument in program.arguments:
+    for argument in arguments:
         split = program.num_partitions if any(argument.axes) else 1
-        classes[class_of(argument)] += math.prod(argument.shape) * ITEM_BYTES[argument.dtype] / split
+        classes[class_of(argument, trained=trained)] += math.prod(argument.shape) * ITEM_BYTES[argument.dtype] / split
     return {name: size / GIB for name, size in classes.items()}
 
 
-def chip_memory(program: Lowered, compiled: Compiled, *, hw: HwConfig) -> ChipMemory:
-    """Memory of a program that compiled, or what the compiler's complaint says of one that did not."""
+def chip_memory(program: Lowered, compiled: Compiled, *, hw: HwConfig, trained: Collection[str]) -> ChipMemory:
+    """Memory while a program runs, or what the compiler's report says of one that does not fit.
+
+    What lies on the chip and is not read by the program (the optimizer's state during an evaluation) counts as well.
+    """
     limit = chip_limit_gib(hw)
-    classes = argument_classes(program)
-    if compiled.memory is None:
+    classes = gib_by_class([*program.arguments, *program.resident], program=program, trained=trained)
+    idle = sum(gib_by_class(program.resident, program=program, trained=trained).values())
+    if compiled.out_of_memory is not None:
         arguments = sum(classes.values())
-        used = read_out_of_memory(compiled.error or "").used_gib
-        return ChipMemory(arguments, max(0.0, used - arguments), 0.0, limit, classes)
+        return ChipMemory(arguments, max(0.0, compiled.out_of_memory.used_gib - arguments), 0.0, limit, classes)
     memory = compiled.memory
+    assert memory is not None
     temporaries = (memory.temporaries + memory.code) / GIB
     classes |= {"activations and temporaries": temporaries}
     own = (memory.outputs - memory.aliased) / GIB
-    return ChipMemory(memory.arguments / GIB, temporaries, own, limit, classes)
+    return ChipMemory(memory.arguments / GIB + idle, temporaries, own, limit, classes)
 
 
-def shortage_of(
-    compiled: Compiled, memory: ChipMemory, *, arch: Any, rows: int, seq_len: int, remedies: tuple[str, ...]
-) -> Shortage | None:
+def shortage_of(made: Planned, *, arch: Any, rows: int, seq_len: int, remedies: tuple[str, ...]) -> Shortage | None:
     """Why a program does not fit; None where it does."""
-    if compiled.error is None:
+    report, memory = made.compiled.out_of_memory, made.memory
+    if report is None:
         if memory.headroom >= 0:
             return None
         message = f"compiled, but arguments, temporaries and outputs together take {memory.total:.2f} GiB"
         return Shortage(message, memory.total, memory.limit, remedies=remedies)
-    report = read_out_of_memory(compiled.error)
     sizes = {
         "vocab_size": arch.vocab_size,
         "hidden": arch.hidden_size,
@@ -72,20 +114,11 @@ def shortage_of(
         LargeBuffer(b.bytes, str(b), classify(b, seq_len=seq_len, rows=rows, **sizes)) for b in report.buffers
     )
     buffers = tuple(replace(buffer, count=count) for buffer, count in counted.items())
-    first = next(line for line in compiled.error.splitlines() if "memory" in line)
-    return Shortage(first, report.used_gib, report.limit_gib, buffers, remedies)
+    return Shortage(report.message, report.used_gib, report.limit_gib, buffers, remedies)
 
 
-def step_work(cost: ProgramCost, *, model_flops: float, tokens: int) -> StepWork:
-    """What the program does on one chip, as `timing.step_time` takes it."""
-    return StepWork(
-        cycles=cost.cycles,
-        dot_flops=cost.dot_flops,
-        model_flops=model_flops,
-        tokens=tokens,
-        kernels=tuple(
-            KernelWork(k.name, k.count, float(k.stated_flops or 0), k.operand_bytes + k.output_bytes)
-            for k in cost.kernels
-        ),
-        transfers=tuple(Transfer(c.kind, c.count, c.bytes, c.num_overlapped, c.group_size) for c in cost.collectives),
-    )
+def step_work(cost: ProgramCost, *, model_flops: float, tokens: int) -> tuple[StepWork, tuple[str, ...]]:
+    """What the program does on one chip, and what had to be assumed of its kernels."""
+    kernels, notes = with_flops(cost.kernels)
+    work = StepWork(cost.cycles, cost.dot_flops, model_flops, tokens, kernels, cost.transfers)
+    return work, notes

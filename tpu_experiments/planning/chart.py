@@ -1,5 +1,6 @@
 """The picture of a plan: memory by class against the HBM line, and the step's time by part, as SVG written by hand."""
 
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from tpu_experiments.planning.plan import Plan
@@ -13,7 +14,27 @@ LETTER = 7.0
 """Width of a letter at 12 px, rounded up."""
 # Okabe and Ito's palette, told apart with any colour vision; no yellow, which white hides.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#332288", "#88CCEE")
+LIGHT = {"#E69F00", "#CC79A7", "#56B4E9", "#88CCEE"}
+"""Of these, the ones that white letters do not stand out on."""
 OVER = "#B00020"
+ROOM = "#BBBBBB"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How figures of one bar are written: small plans in MiB and ms."""
+
+    name: str
+    factor: float
+    digits: int
+
+    def number(self, value: float) -> str:
+        """Without the unit's name."""
+        return f"{value * self.factor:.{self.digits}f}"
+
+    def shown(self, value: float) -> str:
+        """With it."""
+        return f"{self.number(value)} {self.name}"
 
 
 def plan_chart_svg(plan: Plan) -> str:
@@ -57,9 +78,11 @@ def _memory_bar(plan: Plan, *, top: int) -> tuple[list[str], int]:
     heading = f"Memory per chip: {memory.total:.2f} of {memory.limit:.2f} GiB, {verdict} ({memory.source})"
     known = memory.limit < float("inf")
     scale = SPAN / (1.04 * max(memory.total, memory.limit if known else 0.0))
-    bar, bottom = _bar(parts, heading=heading, unit="GiB", digits=2, top=top, scale=scale, gap=LIMIT_GAP)
+    unit = Unit("MiB", 1024.0, 1) if memory.total < 1 else Unit("GiB", 1.0, 2)
+    bar, bottom = _bar(parts, heading=heading, unit=unit, top=top, scale=scale, gap=LIMIT_GAP)
     if known:
         x, y = LEFT + memory.limit * scale, top + LIMIT_GAP
+        bar.insert(0, f'<path d="M{LEFT} {y}H{x:.1f}V{y + BAR}H{LEFT}Z" fill="none" stroke="{ROOM}"/>')
         bar.append(
             f'<line x1="{x:.1f}" y1="{y - 5}" x2="{x:.1f}" y2="{y + BAR + 5}" stroke="{OVER}" stroke-width="2.5"/>'
         )
@@ -70,29 +93,32 @@ def _memory_bar(plan: Plan, *, top: int) -> tuple[list[str], int]:
 def _time_bar(plan: Plan, *, top: int) -> tuple[list[str], int]:
     time, parts = plan.time, time_parts(plan)
     if time is None:
-        return [_text(LEFT, top, "Step time: no estimate, the step was not compiled", size=14)], top + LINE
+        return [_text(LEFT, top, "Step time: no estimate, the step does not fit", size=14)], top + LINE
+    unit = Unit("ms", 1000.0, 3) if time.total_s < 0.1 else Unit("s", 1.0, 3)
     heading = (
-        f"Step time (estimate): {time.total_s:.3f} s, bound by {time.bound_by}, MFU {100 * time.mfu:.1f} %, "
+        f"Step time (estimate): {unit.shown(time.total_s)}, bound by {time.bound_by}, MFU {100 * time.mfu:.1f} %, "
         f"calibration x {plan.calibration.factor:.2f}"
     )
-    return _bar(parts, heading=heading, unit="s", digits=3, top=top, scale=SPAN / (1.04 * sum(parts.values())))
+    return _bar(parts, heading=heading, unit=unit, top=top, scale=SPAN / (1.04 * sum(parts.values())))
 
 
 def _bar(
-    parts: dict[str, float], *, heading: str, unit: str, digits: int, top: int, scale: float, gap: int = 14
+    parts: dict[str, float], *, heading: str, unit: Unit, top: int, scale: float, gap: int = 14
 ) -> tuple[list[str], int]:
     """A stacked bar with its heading above and its legend below; also the y at which it ends."""
     drawn, x, y = [_text(LEFT, top, heading, size=14)], float(LEFT), top + gap
     legend_x, legend_y = LEFT, y + BAR + 22
     for index, (name, value) in enumerate(parts.items()):
         colour, width = COLOURS[index % len(COLOURS)], value * scale
-        label = f"{name} {value:.{digits}f} {unit}"
+        label = f"{name} {unit.shown(value)}"
         drawn.append(
             f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{BAR}" fill="{colour}">'
             f"<title>{escape(label)}</title></rect>"
         )
-        if width > LETTER * (digits + 4):
-            drawn.append(_text(x + width / 2, y + BAR / 2 + 4, f"{value:.{digits}f}", fill="#ffffff", anchor="middle"))
+        number = unit.number(value)
+        if width > LETTER * (len(number) + 2):
+            ink = "#222222" if colour in LIGHT else "#ffffff"
+            drawn.append(_text(x + width / 2, y + BAR / 2 + 4, number, fill=ink, anchor="middle"))
         length = int(LETTER * len(label)) + 34
         if legend_x + length > WIDTH - RIGHT:
             legend_x, legend_y = LEFT, legend_y + LINE

@@ -1,16 +1,54 @@
-"""The same run on a machine that is not compiled for: one more row beside the plan, from the machine's datasheet."""
+"""The same job on other machines, as rows beside the plan: from saved plans, and from a datasheet."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.io import paths
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, cost_of, usd_per_million_tokens
-from tpu_experiments.planning.plan import Comparison
+from tpu_experiments.planning.plan import Comparison, Plan
 from tpu_experiments.planning.timing import Calibration, datasheet_time
 from tpu_experiments.planning.work import FlopsPerToken
 
 SHARE_OF_PEAK = 0.35
 """Assumed for a machine of which only the datasheet is known; nothing published tells it for LoRA on a T4."""
+PLAN_FILE = "plan.json"
+
+
+def saved_comparisons(plan: Plan, *, folder: str) -> tuple[Comparison, ...]:
+    """The plans of the same job in `folder` for other machines; of several for one machine the fastest that fits."""
+    found: dict[str, Comparison] = {}
+    for name in paths.list_names(folder):
+        file = paths.join(folder, name, PLAN_FILE)
+        if not paths.exists(file):
+            continue
+        fields = json.loads(paths.read_text(file))
+        if fields.get("job") != plan.job or fields["hw"] == plan.hw.name:
+            continue
+        row = comparison_of(fields)
+        known = found.get(row.hw)
+        if known is None or (row.step_seconds or float("inf")) < (known.step_seconds or float("inf")):
+            found[row.hw] = row
+    return tuple(found.values())
+
+
+def comparison_of(fields: Mapping[str, Any]) -> Comparison:
+    """The row of a saved plan, from the content of its plan.json."""
+    per_chip, million = fields["tokens_per_second_per_chip"], fields["usd_per_million_tokens"]
+    return Comparison(
+        hw=fields["hw"],
+        chips=fields["chips"],
+        fits=fields["fits"],
+        step_seconds=fields["estimated_step_seconds"],
+        tokens_per_second=None if per_chip is None else per_chip * fields["chips"],
+        hours=fields["hours"],
+        usd=Dollars(**fields["usd"]),
+        usd_per_million_tokens=Dollars(fields["usd_per_million_tokens_spot"], million),
+        method=fields["method"],
+    )
 
 
 def datasheet_comparison(
@@ -29,13 +67,15 @@ def datasheet_comparison(
 
     Args:
         tokens_per_step: of the global batch.
-        fits: what is known of its memory, for example from `work.analytic_memory`.
+        fits: what is known of its memory, for example from `work.analytic_memory`; no time is told of what does not.
 
     Raises:
         ConfigError: the machine has no datasheet.
     """
     if hw.chip is None:
         raise ConfigError(f"hw={hw.name}; it has no datasheet to compare with; fill in hw.chip.")
+    if fits is False:
+        return _too_small(hw, chip=hw.chip.name)
     step = datasheet_time(flops, tokens=tokens_per_step / hw.num_devices, chip=hw.chip, share_of_peak=share_of_peak)
     speed = step.tokens_per_second_per_chip * hw.num_devices
     cost = _cost_there(run, hw=hw, tokens_per_second=speed) if run else None
@@ -50,6 +90,14 @@ def datasheet_comparison(
         usd_per_million_tokens=usd_per_million_tokens(step, price=hw.price),
         method=step.method,
         assumption=f"{hw.name}: FLOPs at an assumed {100 * share_of_peak:.0f} % of the datasheet's peak",
+    )
+
+
+def _too_small(hw: HwConfig, *, chip: str) -> Comparison:
+    nothing = Dollars(None, None)
+    words = f"{hw.name}: by formulas the step does not fit into a {chip}'s memory, one row at a time"
+    return Comparison(
+        hw.name, hw.num_devices, False, None, None, None, nothing, nothing, method="datasheet", assumption=words
     )
 
 

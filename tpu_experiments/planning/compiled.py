@@ -1,38 +1,40 @@
 """Compiles in processes of their own, each remembered under a hash of everything it depends on.
 
 <output_dir>/plans/compiled/<key>/request.json, program.hlo   what was asked
-                                 answer.json                   seconds, memory or the compiler's complaint; written last
+                                 answer.json                   seconds, memory or the complaint about it; written last
                                  optimized.hlo                 the TPU's program
 """
 
 import hashlib
 import json
+import logging
 import os
-import signal
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.planning import complaints
 from tpu_experiments.planning.compiler import ANSWER, OPTIMIZED, PROGRAM, REQUEST, Memory, environment, versions
+from tpu_experiments.planning.oom import OutOfMemory, is_out_of_memory, read_out_of_memory
 from tpu_experiments.planning.trace import Lowered
 
-NOISE = ("TPU worker", "accelerator type", "InitGoogle", "libtpu_init_utils", "Source Location Trace", "host bounds")
-"""In lines that libtpu writes because there is no TPU."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a program, or what it said against it."""
+    """What the compiler made of a program: its memory, or its report that it does not fit into HBM."""
 
     name: str
     seconds: float
     """Of the compilation on this machine, when it was first done."""
     memory: Memory | None
-    error: str | None
+    out_of_memory: OutOfMemory | None
+    """Set where `memory` is not."""
     versions: dict[str, str]
     folder: Path
     is_remembered: bool
@@ -42,51 +44,86 @@ class Compiled:
         return (self.folder / OPTIMIZED).read_text()
 
 
-def compile_program(program: Lowered, *, hw: HwConfig, topology: str, folder: str) -> Compiled:
-    """Compile for `topology`, or find the answer of an earlier time.
+class Compilers:
+    """Several compilers beside each other; none goes on when the block around it is left by an exception."""
 
-    Raises:
-        ConfigError: the process of the compiler ended without an answer, as when the system is out of memory.
-    """
-    flags = " ".join(hw.libtpu_flags)
-    request = {
-        "topology": topology,
-        "num_chips": program.num_partitions * program.num_replicas,
-        "num_partitions": program.num_partitions,
-        "num_replicas": program.num_replicas,
-        "arguments": [asdict(argument) for argument in program.arguments],
-    }
-    facts = json.dumps({"request": request, "flags": flags, "versions": versions()}, sort_keys=True)
-    key = hashlib.sha256(facts.encode() + program.hlo).hexdigest()[:16]
-    place = Path(folder) / key
-    known = (place / ANSWER).exists()
-    if not known:
-        place.mkdir(parents=True, exist_ok=True)
-        (place / PROGRAM).write_bytes(program.hlo)
-        (place / REQUEST).write_text(json.dumps(request))
-        _run_compiler(place, flags=flags, what=f"{program.name} of {'x'.join(map(str, program.shape))} for {topology}")
-    answer: dict[str, Any] = json.loads((place / ANSWER).read_text())
-    memory = Memory(**answer["memory"]) if "memory" in answer else None
-    return Compiled(
-        program.name, answer.get("seconds", 0.0), memory, answer.get("error"), answer["versions"], place, known
-    )
+    def __init__(self, workers: int) -> None:
+        self.pool = ThreadPoolExecutor(workers)
+        self.running: set[subprocess.Popen[str]] = set()
+        self.futures: dict[str, Future[Compiled]] = {}
+
+    def __enter__(self) -> "Compilers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(self.running):
+                process.kill()
+        self.pool.shutdown()
+
+    def submit(self, program: Lowered, *, hw: HwConfig, folder: str) -> Future[Compiled]:
+        """Compile as soon as a worker is free, or find the answer of an earlier time; raises what `compile` does."""
+        request = {
+            "topology": hw.topology,
+            "num_chips": program.num_partitions * program.num_replicas,
+            "num_partitions": program.num_partitions,
+            "num_replicas": program.num_replicas,
+            "arguments": [asdict(argument) for argument in program.arguments],
+        }
+        facts = {"request": request, "flags": " ".join(hw.libtpu_flags), "versions": versions()}
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + program.hlo).hexdigest()[:16]
+        if key not in self.futures:
+            log.info("%s of %s: traced in %.1f s", program.name, shown(program), program.trace_seconds)
+            place = Path(folder) / key
+            self.futures[key] = self.pool.submit(self.compile, program, request=request, hw=hw, place=place)
+        return self.futures[key]
+
+    def compile(self, program: Lowered, *, request: dict[str, Any], hw: HwConfig, place: Path) -> Compiled:
+        """The answer to one request.
+
+        Raises:
+            ConfigError: the compiler refused the program for another reason than its HBM, or ended without an answer,
+                as when the system is out of memory; only other answers are remembered.
+        """
+        what = f"{program.name} of {shown(program)} for {hw.topology}"
+        known = (place / ANSWER).exists()
+        if not known:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / PROGRAM).write_bytes(program.hlo)
+            (place / REQUEST).write_text(json.dumps(request))
+            self._run(place, flags=" ".join(hw.libtpu_flags), what=what)
+        answer: dict[str, Any] = json.loads((place / ANSWER).read_text())
+        memory = Memory(**answer["memory"]) if "memory" in answer else None
+        shortage = None if memory else _shortage(answer, hw=hw, place=place, what=what)
+        log.info("%s: compiled in %.0f s%s", what, answer["seconds"], ", on an earlier occasion" if known else "")
+        return Compiled(program.name, answer["seconds"], memory, shortage, answer["versions"], place, known)
+
+    def _run(self, place: Path, *, flags: str, what: str) -> None:
+        given = os.environ | environment() | {"LIBTPU_INIT_ARGS": flags}
+        command = [sys.executable, "-m", "tpu_experiments.planning.compiler", str(place)]
+        process = subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.running.add(process)
+        _, stderr = process.communicate()
+        self.running.discard(process)
+        if not (place / ANSWER).exists():
+            raise complaints.about_process(process.returncode, stderr=stderr, what=what)
 
 
-def _run_compiler(place: Path, *, flags: str, what: str) -> None:
-    given = os.environ | environment() | {"LIBTPU_INIT_ARGS": flags}
-    command = [sys.executable, "-m", "tpu_experiments.planning.compiler", str(place)]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
-    if (place / ANSWER).exists():
-        return
-    if done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        raise ConfigError(
-            f"task=plan; the compilation of {what} was killed, as a machine does that is out of memory; close other "
-            "programs, lower plan.workers, or plan on a machine with more memory (24 GB suffice for 7B); what is "
-            "compiled so far is kept."
-        )
-    said = [line for line in done.stderr.splitlines() if line.strip() and not any(part in line for part in NOISE)]
-    raise ConfigError(
-        f"task=plan; the compilation of {what} ended with exit code {done.returncode}: "
-        f"{said[-1] if said else 'silent'}; check hw.libtpu_flags (libtpu aborts on a flag it does not know), that "
-        "libtpu is installed (the tpu extra), or try a smaller trainer.micro_batch_rows."
-    )
+def shown(program: Lowered) -> str:
+    """Its batch, for example `1x4x2048`."""
+    return "x".join(map(str, program.shape))
+
+
+def _shortage(answer: dict[str, Any], *, hw: HwConfig, place: Path, what: str) -> OutOfMemory:
+    """The report of a program that does not fit; every other complaint is raised and forgotten."""
+    said = answer["error"]
+    report = read_out_of_memory(said) if is_out_of_memory(said) else None
+    if report is not None and report.memory_space == "hbm":
+        return report
+    (place / ANSWER).unlink(missing_ok=True)
+    if answer["stage"] == "topology":
+        raise complaints.about_topology(hw, said=said)
+    if report is not None:
+        raise complaints.about_kernel_memory(report, what=what)
+    raise complaints.about_program(said, what=what)

@@ -14,6 +14,7 @@ from tpu_experiments.planning.hlo_collectives import transfers_of
 from tpu_experiments.planning.hlo_flops import dot_flops
 from tpu_experiments.planning.hlo_scalars import Scope, trip_count
 from tpu_experiments.planning.hlo_text import Computation, Instruction, Module, read_module
+from tpu_experiments.planning.operations import Kernel, Transfer
 
 MATMUL = {"dot", "convolution"}
 GATHER_SCATTER = {"gather", "scatter"}
@@ -33,44 +34,6 @@ COPY |= {"reverse", "slice", "transpose"}
 SILENT = {"constant", "fusion", "get-tuple-element", "parameter", "partition-id", "replica-id", "tuple"}
 OTHER = {"custom-call", "fft", "rng", "rng-bit-generator", "sort", "while"}
 CLASSES = ("matmul", "elementwise", "copy", "reduce", "gather_scatter", "other")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One Pallas kernel; calls with the same name and shapes are counted together."""
-
-    name: str
-    """The Python function that built it, or `tpu_custom_call` where the kernel does not tell."""
-    count: int
-    """Calls in one run of the program, per chip."""
-    operand_shapes: tuple[str, ...]
-    """What one call reads, for example `bf16[1,32,2048,128]`."""
-    output_shapes: tuple[str, ...]
-    """What one call writes."""
-    operand_bytes: int
-    """Bytes of the operands of one call, each read once."""
-    output_bytes: int
-    """Bytes of the results of one call."""
-    stated_flops: int | None
-    """FLOPs of one call as the kernel's author states them (causal masks are usually left out); None where not."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind over groups of one size."""
-
-    kind: str
-    """`all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`, ..."""
-    count: int
-    """In one run of the program, per chip."""
-    bytes: int
-    """In one run of the program, per chip: of the result for all-gather, of the operand for the others."""
-    num_overlapped: int
-    """Of `count`: asynchronous, with compute between start and end."""
-    overlapped_bytes: int
-    """Of `bytes`: of those."""
-    group_size: int
-    """Chips that exchange with each other."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +57,7 @@ class ProgramCost:
     dot_flops: int
     """FLOPs of matrix products outside Pallas kernels."""
     kernels: tuple[Kernel, ...]
-    collectives: tuple[Collective, ...]
+    transfers: tuple[Transfer, ...]
     loops: tuple[Loop, ...]
     entry_parameters: int
     """Arguments of the program."""
@@ -107,22 +70,17 @@ class Tally:
     cycles: Counter[str] = field(default_factory=Counter)
     flops: int = 0
     kernels: Counter[Kernel] = field(default_factory=Counter)
-    moved: Counter[tuple[str, int, str]] = field(default_factory=Counter)
+    transfers: Counter[Transfer] = field(default_factory=Counter)
+    """How often each single one runs."""
     loops: dict[str, Loop] = field(default_factory=dict)
 
     def add(self, other: "Tally", *, times: int = 1) -> None:
         """Another computation's sums, so many times."""
         self.cycles.update({key: number * times for key, number in other.cycles.items()})
         self.kernels.update({key: number * times for key, number in other.kernels.items()})
-        self.moved.update({key: number * times for key, number in other.moved.items()})
+        self.transfers.update({key: number * times for key, number in other.transfers.items()})
         self.flops += other.flops * times
         self.loops |= other.loops
-
-    def move(self, kind: str, size: int, *, num_bytes: int, is_overlapped: bool) -> None:
-        """One collective."""
-        seen = {"count": 1, "bytes": num_bytes}
-        seen |= {"num_overlapped": 1, "overlapped_bytes": num_bytes} if is_overlapped else {}
-        self.moved.update({(kind, size, what): number for what, number in seen.items()})
 
 
 def read_program(hlo: str) -> ProgramCost:
@@ -139,7 +97,7 @@ def read_program(hlo: str) -> ProgramCost:
         cycles_by_class={name: tally.cycles[name] for name in CLASSES},
         dot_flops=tally.flops,
         kernels=tuple(replace(kernel, count=count) for kernel, count in tally.kernels.items()),
-        collectives=tuple(collectives(tally)),
+        transfers=tuple(summed(tally.transfers)),
         loops=tuple(tally.loops.values()),
         entry_parameters=sum(i.opcode == "parameter" for i in module.entry.instructions),
     )
@@ -163,7 +121,7 @@ def tally_of(scope: Scope) -> Tally:
             for computation in scope.module.callees(instruction):
                 inner = tally_of(scope.inside(instruction, computation))
                 if instruction.opcode == "async-start":
-                    inner.moved.clear()  # add_own has counted it, and knows whether compute hides it
+                    inner.transfers.clear()  # add_own has counted it, and knows whether compute hides it
                 tally.add(inner)
     return tally
 
@@ -177,9 +135,7 @@ def add_own(tally: Tally, instruction: Instruction, *, within: Computation, modu
         tally.flops += dot_flops(held, within=holder)
         if held.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in held.attributes:
             tally.kernels[kernel_of(held, within=holder)] += 1
-    for transfer in transfers_of(instruction, within=within, module=module):
-        hidden = transfer.is_overlapped
-        tally.move(transfer.kind, transfer.group_size, num_bytes=transfer.num_bytes, is_overlapped=hidden)
+    tally.transfers.update(transfers_of(instruction, within=within, module=module))
 
 
 def fused(instruction: Instruction, *, module: Module) -> list[tuple[Instruction, Computation]]:
@@ -222,9 +178,8 @@ def kernel_of(call: Instruction, *, within: Computation) -> Kernel:
         count=1,
         operand_shapes=tuple(str(shape) for shape in read),
         output_shapes=tuple(str(shape) for shape in call.shapes),
-        operand_bytes=sum(shape.num_bytes for shape in read),
-        output_bytes=sum(shape.num_bytes for shape in call.shapes),
-        stated_flops=int(flops) if flops else None,
+        flops=float(flops) if flops else None,
+        num_bytes=sum(shape.num_bytes for shape in (*read, *call.shapes)),
     )
 
 
@@ -241,12 +196,10 @@ def kernel_name(call: Instruction) -> str:
     return named[1].decode() if named else "tpu_custom_call"
 
 
-def collectives(tally: Tally) -> list[Collective]:
-    """The collectives counted, by kind and size of group."""
-    groups = dict.fromkeys((kind, size) for kind, size, _ in tally.moved)
-    found = []
-    for kind, size in groups:
-        numbers = {what: tally.moved[kind, size, what] for what in ("count", "bytes")}
-        hidden = {what: tally.moved[kind, size, what] for what in ("num_overlapped", "overlapped_bytes")}
-        found.append(Collective(kind=kind, group_size=size, **numbers, **hidden))
-    return found
+def summed(transfers: Counter[Transfer]) -> list[Transfer]:
+    """One for every kind and size of group."""
+    groups: dict[tuple[str, int], Transfer] = {}
+    for once, times in transfers.items():
+        key = once.kind, once.group_size
+        groups[key] = groups.get(key, Transfer(once.kind, 0, 0, 0, once.group_size)).plus(once, times=times)
+    return list(groups.values())

@@ -1,9 +1,9 @@
 """Collectives of an HLO program: what kind, how many bytes, over how many chips, and whether compute hides them."""
 
 import re
-from dataclasses import dataclass
 
 from tpu_experiments.planning.hlo_text import Computation, Instruction, Module, Shape
+from tpu_experiments.planning.operations import Transfer
 
 KINDS: tuple[str, ...] = (
     "all-gather",
@@ -17,16 +17,6 @@ KINDS += ("collective-broadcast",)
 COMPUTES = {"while", "call", "conditional"}
 CHANNEL = r"\bchannel_id=(\d+)"
 ASYNC_START, ASYNC_DONE = 'custom_call_target="AsyncCollectiveStart"', 'custom_call_target="AsyncCollectiveDone"'
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One collective instruction, once."""
-
-    kind: str
-    num_bytes: int
-    group_size: int
-    is_overlapped: bool
 
 
 def transfers_of(instruction: Instruction, *, within: Computation, module: Module) -> list[Transfer]:
@@ -74,7 +64,7 @@ def described(instruction: Instruction, *, kind: str, within: Computation, modul
     if kind == "all-gather":
         num_bytes = result_bytes(instruction, read=read)
     size = group_size(instruction, num_devices=module.num_devices)
-    return Transfer(kind=kind, num_bytes=num_bytes, group_size=size, is_overlapped=hidden)
+    return Transfer(kind, 1, num_bytes, int(hidden), size, overlapped_bytes=num_bytes if hidden else 0)
 
 
 def result_bytes(instruction: Instruction, *, read: tuple[Shape, ...]) -> int:

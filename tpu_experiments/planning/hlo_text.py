@@ -4,6 +4,7 @@ Names and the order of lines are the compiler's own; in a scheduled module (`is_
 the order is the order of execution.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +28,7 @@ class Shape:
     @property
     def num_elements(self) -> int:
         """Elements of the array; 1 of a scalar."""
-        total = 1
-        for size in self.dims:
-            total *= size
-        return total
+        return math.prod(self.dims)
 
     @property
     def num_bytes(self) -> int:
@@ -156,10 +154,7 @@ def read_module(text: str) -> Module:
         raise ValueError(f"hlo=<{len(text)} characters>; no ENTRY computation; give the text of a whole HLO module")
     header = text[: text.find("\n")]
     sizes = [int(size) for size in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)]
-    num_devices = 1
-    for size in sizes:
-        num_devices *= size
-    return Module(computations=computations, entry=entry, num_devices=num_devices)
+    return Module(computations=computations, entry=entry, num_devices=math.prod(sizes))
 
 
 def blocks(text: str) -> list[tuple[re.Match[str], list[str]]]:

@@ -1,6 +1,7 @@
 """How long a whole run is: its steps, and what a machine is paid for beside them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.schema import Config
@@ -10,7 +11,24 @@ from tpu_experiments.planning.timing import StepTime
 READ_GIB_PER_SECOND = 0.25  # weights from a bucket or the Hub; assumed
 SETUP_SECONDS = 180.0  # environment and start of a TPU VM; assumed
 EVALUATION_SHARE = 1 / 3
-"""Of a training step's time for the same rows: forward alone."""
+"""Of a training step's time for the same rows: forward alone; only where the evaluation is not compiled."""
+NUM_SAMPLES = 2  # before the first step and after the last
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a run does beside its steps."""
+
+    base_gib: float
+    """Frozen weights of one chip."""
+    eval_rows: int
+    """Rows of one batch of held-out rows, over all chips."""
+    eval_batch_seconds: float | None = None
+    """Of one such batch; None where the evaluation was not compiled."""
+    sample_token_seconds: float | None = None
+    """Of one token of the sample; None where that was not compiled."""
+    compile_seconds: float | None = None
+    """Of all programs on this machine."""
 
 
 def run_length(
@@ -19,14 +37,13 @@ def run_length(
     *,
     steps: Mapping[str, int | None],
     times: Mapping[str, StepTime | None],
-    base_gib: float,
+    beside: Beside,
 ) -> tuple[RunLength | None, list[str]]:
     """The run's length, and what was assumed; None where the steps or the time of a stage are not known.
 
     Args:
         steps: optimizer steps of every stage.
         times: of one step of every stage.
-        base_gib: frozen weights of one chip.
     """
     lengths = []
     for stage in stages:
@@ -35,16 +52,42 @@ def run_length(
             return None, []
         tokens = num_steps * stage.geometry.global_rows * stage.geometry.seq_len
         lengths.append(StageLength(stage.name, num_steps, time.total_s, tokens, stage.epochs))
-    total = sum(length.steps for length in lengths)
-    every = config.trainer.eval_every_steps
-    num_evaluations = 2 + (total // every if every else 0)
-    longest = max(lengths, key=lambda length: length.step_seconds)
-    rows = max(stage.geometry.global_rows for stage in stages)
-    one = longest.step_seconds * config.trainer.max_eval_rows / rows * EVALUATION_SHARE
-    notes = [
-        f"an evaluation takes a third of a training step's time for its {config.trainer.max_eval_rows} rows (assumed)",
-        f"weights are read at {READ_GIB_PER_SECOND} GiB/s and a machine starts in {SETUP_SECONDS:.0f} s (assumed)",
-        "compile seconds of the TPU host are not added; checkpoints of adapters are written beside the steps",
-    ]
-    setup = SETUP_SECONDS + base_gib * config.hw.num_devices / READ_GIB_PER_SECOND
-    return RunLength(tuple(lengths), eval_seconds=num_evaluations * one, setup_seconds=setup), notes
+    eval_seconds, notes = evaluating_seconds(config, stages, lengths=lengths, beside=beside)
+    notes.append(
+        f"weights are read at {READ_GIB_PER_SECOND} GiB/s and a machine starts in {SETUP_SECONDS:.0f} s (assumed)"
+    )
+    if beside.compile_seconds is not None:
+        notes.append("compiling is counted as long as it took on this machine; the host of a TPU has more cores")
+    else:
+        notes.append("compile seconds of the TPU host are not added")
+    notes.append("checkpoints of adapters are written beside the steps and take no time")
+    setup = SETUP_SECONDS + beside.base_gib * config.hw.num_devices / READ_GIB_PER_SECOND
+    compiling = beside.compile_seconds or 0.0
+    length = RunLength(tuple(lengths), eval_seconds=eval_seconds, compile_seconds=compiling, setup_seconds=setup)
+    return length, notes
+
+
+def between_steps(steps: Sequence[int], *, every: int) -> int:
+    """Evaluations between the steps of a run, as the trainer makes them: none at the last step of a stage."""
+    first, count = 0, 0
+    for num_steps in steps if every else []:
+        count += (first + num_steps - 1) // every - first // every
+        first += num_steps
+    return count
+
+
+def evaluating_seconds(
+    config: Config, stages: Sequence[Stage], *, lengths: Sequence[StageLength], beside: Beside
+) -> tuple[float, list[str]]:
+    """Seconds of all evaluations and samples, and what was assumed of them."""
+    rows, every = config.trainer.max_eval_rows, config.trainer.eval_every_steps
+    num_evaluations = 2 + between_steps([length.steps for length in lengths], every=every)
+    sampling = NUM_SAMPLES * config.sample.max_new_tokens * (beside.sample_token_seconds or 0.0)
+    if beside.eval_batch_seconds is None:
+        longest = max(length.step_seconds for length in lengths)
+        global_rows = max(stage.geometry.global_rows for stage in stages)
+        assumed = f"an evaluation takes a third of a training step's time for its {rows} rows (assumed)"
+        return num_evaluations * longest * rows / global_rows * EVALUATION_SHARE + sampling, [assumed]
+    per_source = max(1, rows // len(config.data))
+    batches = len(config.data) * -(-per_source // beside.eval_rows)
+    return num_evaluations * batches * beside.eval_batch_seconds + sampling, []

@@ -64,17 +64,24 @@ class OutOfMemory:
     """Arguments as counted in `used_gib`; 0 where the compiler did not count them, None where it does not say."""
     buffers: tuple[Buffer, ...]
     """The largest ones, largest first."""
+    message: str
+    """First line of the compiler's own words."""
+
+
+def is_out_of_memory(message: str) -> bool:
+    """Whether a complaint of the compiler is one that `read_out_of_memory` reads."""
+    return bool(ONE_ALLOCATION.search(message) or HEADLINE.search(message))
 
 
 def read_out_of_memory(message: str) -> OutOfMemory:
     """Parse the exception's text; ValueError where it is another error."""
     alone = ONE_ALLOCATION.search(message)
     if alone:
-        return one_allocation(*alone.groups())
+        return one_allocation(*alone.groups(), message=first_line(message))
     headline = HEADLINE.search(message)
     if headline is None:
-        first = message.strip().splitlines()[0][:200] if message.strip() else "<empty>"
-        raise ValueError(f"message={first!r}; not the TPU compiler's out-of-memory report; show it as it is")
+        said = (message.strip().splitlines() or ["<empty>"])[0][:200]
+        raise ValueError(f"message={said!r}; not the TPU compiler's out-of-memory report; show it as it is")
     used, limit = (in_bytes(*headline.group(at, at + 1)) for at in (2, 4))
     starts = [match.start() for match in BUFFER.finditer(message)]
     ends = [*starts[1:], len(message)]
@@ -87,10 +94,16 @@ def read_out_of_memory(message: str) -> OutOfMemory:
         program_gib=listed_gib(message, name="program"),
         arguments_gib=listed_gib(message, name="arguments"),
         buffers=tuple(read_buffer(entry) for entry in entries),
+        message=first_line(message),
     )
 
 
-def one_allocation(size: str, limit: str, shape: str, rest: str) -> OutOfMemory:
+def first_line(message: str) -> str:
+    """The line that names the memory."""
+    return next(line.strip() for line in message.splitlines() if "memory" in line)
+
+
+def one_allocation(size: str, limit: str, shape: str, rest: str, *, message: str) -> OutOfMemory:
     """The other form of the message, when a single buffer is larger than the memory: exact bytes, and only that one."""
     space, tag = (re.search(pattern, rest) for pattern in (r"space=(\w+)", r"tag = '([^']*)'"))
     array = shapes_in(shape)[0]
@@ -113,6 +126,7 @@ def one_allocation(size: str, limit: str, shape: str, rest: str) -> OutOfMemory:
         program_gib=None,
         arguments_gib=None,
         buffers=(buffer,),
+        message=message,
     )
 
 

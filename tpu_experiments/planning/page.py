@@ -2,8 +2,9 @@
 
 from dataclasses import asdict
 
+from tpu_experiments.planning.cells import comparison_cells, ladder_cells, program_cells, search_cells
 from tpu_experiments.planning.plan import Plan
-from tpu_experiments.planning.report import ESTIMATE, comparison_cells, summary_rows
+from tpu_experiments.planning.report import ESTIMATE, summary_rows
 
 
 def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
@@ -19,26 +20,24 @@ def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
         f"The step {verdict} ({plan.method}). Every time is an {ESTIMATE}.",
     ]
     lines += ["", f"![memory and step time]({chart})"] if chart else []
-    lines += ["", *_table([("", ""), *((f"**{label}**" if label else "", text) for label, text in _own_rows(plan))])]
+    lines += ["", *_table([("", ""), *((f"**{label}**" if label else "", text) for label, text in summary_rows(plan))])]
     if plan.hw.chip:
         facts = asdict(plan.hw.chip)
         lines += ["", "## Chip", "", *_table([("datasheet", ""), *((k, str(v)) for k, v in facts.items())])]
     if plan.work and plan.work.transfers:
-        cells = [
+        moved = [
             (t.kind, f"{t.count:,}", f"{t.num_bytes / 1e9:.3f}", f"{t.num_overlapped:,}") for t in plan.work.transfers
         ]
-        lines += ["", "## Collectives", "", *_table([("kind", "count", "GB per chip and step", "overlapped"), *cells])]
-    if plan.ladder:
-        rungs = [(str(r.micro_batch), f"{r.total_gib:.2f}", "yes" if r.fits else "no") for r in plan.ladder]
-        lines += ["", "## Micro-batches", "", *_table([("rows per chip", "GiB per chip", "fits"), *rungs])]
-    if plan.comparisons:
-        lines += ["", "## Other machines", "", *_table(comparison_cells(plan))]
+        lines += ["", "## Collectives", "", *_table([("kind", "count", "GB per chip and step", "overlapped"), *moved])]
+    for title, cells in (
+        ("Programs", program_cells(plan) if plan.programs else []),
+        ("Micro-batches", ladder_cells(plan)),
+        ("Settings tried", search_cells(plan)),
+        ("Machines side by side", comparison_cells(plan)),
+    ):
+        lines += ["", f"## {title}", "", *_table(cells)] if cells else []
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     return "\n".join([*lines, "", f"Made with {versions}.", ""])
-
-
-def _own_rows(plan: Plan) -> list[tuple[str, str]]:
-    return [row for row in summary_rows(plan) if row[0] != "beside"]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

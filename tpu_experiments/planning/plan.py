@@ -107,6 +107,10 @@ class Program:
     """Rows and tokens, for example `1 x 8 x 2048`."""
     compile_seconds: float | None
     """Seconds on this machine; null where it was not compiled."""
+    total_gib: float | None = None
+    """HBM of a chip while it runs, with what else the run keeps there; null where it was not compiled."""
+    estimated_seconds: float | None = None
+    """Of one run of it; null where it does not fit or was not compiled."""
     fingerprint: str = ""
     """Hash of the lowered program."""
 
@@ -117,7 +121,25 @@ class Rung:
 
     micro_batch: int
     total_gib: float
+    """By the compiler."""
     fits: bool
+    predicted_gib: float | None = None
+    """By the head-room of the first try; null of that one."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One combination of a search."""
+
+    overrides: tuple[str, ...]
+    """As the command line takes them."""
+    outcome: str
+    """`fits`, `too large` by the compiler, `pruned` by formulas, `refused` by the checks or the compiler."""
+    total_gib: float | None = None
+    step_seconds: float | None = None
+    """Estimate, of the stage that needs most memory."""
+    reason: str = ""
+    """Why it was refused or pruned."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +150,15 @@ class Comparison:
     chips: int
     fits: bool | None
     """Null where nothing checked it."""
-    step_seconds: float
-    tokens_per_second: float
+    step_seconds: float | None
+    """Null where it does not fit."""
+    tokens_per_second: float | None
     """Of the whole machine."""
     hours: float | None
     usd: Dollars
     usd_per_million_tokens: Dollars
     method: str
-    """`compiled` or `datasheet`."""
+    """`compiled`, `analytic` or `datasheet`."""
     assumption: str = ""
     """What a row that nothing compiled rests on."""
 
@@ -145,6 +168,8 @@ class Plan:
     """One config planned for one machine; the step is that of the stage that needs most memory."""
 
     name: str
+    job: str
+    """Hash of what is trained, on whatever machine and however computed: plans of one job can be compared."""
     model: str
     data: tuple[str, ...]
     hw: HwConfig
@@ -156,10 +181,13 @@ class Plan:
     seq_len: int
     fits: bool
     memory: ChipMemory
+    """Of the program that takes most."""
     flops: FlopsPerToken
     calibration: Calibration
     method: str = "compiled"
     """`compiled`: by the TPU's compiler. `analytic`: without libtpu, from formulas."""
+    largest_program: str = "train"
+    """The program that `memory` is of."""
     shortage: Shortage | None = None
     programs: tuple[Program, ...] = ()
     work: StepWork | None = None
@@ -169,6 +197,8 @@ class Plan:
     run: RunLength | None = None
     cost: Cost | None = None
     ladder: tuple[Rung, ...] = ()
+    search: tuple[Tried, ...] = ()
+    """Every combination that a search looked at, the best first."""
     comparisons: tuple[Comparison, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -189,18 +219,17 @@ class Plan:
         """Of training in steady state."""
         return usd_per_million_tokens(self.time, price=self.hw.price) if self.time else Dollars(None, None)
 
-    def as_comparison(self) -> Comparison | None:
-        """This plan as a row beside another; null without a step time."""
-        if self.time is None:
-            return None
+    def as_comparison(self) -> Comparison:
+        """This plan as a row beside another."""
+        time = self.time
         return Comparison(
             hw=self.hw.name,
             chips=self.hw.num_devices,
             fits=self.fits,
-            step_seconds=self.time.total_s,
-            tokens_per_second=self.time.tokens_per_second_per_chip * self.hw.num_devices,
+            step_seconds=time.total_s if time else None,
+            tokens_per_second=time.tokens_per_second_per_chip * self.hw.num_devices if time else None,
             hours=self.cost.hours if self.cost else None,
             usd=self.cost.usd if self.cost else Dollars(None, None),
             usd_per_million_tokens=self.usd_per_million_tokens,
-            method=self.time.method,
+            method=self.method,
         )

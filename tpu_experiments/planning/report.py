@@ -3,10 +3,19 @@
 from dataclasses import asdict
 from typing import Any
 
+from tpu_experiments.planning.cells import (
+    aligned,
+    both,
+    comparison_cells,
+    ladder_cells,
+    program_cells,
+    search_cells,
+)
 from tpu_experiments.planning.money import Dollars
-from tpu_experiments.planning.plan import Comparison, Plan
+from tpu_experiments.planning.plan import Plan
 
 ESTIMATE = "estimate"
+NO_OTHER = "no other can appear: every stage, the evaluation and the sample have one batch shape each"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -21,6 +30,7 @@ def _what(plan: Plan) -> dict[str, Any]:
         "method": plan.method,
         "model": plan.model,
         "data": list(plan.data),
+        "job": plan.job,
         "hw": hw.name,
         "topology": hw.topology,
         "chips": hw.num_devices,
@@ -48,6 +58,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
             "headroom": memory.headroom,
             "classes": memory.classes,
             "source": memory.source,
+            "program": plan.largest_program,
         },
         "does_not_fit": None
         if shortage is None
@@ -61,7 +72,9 @@ def _memory(plan: Plan) -> dict[str, Any]:
             "remedies": list(shortage.remedies),
         },
         "micro_batch_ladder": [asdict(rung) for rung in plan.ladder],
+        "search": [asdict(tried) for tried in plan.search],
         "num_programs": len(plan.programs),
+        "why_no_other_program": NO_OTHER,
         "programs": [asdict(program) for program in plan.programs],
         "compile_seconds": plan.compile_seconds,
     }
@@ -133,7 +146,8 @@ def _length(plan: Plan) -> dict[str, Any]:
 
 def plan_table(plan: Plan) -> str:
     """What a terminal shows."""
-    return "\n".join(f"  {label:<13} {text}" if label else f"  {'':<13} {text}" for label, text in summary_rows(plan))
+    rows = [*summary_rows(plan), *_table_rows(plan)]
+    return "\n".join(f"  {label:<13} {text}" for label, text in rows)
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -152,23 +166,23 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         (
             "fits" if plan.fits else "DOES NOT FIT",
             f"{memory.total:.2f} of {memory.limit:.2f} GiB per chip, {memory.headroom:+.2f} GiB head-room "
-            f"({memory.source})",
+            f"({memory.source}; {plan.largest_program})",
         ),
         *(("", f"{gib:7.2f} GiB  {name}") for name, gib in memory.classes.items()),
         *_shortage_rows(plan),
         *_program_rows(plan),
         ("work", f"{plan.flops.total / 1e9:.2f} GFLOP per token, of which {_parts_of_flops(plan)}"),
     ]
-    return (
-        rows + _time_rows(plan) + _money_rows(plan) + _comparison_rows(plan) + [("note", note) for note in plan.notes]
-    )
+    assumed = [("assumed", assumption) for assumption in assumptions(plan)]
+    return rows + _time_rows(plan) + _money_rows(plan) + assumed + [("note", note) for note in plan.notes]
 
 
 def _shortage_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.shortage is None:
         return []
     buffers = [("", f"{_times(b.count)}{b.gib:7.2f} GiB  {b.words}  {b.shape}") for b in plan.shortage.buffers]
-    return [("compiler", plan.shortage.message), *buffers, *(("try", remedy) for remedy in plan.shortage.remedies)]
+    by = "compiler" if plan.method == "compiled" else "why"
+    return [(by, plan.shortage.message), *buffers, *(("try", remedy) for remedy in plan.shortage.remedies)]
 
 
 def _times(count: int) -> str:
@@ -180,8 +194,10 @@ def _program_rows(plan: Plan) -> list[tuple[str, str]]:
         return []
     seconds = plan.compile_seconds
     compiled = "not compiled" if seconds is None else f"compiled in {seconds:.0f} s here"
-    names = ", ".join(f"{p.name} {p.shape}" for p in plan.programs)
-    return [("programs", f"{len(plan.programs)} in all, {compiled}: {names}")]
+    return [
+        ("programs", f"{len(plan.programs)} in all, {compiled}; {NO_OTHER}"),
+        *(("", line) for line in aligned([(*row, "") for row in program_cells(plan)])),
+    ]
 
 
 def _parts_of_flops(plan: Plan) -> str:
@@ -192,7 +208,7 @@ def _parts_of_flops(plan: Plan) -> str:
 def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     time, calibration = plan.time, plan.calibration
     if time is None:
-        return [("time", "no estimate: the step was not compiled")]
+        return [("time", "no estimate: the step does not fit")]
     error = "" if calibration.relative_error is None else f", +-{100 * calibration.relative_error:.0f} %"
     parts = f"XLA {time.compute_s:.3f} + kernels {time.kernels_s:.3f} + exposed network {time.exposed_network_s:.3f} s"
     return [
@@ -226,61 +242,12 @@ def _money_rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _comparison_rows(plan: Plan) -> list[tuple[str, str]]:
-    rows = [("beside", " ".join(f"{cell:>12}" for cell in row)) for row in comparison_cells(plan)]
-    return rows + [("assumed", assumption) for assumption in assumptions(plan)]
+def _table_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What the page shows as tables of their own."""
+    tables = {"tried": search_cells(plan), "ladder": ladder_cells(plan), "beside": comparison_cells(plan)}
+    return [(label, line) for label, cells in tables.items() for line in aligned(cells)]
 
 
 def assumptions(plan: Plan) -> list[str]:
     """What the length of the run and the rows of other machines rest on."""
     return [*(plan.run.notes if plan.run else ()), *(row.assumption for row in plan.comparisons if row.assumption)]
-
-
-def comparison_cells(plan: Plan) -> list[tuple[str, ...]]:
-    """Header and one row per machine, this plan's first; empty without a comparison."""
-    own = plan.as_comparison()
-    if not plan.comparisons:
-        return []
-    rows = [*([own] if own else []), *plan.comparisons]
-    header = (
-        "hw",
-        "chips",
-        "fits",
-        "step s",
-        "tokens/s",
-        "speed-up",
-        "hours",
-        "$ spot",
-        "$ listed",
-        "$/M tokens",
-        "from",
-    )
-    return [header, *(_cells(row, slowest=min(r.tokens_per_second for r in rows)) for row in rows)]
-
-
-def _cells(row: Comparison, *, slowest: float) -> tuple[str, ...]:
-    return (
-        row.hw,
-        str(row.chips),
-        {True: "yes", False: "no", None: "?"}[row.fits],
-        f"{row.step_seconds:.3f}",
-        f"{row.tokens_per_second:,.0f}",
-        f"{row.tokens_per_second / slowest:.1f}x",
-        "-" if row.hours is None else f"{row.hours:.2f}",
-        amount(row.usd.spot),
-        amount(row.usd.on_demand),
-        amount(row.usd_per_million_tokens.on_demand),
-        row.method,
-    )
-
-
-def both(dollars: Dollars) -> str:
-    """`$1.20 spot, $3.40 on demand`."""
-    return f"{amount(dollars.spot)} spot, {amount(dollars.on_demand)} on demand"
-
-
-def amount(usd: float | None) -> str:
-    """Two decimals, more below a dollar; `-` where unknown."""
-    if usd is None:
-        return "-"
-    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import ChipConfig, HwConfig
+from tpu_experiments.planning.operations import Kernel, Transfer
 from tpu_experiments.planning.work import FlopsPerToken
 
 # Pallas attention at this share of peak makes two published MaxText steps on v6e-8 come out at 1.02 and 0.98 of the
@@ -42,30 +43,6 @@ def calibration_of(hw: HwConfig) -> Calibration:
 
 
 @dataclass(frozen=True)
-class KernelWork:
-    """One Pallas kernel: how often a step calls it on one chip, and what a call does."""
-
-    name: str
-    count: int
-    flops: float
-    num_bytes: float
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Collectives of one kind in one step of one chip."""
-
-    kind: str
-    """`all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`."""
-    count: int
-    num_bytes: float
-    """Over all calls: of the result for an all-gather, of the operand otherwise."""
-    num_overlapped: int
-    """Of `count`, those that run beside computation."""
-    group_size: int
-
-
-@dataclass(frozen=True)
 class StepWork:
     """What one optimizer step does on one chip."""
 
@@ -77,7 +54,7 @@ class StepWork:
     """FLOPs that the model needs, which utilisation is measured by (work.FlopsPerToken.model x tokens)."""
     tokens: float
     """Tokens of this chip in one step, padding included."""
-    kernels: tuple[KernelWork, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
     transfers: tuple[Transfer, ...] = ()
 
 
@@ -99,7 +76,7 @@ class StepTime:
     """Model FLOPs utilisation, 0 to 1."""
     tokens_per_second_per_chip: float
     method: str = "compiled"
-    """`compiled`: from the compiler's cycles. `datasheet`: FLOPs at an assumed share of peak."""
+    """`compiled`: from the compiler's cycles. `analytic` and `datasheet`: FLOPs at an assumed share of peak."""
 
     @property
     def uncalibrated_s(self) -> float:
@@ -140,9 +117,9 @@ def step_time(work: StepWork, *, chip: ChipConfig, topology: str | None, calibra
     )
 
 
-def _kernel_seconds(kernel: KernelWork, *, chip: ChipConfig, calibration: Calibration) -> tuple[float, float]:
+def _kernel_seconds(kernel: Kernel, *, chip: ChipConfig, calibration: Calibration) -> tuple[float, float]:
     """Seconds by FLOPs and by bytes; the shorter of the two is 0."""
-    flops = kernel.count * kernel.flops / (chip.peak_tflops_bf16 * 1e12 * calibration.kernel_share_of_peak)
+    flops = kernel.count * (kernel.flops or 0.0) / (chip.peak_tflops_bf16 * 1e12 * calibration.kernel_share_of_peak)
     moved = kernel.count * kernel.num_bytes / (chip.hbm_gb_per_second * 1e9)
     return (flops, 0.0) if flops >= moved else (0.0, moved)
 
@@ -182,7 +159,9 @@ def links_in_use(topology: str | None, *, group_size: int) -> int:
     return ICI_PORTS if sides and min(sides) >= TORUS_SIDE and group_size > TORUS_SIDE else 2
 
 
-def datasheet_time(flops: FlopsPerToken, *, tokens: float, chip: ChipConfig, share_of_peak: float) -> StepTime:
+def datasheet_time(
+    flops: FlopsPerToken, *, tokens: float, chip: ChipConfig, share_of_peak: float, method: str = "datasheet"
+) -> StepTime:
     """Seconds of a step that nothing compiles here: its FLOPs at an assumed share of peak, on one of the devices."""
     peak = chip.peak_tflops_bf16 * 1e12
     seconds = flops.total * tokens / (peak * share_of_peak)
@@ -195,5 +174,5 @@ def datasheet_time(flops: FlopsPerToken, *, tokens: float, chip: ChipConfig, sha
         bound_by="compute",
         mfu=flops.model * tokens / (seconds * peak),
         tokens_per_second_per_chip=tokens / seconds,
-        method="datasheet",
+        method=method,
     )

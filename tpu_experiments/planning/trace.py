@@ -14,13 +14,20 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Counters, Program
-from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
+from tpu_experiments.runtime.xla_attention import attention_kernel_for
+from tpu_experiments.runtime.xla_layout import lay_over
+from tpu_experiments.runtime.xla_loop import xla_loop
 
 BATCH = "batch/"
 
@@ -44,12 +51,14 @@ class Lowered:
     """One program of a run, before it is compiled."""
 
     name: str
-    """`train`, `evaluate` or `sample`."""
+    """`train`, `eval` or `sample`."""
     shape: tuple[int, ...]
     """Of the batch's token ids."""
     hlo: bytes = field(repr=False)
     """Serialized HloModuleProto."""
     arguments: tuple[Argument, ...] = field(repr=False)
+    resident: tuple[Argument, ...] = field(repr=False)
+    """What the run keeps on the device and this program does not read."""
     num_partitions: int
     """Chips the compiler splits the program over (spmd)."""
     num_replicas: int
@@ -61,13 +70,19 @@ class TracingRuntime:
     """A `Runtime` without devices, whose programs are lowered instead of run."""
 
     def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
+        if hw.parallel == "spmd":
+            xr.use_spmd()  # else torch_xla refuses annotations
         self.device = torch_xla.device()
+        xr.global_runtime_device_count()  # in SPMD mode autograd knows of the device only after this
         # Starts autograd's queue for XLA; without it the first backward pass in this process aborts.
         torch.ones(2, device=self.device, requires_grad=True).sum().backward()
+        install_attention_kernel(attention_kernel_for(hw, device=hw.device))
         self.num_devices = hw.num_devices
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
         self.is_sharded = hw.parallel == "spmd"
         self.table = ShardingTable(sharding, num_devices=hw.num_devices)
+        self.loop: Loop = xla_loop
+        self.lay: Lay = lay_over(num_devices=hw.num_devices) if self.is_sharded else as_it_lies
         self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None:
@@ -77,6 +92,9 @@ class TracingRuntime:
         placeholder = xb.create_placeholder_tensor(tensor.shape, tensor.dtype)
         self.placed.append((name, placeholder))
         return placeholder
+
+    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
+        return self.place(torch.empty(shape, device="meta"), name=name)
 
     def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
         return {name: xb.create_placeholder_tensor(t.shape, t.dtype) for name, t in batch.items()}
@@ -140,6 +158,7 @@ class TracingRuntime:
             tuple(batch["ids"].shape),
             hlo=lowering.hlo(),
             arguments=self._arguments(lowering, sent=sent, alias=alias, rows_dim=rows_dim),
+            resident=self._resident(lowering),
             num_partitions=self.num_devices if self.is_sharded else 1,
             num_replicas=self.world_size,
             trace_seconds=time.perf_counter() - started,
@@ -161,12 +180,18 @@ class TracingRuntime:
             by_number[number] = Argument("", tuple(value.shape), _kind(value), (None,) * value.ndim)
         return tuple(by_number[number] for number in range(len(by_number)))
 
+    def _resident(self, lowering: Any) -> tuple[Argument, ...]:
+        unread = [(n, t) for n, t in self.placed if lowering.tensor_parameter_id(t) < 0]
+        return tuple(
+            Argument(name, tuple(t.shape), _kind(t), self._axes(name, tuple(t.shape), rows_dim=0)) for name, t in unread
+        )
+
     def _axes(self, name: str, shape: tuple[int, ...], *, rows_dim: int) -> tuple[str | None, ...]:
         """As the run splits it: a parameter by the sharding table, a batch along its rows."""
         if not self.is_sharded:
             return (None,) * len(shape)
         if name.startswith(BATCH):
-            return tuple("fsdp" if dim == rows_dim and len(shape) > 1 else None for dim in range(len(shape)))
+            return batch_axes(len(shape), rows_dim=rows_dim)
         return self.table.axes(name, shape)
 
 

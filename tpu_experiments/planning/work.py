@@ -126,7 +126,7 @@ class MemoryEstimate:
     activations: float
     """What the backward pass needs: all of it, or the layer inputs and one layer's when recomputed."""
     logits: float
-    """micro_rows x seq_len x vocabulary in the model's data type, and their log-softmax in float32."""
+    """micro_rows x positions of a chunk x vocabulary in the model's data type, and their log-softmax in float32."""
     gathered: float
     """Matrices that a sharded step holds whole for a moment: two of the largest of a layer."""
     batch: float
@@ -164,6 +164,8 @@ class StepSettings:
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     recompute: bool = False
     """Only the layers' inputs are saved."""
+    loss_chunk_tokens: int | None = None
+    """Positions of every row whose logits exist at once; None is all of them."""
     attention: Literal["sdpa", "flash"] = "sdpa"
     sharding: Literal["replicated", "fsdp"] = "replicated"
     chips: int = 1
@@ -184,6 +186,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     split = step.chips if step.sharding == "fsdp" else 1
     base, trained, moments = _state(decoder, step=step, split=split)
     tokens = step.micro_rows * step.seq_len
+    chunk = min(step.loss_chunk_tokens or step.seq_len, step.seq_len)
     per_element = step.weight_bytes * tokens
     kept = _kept_of_layer(decoder, seq_len=step.seq_len, attention=step.attention) * per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
@@ -194,7 +197,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
         optimizer=moments * 4 / GIB,
         gradients=trained * (4 + step.weight_bytes) / GIB,
         activations=(inputs + kept if step.recompute else decoder.num_layers * kept) / GIB,
-        logits=tokens * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
+        logits=step.micro_rows * chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
         gathered=2 * largest * step.weight_bytes / GIB if split > 1 else 0.0,
         batch=tokens * step.accumulation * 4 * 4 / GIB,
     )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.config.preparing import LoaderConfig
+from tpu_experiments.runtime.layout import Lay
+from tpu_experiments.runtime.loop import Loop
 
 Batch = Mapping[str, Tensor]
 Out = TypeVar("Out")
@@ -37,12 +39,19 @@ class Runtime(Protocol):
     rank: int
     world_size: int
     num_devices: int
+    loop: Loop
+    """A loop inside a program."""
+    lay: Lay
+    """Where a value inside a program lies."""
 
     def seed(self, value: int) -> None:
         """Set the device's random state; the next program's dropout depends on nothing else."""
 
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
         """Copy a parameter or a tensor shaped like it to where `name` lives (sharded by the table in spmd)."""
+
+    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
+        """float32 zeros where `name` lives."""
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         """Send host tensors to the device in one transfer; tensors that have `rows_dim` are split along it in spmd."""

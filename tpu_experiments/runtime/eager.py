@@ -14,8 +14,11 @@ from torch import Tensor
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.preparing import LoaderConfig
+from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
 from tpu_experiments.runtime.feed import Ahead
+from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.loop import Loop, python_loop
 
 GIB = 2**30
 
@@ -31,13 +34,19 @@ class EagerRuntime:
         self.device = torch.device(f"cuda:{self.rank}" if hw.device == "cuda" else "cpu")
         if hw.device == "cpu":
             torch.set_num_threads(hw.num_threads or max(1, len(os.sched_getaffinity(0)) // self.world_size))
+        self.loop: Loop = python_loop
+        self.lay: Lay = as_it_lies
         self._trace_seconds = 0.0
+        install_attention_kernel(None)
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
 
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
         return tensor.to(self.device)
+
+    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
+        return torch.zeros(shape, device=self.device)
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}

@@ -11,6 +11,7 @@ import pickle
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -100,6 +101,10 @@ def _eager_child(rank: int, parent: int, port: int, payload: bytes) -> None:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         os._exit(2)
+    except Exception:
+        # The others lose their connection and may be reported first: what began it is said here.
+        print(f"process {rank} of {config.hw.num_devices}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.runtime.stacked import is_stack
+
+AXIS = "fsdp"
 
 
 class ShardingTable:
@@ -16,11 +19,16 @@ class ShardingTable:
         self.max_replicated, self.num_devices = sharding.max_replicated_elements, num_devices
 
     def axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        """Mesh axis per dimension.
+        """Mesh axis per dimension; a stack's axis of layers is never split.
 
         Raises:
             ConfigError: the rule has another number of dimensions, or a split dimension is not divisible.
         """
+        if is_stack(name):
+            return (None, *self._axes(name, shape[1:]))
+        return self._axes(name, shape)
+
+    def _axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
         for glob, axes in self.rules.items():
             if not _matches(glob, name):
                 continue
@@ -50,6 +58,11 @@ class ShardingTable:
                     f"sharding={self.name} leaves {name} with {size:,} elements whole on every device (limit "
                     f"sharding.max_replicated_elements={self.max_replicated:,}); add a rule or raise the limit."
                 )
+
+
+def batch_axes(ndim: int, *, rows_dim: int) -> tuple[str | None, ...]:
+    """Mesh axis per dimension of a batch's tensor: its rows are split, a vector is whole on every device."""
+    return tuple(AXIS if dim == rows_dim and ndim > 1 else None for dim in range(ndim))
 
 
 def _matches(glob: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Runtime on torch_xla: the only file that names it for training.
+"""Runtime on torch_xla: the only file, with `xla_*.py`, that names it for training.
 
 `inline`: one device. `spmd`: all devices of the host as one, arrays annotated with a sharding and the graph
 partitioned by XLA. `spawn`: one process per device, gradients summed in the graph.
@@ -25,9 +25,15 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.preparing import LoaderConfig
 from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
 from tpu_experiments.runtime.feed import Dealer
-from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.runtime.sharding import AXIS, ShardingTable, batch_axes
+from tpu_experiments.runtime.xla_attention import attention_kernel_for
+from tpu_experiments.runtime.xla_layout import lay_over
+from tpu_experiments.runtime.xla_loop import xla_loop
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -50,11 +56,14 @@ class XlaRuntime:
                 "or close the process that holds the others."
             )
         if hw.parallel == "spmd":
-            self.mesh = xs.Mesh(np.arange(found), (found,), ("fsdp",))
+            self.mesh = xs.Mesh(np.arange(found), (found,), (AXIS,))
+        install_attention_kernel(attention_kernel_for(hw, device=xr.device_type()))
         self.num_devices = found
         self.rank = xr.global_ordinal() if hw.parallel == "spawn" else 0
         self.world_size = xr.world_size() if hw.parallel == "spawn" else 1
         self._table = ShardingTable(sharding, num_devices=found)
+        self.loop: Loop = xla_loop
+        self.lay: Lay = lay_over(num_devices=found) if hw.parallel == "spmd" else as_it_lies
         self._first_call_compiles = 0
         self._setup_compiles: int | None = None
         self._warm = False
@@ -70,6 +79,9 @@ class XlaRuntime:
         (placed,) = xm.send_cpu_data_to_device([tensor.contiguous()], self.device, spec)
         return placed
 
+    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
+        return self.place(torch.zeros(shape), name=name)
+
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         names, tensors = list(batch), list(batch.values())
         if self.mesh is None:
@@ -83,8 +95,7 @@ class XlaRuntime:
         return {name: sent[name] for name in names}
 
     def _rows_spec(self, ndim: int, *, rows_dim: int) -> xs.ShardingSpec:
-        axes = tuple("fsdp" if dim == rows_dim and ndim > 1 else None for dim in range(ndim))
-        return xs.ShardingSpec(self.mesh, axes)
+        return xs.ShardingSpec(self.mesh, batch_axes(ndim, rows_dim=rows_dim))
 
     @contextmanager
     def feed(

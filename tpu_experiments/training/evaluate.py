@@ -33,7 +33,7 @@ class Evaluator:
         self, module: nn.Module, *, runtime: Runtime, row_loss: RowLoss, parameters: Mapping[str, Tensor]
     ) -> None:
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
-        self.program = runtime.program(self._sums, name="evaluate")
+        self.program = runtime.program(self.sums, name="evaluate")
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
         """Evaluate every source's batches; all processes take part."""
@@ -52,7 +52,8 @@ class Evaluator:
         rows = batch.slice_process(self.runtime.rank, self.runtime.world_size)
         return self.runtime.put(host_tensors(rows), rows_dim=0)
 
-    def _sums(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def sums(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The program: loss sum in nats and supervised tokens of one batch over all processes, shape (2,)."""
         with torch.no_grad():
             sums_R, weights_R = self.row_loss(self.module, self.parameters, batch)
             return torch.stack(self.runtime.sum_over_processes([sums_R.sum(), weights_R.sum()]))

@@ -30,7 +30,7 @@ class Sampler:
         self.module, self.runtime, self.parameters = module, runtime, parameters
         self.tokenizer, self.window, self.temperature = tokenizer, window, temperature
         self.seed = seed
-        self.program = runtime.program(self._next_token, name="sample")
+        self.program = runtime.program(self.next_token, name="sample")
 
     def run(self, prompt_ids: list[int], *, max_new_tokens: int) -> str:
         """Continue `prompt_ids` (its last `window - max_new_tokens` tokens) up to the end of sequence."""
@@ -47,7 +47,8 @@ class Sampler:
         written = batch["ids"].cpu()[0, len(prompt) : len(prompt) + max_new_tokens].tolist()
         return str(self.tokenizer.decode(_until_end(written, self.tokenizer), skip_special_tokens=True)).strip()
 
-    def _next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The program: `ids` (1, window) with the token after `last` (1,) written, and `last` moved on."""
         ids, last = batch["ids"], batch["last"]
         index_T = torch.arange(self.window, device=ids.device, dtype=torch.int32)
         rows = {"ids": ids, "positions": index_T[None], "segments": (index_T <= last).to(torch.int32)[None]}

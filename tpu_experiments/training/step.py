@@ -5,14 +5,18 @@ run it eagerly. Legend: A accumulated micro-batches, R rows of a micro-batch, T 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tpu_experiments.models.forward import logits_of, row_losses, target_weights
+from tpu_experiments.models.forward import hidden_of, logits_of, row_losses, target_weights
+from tpu_experiments.models.head import has_plain_head, soft_cap_of
+from tpu_experiments.models.loss import chunked_row_losses
 from tpu_experiments.optim.base import Optimizer, State, clip, global_norm
+from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.loop import Loop, Tensors, python_loop
 
 Rows = Mapping[str, Tensor]
 RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor]]
@@ -35,9 +39,26 @@ class StepOutput:
     """Supervised tokens of the global batch, shape ()."""
 
 
-def next_token_loss(module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the next token, summed per row."""
-    return row_losses(logits_of(module, parameters, rows), rows)
+def next_token_loss(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    rows: Rows,
+    *,
+    chunk_tokens: int | None = None,
+    loop: Loop = python_loop,
+    lay: Lay = as_it_lies,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the next token, summed per row.
+
+    Args:
+        chunk_tokens: positions of every row whose logits exist at once; None makes all logits, and so does a model
+            whose head is more than a matrix product.
+    """
+    if chunk_tokens is None or not has_plain_head(module):
+        return row_losses(logits_of(module, parameters, rows), rows)
+    hidden_BTH, head_VH = hidden_of(module, parameters, rows)
+    cap = soft_cap_of(module)
+    return chunked_row_losses(hidden_BTH, head_VH, rows, chunk_tokens=chunk_tokens, loop=loop, lay=lay, soft_cap=cap)
 
 
 class TrainStep:
@@ -51,9 +72,10 @@ class TrainStep:
         clip_norm: float | None,
         sum_over_processes: SumOverProcesses,
         row_loss: RowLoss = next_token_loss,
+        loop: Loop = python_loop,
     ) -> None:
         self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
-        self.sum_over_processes, self.row_loss = sum_over_processes, row_loss
+        self.sum_over_processes, self.row_loss, self.loop = sum_over_processes, row_loss, loop
 
     def __call__(
         self, parameters: Mapping[str, Tensor], state: State, batch: Mapping[str, Tensor]
@@ -64,27 +86,48 @@ class TrainStep:
             parameters: float32 trainable parameters by name.
             batch: `ids`, `learn`, `positions`, `segments` (A, R, T) int32 and `lr` (1,) float32.
         """
-        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         micro_batches = [{k: batch[k][i] for k in ROW_TENSORS} for i in range(batch["ids"].shape[0])]
         supervised = torch.stack([target_weights(rows)[1].sum() for rows in micro_batches]).sum()
         (total,) = self.sum_over_processes([supervised])
         total = total.clamp(min=1.0)  # a batch of padding only has a zero gradient, not 0 / 0
-        grads: list[Tensor] = []
-        losses: list[Tensor] = []
-        for rows in micro_batches:
-            sums_R, _ = self.row_loss(self.module, leaves, rows)
-            micro = torch.autograd.grad(sums_R.sum() / total, list(leaves.values()))
-            grads = [a + g for a, g in zip(grads, micro, strict=True)] if grads else list(micro)
-            losses.append(sums_R.detach())
+        grads, row_losses_AR = self.gradients(parameters, batch, total)
         with torch.no_grad():
-            row_losses_AR = torch.stack(losses)
             *grads, loss = self.sum_over_processes([*grads, row_losses_AR.sum() / total])
-            named = dict(zip(leaves, grads, strict=True))
+            named = dict(zip(parameters, grads, strict=True))
             norm = global_norm(named)
             new_parameters, new_state = self.optimizer.update(
                 parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
             )
         return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total)
+
+    def gradients(
+        self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Gradients of this process's loss, in the order of `parameters`, and its row losses (A, R).
+
+        Micro-batches run in a loop of the device, so that the program is no longer for more of them.
+        """
+        values, xs = tuple(parameters.values()), tuple(batch[k] for k in ROW_TENSORS)
+
+        def micro(weights: Sequence[Tensor], tensors: Sequence[Tensor], total: Tensor) -> tuple[list[Tensor], Tensor]:
+            rows = dict(zip(ROW_TENSORS, tensors, strict=True))
+            # On autograd's own thread for the device, gradients may outlive the call by a moment; what is alive when
+            # torch_xla takes the graph is an output of the program, and the next step would be another program.
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                leaves = {n: w.detach().requires_grad_() for n, w in zip(parameters, weights, strict=True)}
+                sums_R, _ = self.row_loss(self.module, leaves, rows)
+                return list(torch.autograd.grad(sums_R.sum() / total, list(leaves.values()))), sums_R.detach()
+
+        def body(carry: Tensors, tensors: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+            grads, sums_R = micro(consts[1:], tensors, consts[0])
+            return tuple(a + g for a, g in zip(carry, grads, strict=True)), (sums_R,)
+
+        if len(xs[0]) == 1:
+            grads, sums_R = micro(values, [x[0] for x in xs], total)
+            return grads, sums_R[None]
+        zeros = tuple(torch.zeros_like(value) for value in values)
+        summed, (row_losses_AR,) = self.loop(body, carry=zeros, xs=xs, consts=(total, *values))
+        return list(summed), row_losses_AR
 
 
 def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping[str, Tensor], State]) -> None:

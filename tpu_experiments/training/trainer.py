@@ -33,6 +33,7 @@ from tpu_experiments.training.inputs import (
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.progress import Progress, StageRecord
 from tpu_experiments.training.sample import Sampler, prompt_ids
+from tpu_experiments.training.saved import flat, from_host, to_host
 from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss, seed_of
 from tpu_experiments.training.stop import StopFlag
 from tpu_experiments.training.summary import Ending
@@ -62,7 +63,8 @@ class Trainer:
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Loss sum in nats and number of supervised tokens of every row, both (R,)."""
-        return next_token_loss(module, parameters, rows)
+        chunk, runtime = self.config.trainer.loss_chunk_tokens, self.runtime
+        return next_token_loss(module, parameters, rows, chunk_tokens=chunk, loop=runtime.loop, lay=runtime.lay)
 
     def build_optimizer(self) -> Optimizer:
         """The optimizer that `optim._target_` names, with the settings of `optim`."""
@@ -93,7 +95,14 @@ class Trainer:
     def build(self) -> None:
         """Model and optimizer state on the device, and the three programs of a run."""
         config, runtime = self.config, self.runtime
-        self.model = build_model(self.model_source(), lora=config.lora, seed=config.seed, place=runtime.place)
+        self.model = build_model(
+            self.model_source(),
+            lora=config.lora,
+            seed=config.seed,
+            place=runtime.place,
+            layer_loop=runtime.loop if runtime.device.type == "xla" else None,
+            lay=runtime.lay,
+        )
         self.model.module.train()
         self.parameters = self.model.trainable
         self.optimizer = self.build_optimizer()
@@ -104,6 +113,7 @@ class Trainer:
             clip_norm=config.optim.clip_norm,
             sum_over_processes=runtime.sum_over_processes,
             row_loss=self.row_loss,
+            loop=runtime.loop,
         )
         self.step_program = runtime.program(self.step_in_place, name="train")
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
@@ -129,7 +139,7 @@ class Trainer:
         """Optimizer state at zero, each slot where its parameter lives."""
         shapes = {name: torch.empty(p.shape, device="meta") for name, p in self.parameters.items()}
         return {
-            name: {slot: self.runtime.place(t, name=f"{name}/{slot}") for slot, t in slots.items()}
+            name: {slot: self.runtime.zeros(t.shape, name=f"{name}/{slot}") for slot, t in slots.items()}
             for name, slots in self.optimizer.init(shapes).items()
         }
 
@@ -267,11 +277,10 @@ class Trainer:
             self.runtime.wait()
             self.record(self.window.drain())
             if self.runtime.rank == 0:
-                flat = {f"{n}/{slot}": t for n, slots in self.state.items() for slot, t in slots.items()}
                 save_checkpoint(
                     self.outputs.folder.path("checkpoints"),
                     step=self.progress.step,
-                    groups={"parameters": to_host(self.parameters), "optimizer": to_host(flat)},
+                    groups={"parameters": to_host(self.parameters), "optimizer": to_host(flat(self.state))},
                     progress=self.progress.to_dict(),
                     keep_last=self.config.checkpoint.keep_last,
                 )
@@ -284,16 +293,7 @@ class Trainer:
             return
         values, tensors = found
         self.progress = Progress.from_dict(values)
-        for name in self.parameters:
-            self.parameters[name] = self.runtime.place(tensors["parameters"][name], name=name)
-        for name, slots in self.state.items():
-            for slot in slots:
-                slots[slot] = self.runtime.place(tensors["optimizer"][f"{name}/{slot}"], name=f"{name}/{slot}")
+        from_host(tensors, parameters=self.parameters, state=self.state, place=self.runtime.place)
         log.info(
             "resumed at step %d (stage %d, step %d)", self.progress.step, self.progress.stage, self.progress.stage_step
         )
-
-
-def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host copies, contiguous."""
-    return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}

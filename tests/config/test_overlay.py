@@ -1,0 +1,57 @@
+"""`+plan=FILE`: what an overlay may hold, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from run import laid_under
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.overlay import overlay_file, override_of, with_overlay
+
+
+def test_an_overlay_stands_before_the_arguments_and_under_them() -> None:
+    text = "sharding: fsdp\ntrainer.micro_batch_rows: 4\nmodel.remat: layer_inputs\n"
+    laid = with_overlay(["hw=v6e8", "+plan=best.yaml", "sharding=replicated"], text=text, file="best.yaml")
+    assert laid == ["trainer.micro_batch_rows=4", "model.remat=layer_inputs", "hw=v6e8", "sharding=replicated"]
+    assert overlay_file(["task=plan", "hw=v6e8"]) is None
+    assert overlay_file(["plan='a b.yaml'"]) == "a b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (1e-4, "0.0001"),
+        (["a", 1], "[a,1]"),
+        ("a, b", '"a, b"'),
+        ({"x": 1}, "{x:1}"),
+    ],
+)
+def test_values_are_written_as_hydra_reads_them(value: object, written: str) -> None:
+    assert override_of("key", value) == f"key={written}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it holds no overrides"),
+        ("- a\n", "it holds no overrides"),
+        ("a: [", "it is not YAML"),
+        ('{"method": "compiled", "model": "tiny"}', "method is no key or group of a config, so it is no overlay"),
+    ],
+)
+def test_what_is_no_overlay_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "best.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        laid_under([f"+plan={file}"])
+    assert str(caught.value).startswith(f"+plan={file}; {words}")
+    assert "task=plan task.explore=search" in str(caught.value)
+
+
+def test_a_missing_overlay_and_two_of_them_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\+plan=nowhere.yaml; there is no such file"):
+        laid_under(["+plan=nowhere.yaml"])
+    with pytest.raises(ConfigError, match=r"one overlay can be laid under a run"):
+        laid_under(["+plan=a.yaml", "+plan=b.yaml"])

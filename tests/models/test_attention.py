@@ -1,0 +1,87 @@
+"""`model.attention=flash` in whole models: the same logits as sdpa, by either path."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tpu_experiments.models.attention import FLASH, causal_mask, flash
+from tpu_experiments.models.forward import logits_of
+from tpu_experiments.runtime.attention import install_attention_kernel
+from tpu_experiments.runtime.eager import EagerRuntime
+
+pytestmark = pytest.mark.xla
+TINY = ("model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
+
+
+def rows(length: int) -> dict[str, torch.Tensor]:
+    """Two rows of two documents and padding; beyond Mistral's tiny window of 48 and Gemma's of 32."""
+    batch = random_batch(1, rows=2, seq_len=length)
+    return {name: batch[name][0] for name in ("ids", "positions", "segments")}
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_without_a_kernel_it_is_sdpa(make_config, model):
+    overrides = (f"model={model}", *TINY, "hw.runtime=eager")
+    logits = []
+    for attention in ("sdpa", "flash"):
+        config = make_config(*overrides, f"model.attention={attention}")
+        run = Run(config, EagerRuntime(config.hw))
+        logits.append(logits_of(run.model.module, run.parameters, rows(150)))
+    assert torch.equal(*logits)
+
+
+class PlainKernel:
+    """A device's kernel in plain torch; counts its calls."""
+
+    calls = 0
+
+    def forward(self, q, k, v, segments, *, scores):
+        self.calls += 1
+        assert segments.dtype == torch.int32
+        groups = q.shape[1] // k.shape[1]
+        products = q @ k.repeat_interleave(groups, 1).mT * scores.scale
+        products = products.masked_fill(~causal_mask(segments, window=scores.window), -torch.inf)
+        log_sum = torch.logsumexp(products, -1)
+        return (products - log_sum[..., None]).exp() @ v.repeat_interleave(groups, 1), log_sum
+
+    def backward(self, *saved, grad, scores):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_every_model_tells_the_kernel_its_scale_and_window(make_config, model):
+    config = make_config(f"model={model}", *TINY, "hw.runtime=eager", "model.attention=flash")
+    run = Run(config, EagerRuntime(config.hw))
+    kernel = PlainKernel()
+    with torch.no_grad():
+        sdpa = logits_of(run.model.module, run.parameters, rows(150))
+        install_attention_kernel(kernel)
+        try:
+            by_kernel = logits_of(run.model.module, run.parameters, rows(150))
+        finally:
+            install_attention_kernel(None)
+    assert kernel.calls == run.model.module.config.num_hidden_layers
+    torch.testing.assert_close(by_kernel, sdpa, atol=1e-5, rtol=0)
+
+
+def test_a_model_without_windows():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096)
+    module = LlamaForCausalLM(config)
+    batch, logits = rows(64), []
+    for name in ("sdpa", FLASH):
+        config._attn_implementation = name
+        logits.append(logits_of(module, dict(module.named_parameters()), batch))
+    assert torch.equal(*logits)
+
+
+def test_capped_scores_are_eager_attention():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
+    segments = rows(40)["segments"]
+    out, _ = flash(torch.nn.Module(), q, k, v, segments[:, None, None], softcap=2.0, sliding_window=9)
+    scores = 2.0 * torch.tanh(q @ k.repeat_interleave(2, 1).mT * 8**-0.5 / 2.0)
+    scores = scores.masked_fill(~causal_mask(segments, window=9), -torch.inf)
+    expected = torch.softmax(scores, -1) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, expected.transpose(1, 2))

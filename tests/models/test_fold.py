@@ -1,0 +1,105 @@
+"""Folded layers compute what the layers one by one compute: same loss, same gradients, same names outside."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training.tiny import Run, random_batch
+from tpu_experiments.models.fold import fold
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.layer_graph import SAVED
+from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
+
+pytestmark = pytest.mark.xla
+MODELS = {
+    "mistral7b": ["model.tiny_arch.num_hidden_layers=3"],
+    "qwen05b": ["model.tiny_arch.num_hidden_layers=3"],
+    # a period of two, and one layer left over
+    "gemma3_270m": [
+        "model.tiny_arch.num_hidden_layers=5",
+        "+model.tiny_arch.layer_types=[sliding_attention,full_attention,sliding_attention,full_attention,sliding_attention]",
+    ],
+}
+
+
+@pytest.fixture
+def gradients_of(make_config):
+    """Row losses and gradients of one accumulated batch, under Hugging Face's names."""
+    from tpu_experiments.runtime.eager import EagerRuntime
+    from tpu_experiments.runtime.xla import XlaRuntime
+
+    def compute(model: str, *overrides: str, eager: bool = False) -> tuple[Tensor, dict[str, Tensor], Run]:
+        tiny = ("model.size=tiny", "model.dtype=float32", *MODELS[model])
+        config = make_config(f"model={model}", *tiny, *(["hw.runtime=eager"] if eager else []), *overrides)
+        runtime = EagerRuntime(config.hw) if eager else XlaRuntime(config.hw, sharding=config.sharding)
+        run = Run(config, runtime)
+        for name, parameter in run.parameters.items():  # B is zero at the start, and then A has no gradient
+            if name.endswith("lora_B"):
+                parameter.add_(0.01)
+        batch = runtime.put(random_batch(0, accumulation=2, rows=2), rows_dim=1)
+
+        def gradients(batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+            return run.step.gradients(run.parameters, batch, torch.ones((), device=runtime.device))
+
+        grads, losses = runtime.program(gradients, name="gradients")(batch)
+        named = dict(zip(run.parameters, (g.cpu() for g in grads), strict=True))
+        return losses.cpu(), unstacked(named), run
+
+    return compute
+
+
+def agree(ours: tuple[Tensor, dict[str, Tensor], Run], plain: tuple[Tensor, dict[str, Tensor], Run]) -> None:
+    torch.testing.assert_close(ours[0], plain[0], rtol=1e-5, atol=0)
+    assert list(ours[1]) == list(plain[1])
+    for name, expected in plain[1].items():
+        scale = float(expected.abs().max())
+        assert scale > 0, name
+        assert float((ours[1][name] - expected).abs().max()) / scale < 2e-5, name
+
+
+@pytest.mark.parametrize(
+    ("model", "lora"), [("mistral7b", "all_linear_r8"), ("gemma3_270m", "all_linear_r8"), ("qwen05b", "none")]
+)
+def test_folded_is_plain(gradients_of, model, lora):
+    folded = gradients_of(model, f"lora={lora}")
+    assert any(is_stack(name) for name in folded[2].parameters)
+    agree(folded, gradients_of(model, f"lora={lora}", eager=True))
+
+
+def test_every_policy_gives_the_same_and_saves_more_than_the_last(gradients_of):
+    plain = gradients_of("mistral7b", "lora=all_linear_r8", eager=True)
+    saved = []
+    for remat in (*SAVED, "none"):
+        ours = gradients_of("mistral7b", "lora=all_linear_r8", f"model.remat={remat}")
+        agree(ours, plain)
+        (graph,) = ours[2].model.module.model.layers.graphs.values()
+        saved.append(sum(source is None for source in graph.saved_inputs))
+    assert saved[0] == 0
+    assert saved == sorted(set(saved)), "each policy saves more than the one before"
+
+
+def test_dropout_is_drawn_once_for_forward_and_backward(gradients_of):
+    """The mask is saved, since the backward pass would draw another one."""
+    _, grads, run = gradients_of("mistral7b", "lora=all_linear_r8", "lora.dropout=0.5")
+    (graph,) = run.model.module.model.layers.graphs.values()
+    assert sum(source is None for source in graph.saved_inputs) == 7, "one mask for each projection"
+    assert all(torch.isfinite(g).all() for g in grads.values())
+
+
+def test_layers_that_do_not_repeat_stay_as_they_are(make_config):
+    config = make_config("model=gemma3_270m", "model.size=tiny")  # six layers are one period
+    module = HuggingFaceModel(config.model, seed=0).empty()
+    names = [name for name, _ in module.named_parameters()]
+    assert fold(module, loop=python_loop, remat="none") == 0
+    assert [name for name, _ in module.named_parameters()] == names
+
+
+def test_names_and_back():
+    name = "model.layers.1:6:2.mlp.up_proj.weight"
+    assert hugging_face_names(name) == [f"model.layers.{i}.mlp.up_proj.weight" for i in (1, 3, 5)]
+    whole = {name: torch.randn(3, 4, 2), "lm_head.weight": torch.randn(5, 2), "": torch.ones(1)}
+    apart = unstacked(whole)
+    assert list(apart) == ["", "lm_head.weight", *hugging_face_names(name)]
+    for key, tensor in whole.items():
+        assert torch.equal(stacked(apart, key), tensor)

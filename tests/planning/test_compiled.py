@@ -1,0 +1,149 @@
+"""The TPU's compiler in processes of their own: what it refuses, what is remembered, and what of jax it needs."""
+
+import importlib
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.planning import complaints
+from tpu_experiments.planning.compiled import Compiled, Compilers
+from tpu_experiments.planning.oom import OutOfMemory
+from tpu_experiments.planning.trace import Lowered, TracingRuntime
+
+pytestmark = pytest.mark.xla
+HW = composed("hw=v6e1").hw
+# Where planning/compiler.py reaches into jax, which promises none of it from one release to the next.
+INSIDE_JAX = {
+    "jax.experimental.topologies": ["get_topology_desc"],
+    "jax._src.compiler": ["get_compile_options"],
+    "jax._src.tpu_custom_call": ["get_ir_version"],
+    "jax._src.interpreters.mlir": ["make_ir_context", "module_to_bytecode"],
+    "jax._src.lib.mlir": [
+        f"ir.{name}" for name in ("Module", "IntegerType", "StringAttr", "IntegerAttr", "DictAttr", "ArrayAttr")
+    ],
+    "jax._src.lib": [
+        f"xla_client.{name}" for name in ("DeviceList", "XlaComputation", "_xla.mlir.xla_computation_to_mlir_module")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def program() -> Lowered:
+    """One addition."""
+    import torch
+
+    config = composed("hw=v6e1")
+    runtime = TracingRuntime(config.hw, sharding=config.sharding)
+    batch = {"ids": torch.empty(8, 128, dtype=torch.int32, device="meta")}
+    return runtime.lower(lambda sent: sent["ids"] + 1, name="train", batch=batch, rows_dim=0)
+
+
+def compiled(program: Lowered, *, hw: HwConfig, folder: Path) -> Compiled:
+    with Compilers(1) as compilers:
+        return compilers.submit(program, hw=hw, folder=str(folder)).result()
+
+
+def refusal(program: Lowered, *, hw: HwConfig, folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compiled(program, hw=hw, folder=folder)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not list(folder.glob("*/answer.json")), "only answers are remembered"
+    return str(caught.value)
+
+
+def test_an_answer_is_remembered(program: Lowered, tmp_path: Path) -> None:
+    first, second = (compiled(program, hw=HW, folder=tmp_path) for _ in range(2))
+    assert (first.is_remembered, second.is_remembered) == (False, True)
+    assert first.memory == second.memory
+    assert first.memory is not None
+    assert first.memory.arguments == 8 * 128 * 4
+    assert first.out_of_memory is None
+    assert "ENTRY" in second.optimized_hlo()
+    assert [file.name for file in sorted(second.folder.iterdir())] == [
+        "answer.json",
+        "optimized.hlo",
+        "program.hlo",
+        "request.json",
+    ]
+
+
+def test_an_unknown_topology_is_one_sentence(program: Lowered, tmp_path: Path) -> None:
+    said = refusal(program, hw=replace(HW, topology="v9e:1x1"), folder=tmp_path)
+    assert said.startswith("hw.topology=v9e:1x1; the TPU compiler has no such slice of 1 chips: ")
+    assert "Invalid TPU external name: TPU v9e; write GENERATION:SIDExSIDE" in said
+
+
+def test_an_unknown_flag_is_one_sentence(program: Lowered, tmp_path: Path) -> None:
+    said = refusal(program, hw=replace(HW, libtpu_flags=["--xla_tpu_nonsense=1"]), folder=tmp_path)
+    assert said.startswith("hw.libtpu_flags; libtpu knows no flag 'xla_tpu_nonsense' and ends at once")
+
+
+def test_a_killed_compiler_is_one_sentence(program: Lowered, tmp_path: Path) -> None:
+    compilers = Compilers(1)
+
+    def kill() -> None:
+        while not compilers.running:
+            time.sleep(0.01)
+        os.kill(next(iter(compilers.running)).pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with (
+        compilers,
+        pytest.raises(ConfigError, match=r"compilation of train of 8x128 for v6e:1x1 was killed, as a mach"),
+    ):
+        compilers.submit(program, hw=HW, folder=str(tmp_path)).result()
+    assert compiled(program, hw=HW, folder=tmp_path).memory is not None, "the same command goes on"
+
+
+def test_no_compiler_outlives_a_plan_that_is_stopped(program: Lowered, tmp_path: Path) -> None:
+    futures = []
+
+    def stopped() -> None:
+        with Compilers(1) as compilers:
+            for hlo in (program.hlo, program.hlo + b" "):
+                futures.append(compilers.submit(replace(program, hlo=hlo), hw=HW, folder=str(tmp_path)))
+            while not compilers.running:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert isinstance(futures[0].exception(), ConfigError)
+    assert futures[1].cancelled()
+
+
+def test_faults_of_the_compiler_are_one_sentence_each() -> None:
+    kernel = OutOfMemory("vmem", 0.05, 0.03, 0.02, None, None, (), "")
+    said = {
+        "vmem": complaints.about_kernel_memory(kernel, what="train of 1x4x8"),
+        "internal": complaints.about_program("XlaRuntimeError: INTERNAL: Mosaic failed\nmore", what="train of 1x4x8"),
+        "crash": complaints.about_process(-signal.SIGSEGV, stderr="", what="train of 1x4x8"),
+        "chips": complaints.about_chips(HW, num_there=4),
+        "silent": complaints.about_process(3, stderr="TPU worker noise\n", what="train of 1x4x8"),
+    }
+    assert all(len(str(error).splitlines()) == 1 for error in said.values())
+    assert "takes 52,429 KiB of vmem in one kernel and 31,457 KiB are there" in str(said["vmem"])
+    assert "refused train of 1x4x8: INTERNAL: Mosaic failed; nothing" in str(said["internal"])
+    assert "crashed (SIGSEGV)" in str(said["crash"])
+    assert "ended with exit code 3: silent" in str(said["silent"])
+
+
+@pytest.mark.parametrize("module", INSIDE_JAX)
+def test_what_the_compiler_needs_of_jax_is_there(module: str) -> None:
+    found = importlib.import_module(module)
+    for path in INSIDE_JAX[module]:
+        at = found
+        for name in path.split("."):
+            at = getattr(at, name, None)
+            assert at is not None, (
+                f"{module} has no {path}; planning/compiler.py is written against jax 0.7.1 and uses it to compile "
+                "without a device: find its new place, or pin jax"
+            )

@@ -1,0 +1,53 @@
+"""The length of a run: evaluations as the trainer makes them, compiled or assumed."""
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.planning.length import EVALUATION_SHARE, Beside, between_steps, run_length
+from tpu_experiments.planning.timing import StepTime
+
+STEP = StepTime(0.5, 0.0, 0.0, 0.0, 0.5, "compute", 0.4, 1000.0)
+CONFIG = composed("hw=v6e1")
+STAGES = resolve_stages(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "count"), [([60, 60], 30, 2), ([60, 60], 0, 0), ([61, 59], 30, 3), ([7], 7, 0), ([5, 5], 4, 2)]
+)
+def test_evaluations_between_steps_leave_out_the_last_of_a_stage(steps: list[int], every: int, count: int) -> None:
+    at, found = 0, 0
+    for num_steps in steps:
+        found += sum((at + step) % every == 0 for step in range(1, num_steps)) if every else 0
+        at += num_steps
+    assert between_steps(steps, every=every) == found == count
+
+
+def length_of(beside: Beside):
+    steps, times = {"text": 60, "chat": 60}, {"text": STEP, "chat": STEP}
+    return run_length(CONFIG, STAGES, steps=steps, times=times, beside=beside)
+
+
+def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows() -> None:
+    length, notes = length_of(Beside(8.0, 16, 0.25, 0.125, 77.0))
+    assert length is not None
+    assert length.parts == {
+        "training": 60.0,
+        "evaluation": 4 * (2 * 8) * 0.25 + 2 * 48 * 0.125,
+        "checkpoints": 0.0,
+        "compiling": 77.0,
+        "idle set-up": 180 + 8 / 0.25,
+    }
+    assert not any("a third" in note for note in notes)
+    length, notes = length_of(Beside(8.0, 16))
+    assert length is not None
+    assert length.eval_seconds == pytest.approx(4 * 0.5 * 256 / 16 * EVALUATION_SHARE)
+    assert length.compile_seconds == 0
+    assert any("a third" in note for note in notes)
+
+
+def test_without_a_time_or_steps_there_is_no_length() -> None:
+    beside = Beside(8.0, 16)
+    assert run_length(
+        CONFIG, STAGES, steps={"text": 60, "chat": None}, times={"text": STEP, "chat": STEP}, beside=beside
+    ) == (None, [])

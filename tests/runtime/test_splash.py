@@ -1,0 +1,123 @@
+"""The very kernels of the TPU, interpreted on the CPU, against plain attention; and the numbers they are cut by."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from tpu_experiments.models.attention import causal_mask
+from tpu_experiments.runtime.attention import Scores
+from tpu_experiments.runtime.attention_call import AttentionCall
+from tpu_experiments.runtime.splash import attention_function, lowered
+
+pytestmark = pytest.mark.xla  # they go backward on the CPU, which fixes autograd's queues
+# The first and the third take several blocks, so that dQ comes from a kernel of its own.
+MISTRAL = AttentionCall(2, 4, 2, 256, 128, "float32", Scores(128**-0.5, window=100), max_block=128)
+GEMMA = AttentionCall(2, 4, 1, 128, 256, "float32", Scores(256**-0.5, soft_cap=30.0))
+QWEN = AttentionCall(2, 6, 2, 200, 64, "float32", Scores(64**-0.5), max_block=128)  # 200 tokens are padded to 256
+
+
+def random_inputs(call: AttentionCall) -> list[torch.Tensor]:
+    """q, k, v, the gradient of the output, and segments: three documents of random length and padding at the end."""
+    generator = torch.Generator().manual_seed(0)
+    queries = (call.rows, call.heads, call.length, call.head_dim)
+    keys = (call.rows, call.kv_heads, call.length, call.head_dim)
+    tensors = [torch.randn(shape, generator=generator) for shape in (queries, keys, keys, queries)]
+    borders = torch.sort(torch.randint(1, call.length - 9, (call.rows, 2), generator=generator)).values
+    segments = 1 + (torch.arange(call.length)[None, :, None] >= borders[:, None, :]).sum(2)
+    segments[:, -9:] = 0
+    return [*tensors, segments.to(torch.int32)]
+
+
+@functools.cache
+def compiled(call: AttentionCall, direction: str):
+    """Without the compiler's expensive passes, which took most of these tests' time."""
+    quickly = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(attention_function(call, direction=direction, target="interpreted"), compiler_options=quickly)
+
+
+def by_kernel(call: AttentionCall, q, k, v, grad, segments) -> list[torch.Tensor]:
+    """Output, dq, dk, dv."""
+    given = [t.numpy() for t in (q, k, v, segments)]
+    out, log_sum = compiled(call, "forward")(*given)
+    gradients = compiled(call, "backward")(*given, out, log_sum, grad.numpy())
+    return [torch.from_numpy(np.array(t)) for t in (out, *gradients)]
+
+
+def by_formula(call: AttentionCall, q, k, v, grad, segments) -> list[torch.Tensor]:
+    """The same in float64."""
+    q, k, v = (t.double().requires_grad_() for t in (q, k, v))
+    groups = call.heads // call.kv_heads
+    scores = q @ k.repeat_interleave(groups, 1).mT * call.scores.scale
+    if call.scores.soft_cap:
+        scores = call.scores.soft_cap * torch.tanh(scores / call.scores.soft_cap)
+    scores = scores.masked_fill(~causal_mask(segments, window=call.scores.window), -torch.inf)
+    out = torch.softmax(scores, -1) @ v.repeat_interleave(groups, 1)
+    out.backward(grad.double())
+    return [t.detach().float() for t in (out, q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize("call", [MISTRAL, GEMMA, QWEN], ids=["mistral", "gemma", "qwen"])
+def test_the_kernels_compute_attention_and_its_gradients(call):
+    inputs = random_inputs(call)
+    for kernel, formula in zip(by_kernel(call, *inputs), by_formula(call, *inputs), strict=True):
+        torch.testing.assert_close(kernel, formula, atol=2e-5, rtol=1e-5)
+
+
+def test_nothing_crosses_from_one_segment_to_another():
+    q, k, v, grad, segments = random_inputs(GEMMA)
+    inside = (segments == 2)[:, None, :, None]
+    assert inside.any(2).all()
+    others = [torch.where(inside, t + 1, t) for t in (q, k, v)]
+    before = by_kernel(GEMMA, q, k, v, grad, segments)
+    after = by_kernel(GEMMA, *others, grad, segments)
+    for old, new in zip(before, after, strict=True):
+        same = (old == new).all(3, keepdim=True)
+        assert same[(~inside).expand_as(same)].all()
+        assert not same[inside.expand_as(same)].all()
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 500])
+def test_only_blocks_with_a_visible_pair_are_visited(window):
+    call = AttentionCall(1, 1, 1, 1152, 64, "bfloat16", Scores(1.0, window=window), max_block=128)
+    mask = causal_mask(torch.ones(1, 1152), window=window)[0, 0]
+    blocks = mask.view(9, 128, 9, 128).any(3).any(1)
+    assert call.visited_blocks == int(blocks.sum())
+
+
+@pytest.mark.parametrize(
+    ("length", "padded", "block"),
+    [(1, 128, 128), (128, 128, 128), (1000, 1024, 1024), (1100, 1536, 768), (2048, 2048, 1024), (13 * 128, 2048, 1024)],
+)
+def test_rows_of_any_length_are_cut_into_large_blocks(length, padded, block):
+    call = AttentionCall(1, 1, 1, length, 64, "bfloat16", Scores(1.0))
+    assert (call.padded_length, call.block) == (padded, block)
+
+
+def test_a_window_as_long_as_the_row_is_none():
+    assert dataclasses.replace(MISTRAL, scores=Scores(1.0, window=256)).window is None
+    assert dataclasses.replace(MISTRAL, scores=Scores(1.0, window=255)).window == 255
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_each_chip_gets_its_rows(direction):
+    """Lowered for 8 chips in a process that has none: the kernel sees one row of eight."""
+    from jax._src.lib import xla_client
+
+    call = AttentionCall(8, 4, 2, 128, 64, "bfloat16", Scores(0.125), num_shards=8)
+    text = xla_client.XlaComputation(lowered(call, direction=direction, target="tpu")).as_hlo_text()
+    [kernel] = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    assert "bf16[4,128,64]" in kernel
+    assert "bf16[8" not in kernel
+    assert text.count("sharding={devices=[8,1,1,1]<=[8]}") >= 4
+    assert text.count('custom_call_target="SPMDShardToFullShape"') == (2 if direction == "forward" else 3)
+
+
+def test_a_row_of_one_block_has_all_gradients_from_one_kernel():
+    assert [call.backward for call in (MISTRAL, GEMMA, QWEN)] == ["split", "fused", "split"]
+    assert GEMMA.flops("fwd") == 2 * 2 * 4 * 128 * 128 * 256
+    assert 2 * GEMMA.flops("dkv") == 5 * GEMMA.flops("fwd")
+    assert 2 * (MISTRAL.flops("dkv") + MISTRAL.flops("dq")) == 7 * MISTRAL.flops("fwd")

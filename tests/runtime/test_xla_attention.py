@@ -1,0 +1,114 @@
+"""The kernel inside torch_xla's graphs: traced by AOTAutograd, looped over by scan, split over chips."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch_xla
+from functorch.compile import min_cut_rematerialization_partition
+from torch import nn
+from torch_xla.experimental.scan import scan
+
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.models.attention import flash
+from tpu_experiments.runtime.attention import install_attention_kernel
+from tpu_experiments.runtime.xla_attention import XlaAttention, attention_kernel_for
+
+pytestmark = pytest.mark.xla
+LAYERS, ROWS, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 3, 2, 4, 2, 128, 16
+WIDTH = HEADS * HEAD_DIM
+
+
+class Attention(nn.Module):
+    """What sdpa asks a layer of transformers for."""
+
+    num_key_value_groups = HEADS // KV_HEADS
+
+
+@pytest.fixture
+def interpreted():
+    install_attention_kernel(XlaAttention(num_shards=1, target="interpreted"))
+    yield
+    install_attention_kernel(None)
+
+
+def layer(hidden, weights, segments):
+    """Attention with a residual branch; all (ROWS, LENGTH, WIDTH)."""
+    q, k, v = ((hidden @ weights[name]).view(ROWS, LENGTH, -1, HEAD_DIM).transpose(1, 2) for name in "qkv")
+    mixed, _ = flash(Attention(), q, k, v, segments, scaling=HEAD_DIM**-0.5, sliding_window=50)
+    return hidden + mixed.reshape(ROWS, LENGTH, WIDTH) @ weights["o"]
+
+
+def inputs() -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Layer input, stacked weights, segments (ROWS, 1, 1, LENGTH)."""
+    torch.manual_seed(0)
+    keys = KV_HEADS * HEAD_DIM
+    weights = {n: torch.randn(LAYERS, WIDTH, w) / 8 for n, w in dict(q=WIDTH, k=keys, v=keys, o=WIDTH).items()}
+    segments = torch.sort(torch.randint(1, 4, (ROWS, LENGTH))).values
+    segments[:, -9:] = 0
+    return torch.randn(ROWS, LENGTH, WIDTH), weights, segments[:, None, None].int()
+
+
+def in_a_loop(hidden, weights, segments):
+    for index in range(LAYERS):
+        hidden = layer(hidden, {name: w[index] for name, w in weights.items()}, segments)
+    return hidden
+
+
+def one_layer(carry, weights):
+    hidden, segments = carry
+    return (layer(hidden, weights, segments), segments), None
+
+
+def scanned(hidden, weights, segments):
+    carry = (hidden, segments.float())  # scan wants gradients of what it carries, so no integers
+    (hidden, _), _ = scan(
+        one_layer, carry, weights, partition_fn=min_cut_rematerialization_partition, is_fn_pure=True
+    )  # fmt: skip
+    return hidden
+
+
+def gradients(run, device) -> list[torch.Tensor]:
+    """Output, gradients of the input and of every weight."""
+    hidden, weights, segments = inputs()
+    hidden = hidden.to(device).requires_grad_()
+    weights = {name: w.to(device).requires_grad_() for name, w in weights.items()}
+    out = run(hidden, weights, segments.to(device))
+    out.square().sum().backward()
+    torch_xla.sync()  # one program for all that follow
+    return [t.detach().cpu() for t in (out, hidden.grad, *(w.grad for w in weights.values()))]
+
+
+def test_a_scanned_layer_with_the_kernel_has_the_gradients_of_sdpa(interpreted):
+    """Only the layer inputs are saved, so that the forward kernel runs again in the backward pass."""
+    with functorch_config.patch(activation_memory_budget=0.0):
+        by_kernel = gradients(scanned, torch_xla.device())
+    install_attention_kernel(None)
+    for kernel, sdpa in zip(by_kernel, gradients(in_a_loop, "cpu"), strict=True):
+        torch.testing.assert_close(kernel, sdpa, atol=1e-5 * float(sdpa.abs().max()), rtol=0)
+
+
+def test_only_a_tpu_has_a_kernel():
+    hw = HwConfig(parallel="spmd", num_devices=8)
+    assert attention_kernel_for(hw, device="CPU") is None
+    assert attention_kernel_for(hw, device="TPU").num_shards == 8
+    assert attention_kernel_for(HwConfig(parallel="spawn", num_devices=8), device="tpu").num_shards == 1
+
+
+def test_dropout_is_refused(interpreted):
+    q, k, segments = torch.ones(1, 4, 128, 8), torch.ones(1, 2, 128, 8), torch.ones(1, 1, 1, 128)
+    with pytest.raises(NotImplementedError, match=r"attention dropout=0\.1"):
+        flash(Attention(), q, k, k, segments, dropout=0.1)
+
+
+def test_rows_split_over_devices_have_the_gradients_of_sdpa():
+    """Six rows do not divide by four devices, and the kernel runs on all of them everywhere."""
+    command = [sys.executable, "-m", "tests.runtime.split_attention", "8", "6"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [(rows, lies) for rows, _, lies in found] == [("8", "split"), ("6", "whole")]
+    assert max(float(worst) for _, worst, _ in found) < 5e-6

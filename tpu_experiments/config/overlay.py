@@ -1,0 +1,70 @@
+"""Overlays: YAML files of override keys and values, laid under the command line by `+plan=FILE`."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+
+PLAIN = re.compile(r"[\w./:+-]+")
+OPTION = re.compile(r"\+{0,2}plan=(.+)")
+
+
+def override_of(key: str, value: Any) -> str:
+    """`key=value` as Hydra's command line reads it."""
+    return f"{key}={_written(value)}"
+
+
+def overlay_file(arguments: list[str]) -> str | None:
+    """The FILE of `+plan=FILE` among the arguments of the command line.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    files = [match[1].strip("'\"") for match in map(OPTION.fullmatch, arguments) if match]
+    if len(files) > 1:
+        raise ConfigError(f"+plan={files[1]}; +plan={files[0]} is given as well; one overlay can be laid under a run.")
+    return files[0] if files else None
+
+
+def with_overlay(arguments: list[str], *, text: str, file: str) -> list[str]:
+    """The arguments with the overlay's overrides in place of `+plan=FILE`; what else stands there wins over them.
+
+    Raises:
+        ConfigError: the text is no overlay.
+    """
+    others = [argument for argument in arguments if not OPTION.fullmatch(argument)]
+    given = {argument.partition("=")[0].lstrip("+~") for argument in others}
+    return [override_of(k, v) for k, v in _entries(text, file=file).items() if k not in given] + others
+
+
+def _entries(text: str, *, file: str) -> dict[str, Any]:
+    advice = "give the best.yaml that task=plan task.explore=search wrote, or a file of lines `key: value`."
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"+plan={file}; it is not YAML ({str(error).splitlines()[0]}); {advice}") from error
+    if not isinstance(found, Mapping) or not found:
+        raise ConfigError(f"+plan={file}; it holds no overrides; {advice}")
+    known = {field.name for field in dataclasses.fields(Config)}
+    foreign = [key for key in found if str(key).partition(".")[0] not in known]
+    if foreign:
+        raise ConfigError(f"+plan={file}; {foreign[0]} is no key or group of a config, so it is no overlay; {advice}")
+    return {str(key): value for key, value in found.items()}
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(_written(part) for part in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_written(part)}" for key, part in value.items()) + "}"
+    text = str(value)
+    return text if PLAIN.fullmatch(text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

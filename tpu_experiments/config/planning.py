@@ -1,0 +1,46 @@
+"""Schema of the group `task`: what the command does, and the settings of task=plan."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from tpu_experiments.config.fields import choice, number
+
+
+@dataclass
+class TaskConfig:
+    """What the command does."""
+
+    name: str = MISSING
+    """Name of the task; a module of tpu_experiments/tasks."""
+
+
+@dataclass
+class SearchConfig:
+    """What `explore: search` tries: every combination of the axes under the configured global batch."""
+
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    """Key or group of the command line to the values it takes, none leaves it alone; a combination that the checks
+    refuse is left out, and so is `sharding` where hw.parallel splits nothing."""
+    prune_above: float = number(default=1.5, above=0)
+    """Multiple of a chip's memory: what the formulas put above it is not compiled. They are up to 45 % wrong."""
+
+
+@dataclass
+class PlanTaskConfig(TaskConfig):
+    """task=plan."""
+
+    method: str = choice("auto", "compiled", "analytic", default="auto")
+    """`compiled`: by the TPU's own compiler. `analytic`: from formulas, anywhere. `auto`: the compiler where libtpu is
+    installed, else formulas."""
+    programs: str = choice("all", "train", default="all")
+    """`all` compiles the programs of evaluation and sample as well; `train` counts them only."""
+    explore: str = choice("none", "ladder", "search", default="none")
+    """`ladder` finds the largest micro-batch that fits. `search` tries the combinations of `search.axes` and writes the
+    fastest that fits to best.yaml beside the plan, which task=train takes as +plan=FILE."""
+    compare: list[str] = field(default_factory=list)
+    """Further machines (names of conf/hw) that the same run is planned for in the same call."""
+    workers: int | None = number(default=None, at_least=1)
+    """Compilations at once; null goes by the free memory, 6 GiB each, and the cores."""
+    search: SearchConfig = field(default_factory=SearchConfig)

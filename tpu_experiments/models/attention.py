@@ -1,0 +1,83 @@
+"""`model.attention=flash`: transformers' attention by the device's kernel, or by sdpa where the device has none.
+
+Registered with transformers, so that every decoder can use it. In place of a mask the model gets the segments of its
+tokens as (B, 1, 1, T): transformers hands anything with four dimensions to every layer untouched, whether the model
+has one kind of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tpu_experiments.runtime.attention import Scores, attention, has_attention_kernel
+
+FLASH = "segment_kernel"
+"""Its name among transformers' attentions; a name with `flash` in it makes transformers look for a CUDA package."""
+
+
+def causal_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
+    """Boolean mask (B, 1, T, T), true where a token may look: causal, inside its own segment, inside the window.
+
+    Padding (segment 0) sees padding only, so that no row of the softmax is empty.
+    """
+    index_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    distance_TT = index_T[:, None] - index_T[None, :]
+    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
+    full = (same_BTT & (distance_TT >= 0))[:, None]
+    return full & (distance_TT < window) if window else full
+
+
+def flash(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention, in the form that transformers calls it.
+
+    Args:
+        query: (B, H, T, D); key and value (B, K, T, D), not repeated.
+        attention_mask: segments (B, 1, 1, T), of any type that holds them.
+        sliding_window: a token sees keys at a distance below it.
+        softcap: c; scores become c tanh(score / c).
+
+    Returns:
+        (B, T, H, D), and no attention weights.
+    """
+    segments_BT = attention_mask[:, 0, 0].to(torch.int32)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if has_attention_kernel():
+        if dropout:
+            raise NotImplementedError(f"attention dropout={dropout}; the kernel has none; use model.attention=sdpa")
+        scores = Scores(scale, sliding_window, softcap)
+        out = attention(query, key, value, segments=segments_BT, scores=scores)
+        return out.transpose(1, 2).contiguous(), None
+    mask = causal_mask(segments_BT, window=sliding_window)
+    if softcap is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale)
+    return _capped(query, key, value, mask=mask, scale=scale, soft_cap=softcap, dropout=dropout), None
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, scale: float, soft_cap: float, dropout: float
+) -> Tensor:
+    """With capped scores, which sdpa does not know, in plain torch: (B, T, H, D)."""
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
+    scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(~mask, torch.finfo(query.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout)
+    return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous()
+
+
+ALL_ATTENTION_FUNCTIONS.register(FLASH, flash)

@@ -1,0 +1,228 @@
+"""Equal decoder layers folded into one, with parameters stacked on a leading axis and run by a loop.
+
+A compiler then sees one layer instead of all of them. Works for any transformers decoder whose layers repeat: every
+layer (Mistral, Llama, Qwen2), or with a period (Gemma 3: five that slide, one that does not). Names at the boundary
+stay Hugging Face's (runtime/stacked.py).
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tpu_experiments.models.layer_graph import LayerGraph
+from tpu_experiments.models.scanned import scan_layers
+from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.loop import Loop
+
+log = logging.getLogger(__name__)
+
+
+def fold(
+    module: nn.Module,
+    *,
+    loop: Loop,
+    remat: str,
+    saved: Sequence[str] = (),
+    lay: Lay = as_it_lies,
+) -> int:
+    """Fold the decoder layers of a module on the meta device, in place; returns the period, 0 where none repeats.
+
+    Args:
+        loop: the device's loop.
+        remat: what the backward pass finds saved (layer_graph.py).
+        saved: names saved beside that.
+        lay: says how hidden states lie on the devices.
+    """
+    path, layers = _decoder_layers(module)
+    period = _period(layers)
+    if not period:
+        log.info("%d layers of %s do not repeat: each is compiled on its own", len(layers), path or "the model")
+        return 0
+    folded = FoldedLayers(layers, period=period, loop=loop, remat=remat, saved=tuple(saved))
+    folded.lay = lay
+    parent, _, leaf = path.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, folded)
+    return period
+
+
+def _decoder_layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of modules with most parameters."""
+    lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    if not lists:
+        return "", nn.ModuleList()
+    path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    return path, lists[path]
+
+
+def _period(layers: nn.ModuleList) -> int:
+    """The smallest number of layers after which they repeat at least once; 0 where there is none."""
+    kinds = [_kind(layer) for layer in layers]
+    for period in range(1, len(kinds) // 2 + 1):
+        whole = len(kinds) // period * period
+        if all(kinds[index] == kinds[index % period] for index in range(whole)):
+            return period
+    return 0
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What makes two layers compute the same with other weights; a layer with buffers is like no other."""
+    parts = []
+    for name, part in layer.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(part).items()
+            if isinstance(value, str | int | float | bool | None) and key not in {"layer_idx", "training"}
+        }
+        own = [(key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in part._parameters.items() if p is not None]
+        parts.append((name, type(part), plain, own))
+    if next(layer.buffers(), None) is not None:
+        return id(layer)
+    return parts
+
+
+class FoldedLayers(nn.Module):
+    """Stands where the model keeps its list of layers; the model's own loop calls `LayerCall`s."""
+
+    def __init__(self, layers: nn.ModuleList, *, period: int, loop: Loop, remat: str, saved: tuple[str, ...]) -> None:
+        super().__init__()
+        self.num_layers, self.period = len(layers), period
+        self.stop = self.num_layers // period * period
+        self.loop, self.remat, self.saved = loop, remat, saved
+        self.lay: Lay = as_it_lies
+        self.graphs: dict[Any, LayerGraph] = {}
+        for index in range(period):
+            template = layers[index]
+            for part in template.modules():
+                for name, p in part._parameters.items():
+                    if p is not None:
+                        whole = torch.empty(self.stop // period, *p.shape, dtype=p.dtype, device=p.device)
+                        part._parameters[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
+            self.add_module(f"{index}:{self.stop}:{period}", template)
+        for index in range(self.stop, self.num_layers):
+            self.add_module(str(index), layers[index])
+        self._calls = [LayerCall(self, index) for index in range(self.num_layers)]
+        self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __iter__(self) -> Iterator["LayerCall"]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._calls[index]
+
+    def layer(self, index: int) -> nn.Module:
+        """The module that computes layer `index`."""
+        name = f"{index % self.period}:{self.stop}:{self.period}" if index < self.stop else str(index)
+        return self._modules[name]  # type: ignore[return-value]
+
+    def run(self, index: int, hidden: Tensor, rest: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+        """What the model gets from its layer `index`: in a loop, the last folded one computes for all before it."""
+        if index >= self.stop:
+            return self.layer(index)(hidden, *rest, **keywords)
+        if index == 0:
+            self._inputs = []
+        self._inputs.append((rest, keywords))
+        if index < self.stop - 1:
+            return hidden
+        inputs, self._inputs = self._inputs, []
+        return self._run_loop(hidden, inputs)
+
+    def _run_loop(self, hidden: Tensor, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
+        constants, specs = _shared_constants(inputs, period=self.period)
+        weights: list[dict[str, Tensor]] = [dict(self.layer(j).named_parameters()) for j in range(self.period)]
+        if not torch.is_grad_enabled():
+            return self._loop_forward(hidden, weights, constants=constants, specs=specs)
+        graphs = [self._graph(j, hidden, weights[j], constants=constants, spec=specs[j]) for j in range(self.period)]
+        return scan_layers(hidden, weights, constants, graphs=graphs, loop=self.loop, lay=self.lay)
+
+    def _loop_forward(
+        self, hidden: Tensor, weights: list[dict[str, Tensor]], *, constants: tuple[Tensor, ...], specs: list[Any]
+    ) -> Tensor:
+        names = [list(w) for w in weights]
+
+        def body(carry: Any, xs: Any, consts: Any) -> Any:
+            (state,) = carry
+            flat = iter(xs)
+            for j in range(self.period):
+                own = {name: next(flat) for name in names[j]}
+                state = call_layer(self.layer(j), self.lay(state, rows_dim=0), own, consts, spec=specs[j])
+            return (self.lay(state, rows_dim=0),), ()
+
+        stacks = tuple(p for w in weights for p in w.values())
+        (out,), _ = self.loop(body, carry=(hidden,), xs=stacks, consts=constants)
+        return out
+
+    def _graph(
+        self, j: int, hidden: Tensor, weights: dict[str, Tensor], *, constants: tuple[Tensor, ...], spec: Any
+    ) -> LayerGraph:
+        """The layer's forward and backward pass as graphs, traced once for each shape."""
+        template = self.layer(j)
+        tensors = (hidden, *weights.values(), *constants)
+        key = (j, template.training, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+        if key not in self.graphs:
+            names = list(weights)
+
+            def compute(hidden: Tensor, weights: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
+                return call_layer(template, hidden, dict(zip(names, weights, strict=True)), constants, spec=spec)
+
+            self.graphs[key] = LayerGraph.trace(
+                compute, template, hidden, list(weights.values()), constants, remat=self.remat, saved=self.saved
+            )
+        return self.graphs[key]
+
+
+class LayerCall:
+    """One layer as the model's own loop sees it."""
+
+    def __init__(self, layers: FoldedLayers, index: int) -> None:
+        self._layers, self._index = layers, index
+
+    def __call__(self, hidden: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+        return self._layers.run(self._index, hidden, rest, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layers.layer(self._index), name)
+
+
+def call_layer(
+    template: nn.Module, hidden: Tensor, weights: Mapping[str, Tensor], constants: Sequence[Tensor], *, spec: Any
+) -> Tensor:
+    """One layer with `weights` in place of its own, its other inputs put together from `constants`."""
+    structure, places = spec
+    leaves = [constants[place] if isinstance(place, int) else place[0] for place in places]
+    rest, keywords = tree_unflatten(leaves, structure)
+    return functional_call(template, dict(weights), (hidden, *rest), keywords)
+
+
+def _shared_constants(
+    inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], *, period: int
+) -> tuple[tuple[Tensor, ...], list[Any]]:
+    """Every tensor that layers get beside the hidden states, once; and how each layer of the period gets them.
+
+    Returns:
+        The tensors; and of every layer of the period (structure, leaves), a leaf being the number of a tensor or, in a
+        tuple, the value itself.
+    """
+    constants: dict[int, tuple[int, Tensor]] = {}
+    specs = []
+    for rest, keywords in inputs:
+        leaves, structure = tree_flatten((rest, keywords))
+        places: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                number, _ = constants.setdefault(id(leaf), (len(constants), leaf))
+                places.append(number)
+            else:
+                places.append((leaf,))
+        specs.append((structure, places))
+    for index, spec in enumerate(specs):
+        if spec != specs[index % period]:
+            raise RuntimeError(f"layer {index} gets other inputs than layer {index % period}; set model.stack=unrolled")
+    return tuple(tensor for _, tensor in constants.values()), specs[:period]

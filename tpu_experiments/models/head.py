@@ -1,0 +1,76 @@
+"""What a causal language model does with its last hidden states, found out without running the model."""
+
+import copy
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+_known: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+
+
+def soft_cap_of(module: nn.Module) -> float | None:
+    """c of Gemma's c tanh(logits / c); None where the logits are not capped."""
+    config: Any = module.config
+    return getattr(config.get_text_config(), "final_logit_softcapping", None)
+
+
+def has_plain_head(module: nn.Module) -> bool:
+    """True where the logits are one matrix product, capped by `soft_cap_of` or not, and nothing else.
+
+    Not so: a head with a bias (Phi, GPT-J), with an adapter (`LoraLinear`), or whose logits are scaled (Cohere,
+    Granite). The models of transformers 5.23 use half a dozen names for such changes, so the module's own forward is
+    asked: run on three numbers, its base model and its head replaced by stand-ins, it must give the product of the two.
+    """
+    if module not in _known:
+        _known[module] = _is_product(module)
+        if not _known[module]:
+            log.info("%s: its logits are not a plain product; loss_chunk_tokens is ignored", type(module).__name__)
+    return _known[module]
+
+
+class _Outputs:
+    """Of a base model: hidden states, and None for whatever else a model looks for (caches, router logits)."""
+
+    def __init__(self, hidden_11H: Tensor) -> None:
+        self.last_hidden_state = hidden_11H
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class _Base(nn.Module):
+    """Stands in for the layers; its hidden states are given."""
+
+    def __init__(self, hidden_11H: Tensor) -> None:
+        super().__init__()
+        self.hidden_11H = hidden_11H
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
+        return _Outputs(self.hidden_11H)
+
+
+def _is_product(module: nn.Module) -> bool:
+    whole: Any = module
+    head, base = whole.get_output_embeddings(), whole.base_model_prefix
+    names = [name for name, child in module.named_children() if child is head]
+    if type(head) is not nn.Linear or head.bias is not None or not names or base not in module._modules:
+        return False
+    hidden, weight = torch.tensor([[[0.5, -2.0, 30.0]]]), torch.tensor([[1.0, 0.25, 0.5], [0.0, 1.0, -0.75]])
+    probe = copy.copy(module)
+    small = nn.Linear(3, 2, bias=False, device="meta")
+    small.weight = nn.Parameter(weight, requires_grad=False)
+    probe._modules = {**module._modules, base: _Base(hidden), names[0]: small}
+    try:
+        logits = probe(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    except Exception:  # a forward that asks more of its base model than hidden states
+        return False
+    expected, cap = hidden @ weight.T, soft_cap_of(module)
+    expected = expected if cap is None else cap * torch.tanh(expected / cap)
+    return logits.shape == expected.shape and torch.allclose(logits, expected)

@@ -1,0 +1,181 @@
+"""The forward and the backward pass of one layer as two graphs, with a choice of what is kept between them.
+
+AOTAutograd traces both together; the cut decides what the forward pass saves and what the backward pass computes again
+(activation checkpointing, arXiv 1604.06174; by names, as jax.checkpoint_policies.save_only_these_names).
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import (
+    _extract_fwd_bwd_modules,
+    _extract_fwd_bwd_outputs,
+    _is_primal,
+    default_partition,
+)
+
+from tpu_experiments.config.sources import SAVABLE
+
+DRAWN = "drawn"
+"""Name of what is made of random numbers: always saved."""
+PROJECTIONS = SAVABLE[1:]
+SAVED: dict[str, tuple[str, ...]] = {
+    "layer_inputs": (),
+    "save_attention": ("attention",),
+    "save_dots": SAVABLE,
+}
+"""Names whose values each policy saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
+saves for its own backward pass."""
+
+
+@torch.library.custom_op("tpu_experiments::named", mutates_args=())
+def named(x: Tensor, name: str) -> Tensor:
+    """`x`, with a name that a policy can save it by."""
+    return x.clone()
+
+
+@named.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+named.register_autograd(lambda ctx, grad: (grad, None))
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """One layer, differentiated. Inputs are (hidden, *weights, *constants), flat."""
+
+    forward: Callable[..., Sequence[Any]]
+    """Inputs to (output, *saved)."""
+    backward: Callable[..., Sequence[Any]]
+    """(*saved, gradient of the output) to the gradients of the inputs, None where there is none."""
+    saved_inputs: tuple[int | None, ...]
+    """For each saved value the number of the input that it is, None where it was computed."""
+    num_weights: int
+
+    @staticmethod
+    def trace(
+        compute: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor],
+        template: nn.Module,
+        hidden: Tensor,
+        weights: Sequence[Tensor],
+        constants: Sequence[Tensor],
+        *,
+        remat: str,
+        saved: Sequence[str] = (),
+    ) -> "LayerGraph":
+        """Trace `compute` for tensors like these.
+
+        Args:
+            weights: stacks; one slice is a layer's.
+        """
+        examples = [
+            torch.empty_like(hidden, requires_grad=True),
+            *(torch.empty_like(w[0], requires_grad=w.requires_grad) for w in weights),
+            *(torch.empty_like(c) for c in constants),
+        ]
+        count = len(weights)
+
+        def flat(*inputs: Tensor) -> Tensor:
+            return compute(inputs[0], inputs[1 : 1 + count], inputs[1 + count :])
+
+        graphs: list[fx.GraphModule] = []
+        cut = partition(remat, saved)
+
+        def record(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            graphs.extend(cut(*args, **kwargs))
+            return graphs[0], graphs[1]
+
+        traced = aot_function(flat, fw_compiler=not_run, partition_fn=record)
+        with torch.enable_grad(), naming(template):
+            traced(*examples)
+        forward, backward = graphs
+        results: Any = forward.graph.output_node().args[0]
+        inputs = {node: n for n, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+        return LayerGraph(forward, backward, tuple(inputs.get(node) for node in results[1:]), count)
+
+
+def not_run(graph: fx.GraphModule, _: Any) -> Callable[..., list[Any]]:
+    """Tracing is all that is wanted: running the graph once would draw random numbers, and the first step of a run
+    would then be another program than the second."""
+    (results,) = graph.graph.output_node().args
+    likes = [node.meta["val"] if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
+
+    @make_boxed_func
+    def empty(*_: Any) -> list[Any]:
+        return [v if v is None else torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in likes]
+
+    return empty
+
+
+class naming:  # noqa: N801  # a context manager, written as a function is
+    """While it lasts, projections and attention of a layer name their values."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, part in self.layer.named_modules():
+            leaf = name.rpartition(".")[2]
+            if leaf in PROJECTIONS:
+                self.handles.append(part.register_forward_hook(lambda _m, _i, out, leaf=leaf: named(out, leaf)))
+            if leaf == "o_proj":
+                self.handles.append(
+                    part.register_forward_pre_hook(lambda _m, inputs: (named(inputs[0], "attention"), *inputs[1:]))
+                )
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
+    """Where AOTAutograd cuts the joint graph."""
+    if remat == "none":
+        return default_partition
+    names = {DRAWN, *SAVED[remat], *saved}
+
+    def cut(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **_rest: Any) -> Any:
+        outputs = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)[0]
+        forward = ancestors(outputs)
+        kept = [node for node in joint.graph.nodes if node in forward and (_is_primal(node) or is_kept(node, names))]
+        values = [v for node in kept for v in (node.users if is_tuple(node) else [node])]
+        return _extract_fwd_bwd_modules(joint, values, saved_sym_nodes=[], num_fwd_outputs=num_fwd_outputs)
+
+    return cut
+
+
+def ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
+    """Everything that these nodes are computed from, themselves included."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in nodes if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def is_kept(node: fx.Node, names: set[str]) -> bool:
+    """Whether the forward pass saves it: by its name, as attention's own, or because it is drawn and not computed."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return True
+    if target is torch.ops.tpu_experiments.named.default:
+        return node.args[1] in names
+    return "attention" in names and "attention" in target.name()
+
+
+def is_tuple(node: fx.Node) -> bool:
+    """Whether it has several results, which `getitem` takes apart."""
+    return bool(node.users) and all(user.target is operator.getitem for user in node.users)

@@ -1,0 +1,202 @@
+"""Next-token loss from hidden states: the logits exist for some positions of every row at a time, never all at once.
+
+With a frozen head the gradient of the hidden states is computed beside the loss, so that a step multiplies with the
+vocabulary twice (logits, and their gradient with the head) and repeats nothing. A trained head adds its own gradient
+and, since its rows are weighted by what comes back, the logits a second time. A vocabulary of 262,144 makes 1 GiB of
+float32 logits of every 1024 positions. Legend: B rows, T tokens, C tokens of a chunk, N chunks, H hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tpu_experiments.models.forward import target_weights
+from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.loop import Loop, Tensors
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a position's loss comes from its logits."""
+
+    chunk_tokens: int
+    """Positions of every row whose logits exist at once, at most."""
+    loop: Loop
+    lay: Lay
+    soft_cap: float | None
+    """c in c tanh(logits / c) (Gemma 2, arXiv 2408.00118)."""
+    z_loss: float
+    """Factor of log(Z)^2, which is added to the loss (PaLM, arXiv 2204.02311, 1e-4)."""
+
+
+def chunked_row_losses(
+    hidden_BTH: Tensor,
+    head_VH: Tensor,
+    batch: Mapping[str, Tensor],
+    *,
+    chunk_tokens: int,
+    loop: Loop,
+    lay: Lay = as_it_lies,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """As `row_losses` of the logits: weighted sum of the loss (nats) and of weights of every row, both (B,) float32.
+
+    The chunks are equal: T is cut into ceil(T / chunk_tokens) and padded with positions of no weight to a multiple of
+    that, fewer of them than there are chunks. (A divisor of T would need none and may be 1.)
+
+    Args:
+        hidden_BTH: what the head is applied to; its data type is that of the products with the vocabulary.
+        head_VH: gets its gradient where it requires one, summed over the chunks in float32.
+    """
+    targets_BT, weights_BT = target_weights(batch)
+    terms = Terms(chunk_tokens, loop, lay, soft_cap, z_loss)
+    inputs = (hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+    if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
+        sums_B = _sums(*inputs)
+    elif head_VH.requires_grad:
+        sums_B = _TrainedHead.apply(*inputs)
+    else:
+        sums_B = _FrozenHead.apply(*inputs)
+    return sums_B, weights_BT.sum(1)
+
+
+def _sums(hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms) -> Tensor:
+    """The loss alone: one product with the vocabulary."""
+
+    def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+        chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
+        return (carry[0] + (chunk.losses() * x[2]).sum(1),), ()
+
+    xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+    return terms.loop(body, carry=(torch.zeros_like(weights_BT[:, 0]),), xs=xs, consts=consts)[0][0]
+
+
+def _given(
+    hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
+) -> tuple[Tensors, Tensors]:
+    """What every chunk gets of its own, and what all of them get.
+
+    Split over devices, the head is made whole once, before the loop, and rows stay where they are. Left to itself XLA
+    gathered the head in every chunk and split the gradient of the hidden states along H (compiled for v6e-8).
+    """
+    parts = (terms.lay(hidden_BTH, rows_dim=0), targets_BT, weights_BT)
+    head = terms.lay(head_VH.to(hidden_BTH.dtype), rows_dim=None)
+    return tuple(_cut(part, terms.chunk_tokens) for part in parts), (head, _numbers(head_VH))
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Loss and gradient of the hidden states in one pass; the gradient is kept for a weight of 1 for every row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
+    ) -> Tensor:
+        def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+            chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
+            grad_BCH = (chunk.slope() * x[2][..., None]).to(x[0].dtype) @ consts[0]
+            return (carry[0] + (chunk.losses() * x[2]).sum(1),), (grad_BCH,)
+
+        xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+        carry = (torch.zeros_like(weights_BT[:, 0]),)
+        (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts)
+        ctx.save_for_backward(terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), rows_dim=0))
+        return sums_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:
+        (unit_BTH,) = ctx.saved_tensors
+        # In float32: 1 / tokens rounded to bf16 would scale the whole gradient by up to 0.2%.
+        return (unit_BTH.float() * grad_B[:, None, None]).to(unit_BTH.dtype), None, None, None, None
+
+
+class _TrainedHead(torch.autograd.Function):
+    """The loss; backward makes the logits of each chunk again, for both gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
+    ) -> Tensor:
+        ctx.terms = terms
+        ctx.save_for_backward(hidden_BTH, head_VH, targets_BT, weights_BT)
+        return _sums(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_BTH, head_VH, targets_BT, weights_BT = ctx.saved_tensors
+        terms: Terms = ctx.terms
+
+        def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+            chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
+            grad_BCV = (chunk.slope() * x[2][..., None]).to(x[0].dtype)
+            grad_VH = grad_BCV.flatten(0, 1).T @ x[0].flatten(0, 1)
+            return (carry[0] + grad_VH.float(),), (grad_BCV @ consts[0],)
+
+        xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms)
+        carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
+        (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts)
+        grad_BTH = terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), rows_dim=0)
+        return grad_BTH, grad_VH.to(head_VH.dtype), None, None, None
+
+
+class _Chunk:
+    """Float32 logits of one chunk, their log-partition and what follows from them."""
+
+    def __init__(
+        self, hidden_BCH: Tensor, head_VH: Tensor, index_V: Tensor, *, targets_BC: Tensor, terms: Terms
+    ) -> None:
+        logits_BCV = torch.matmul(hidden_BCH, head_VH.T).float()
+        if terms.soft_cap is not None:
+            logits_BCV = terms.soft_cap * torch.tanh(logits_BCV / terms.soft_cap)
+        self.terms, self.logits_BCV = terms, logits_BCV
+        self.log_z_BC = torch.logsumexp(logits_BCV, dim=-1)
+        # A comparison, not a gather: elementwise work stays with the product it follows, and rows stay where they are.
+        self.is_target_BCV = targets_BC[..., None] == index_V
+
+    def losses(self) -> Tensor:
+        """Of every position (B, C), in nats."""
+        losses_BC = self.log_z_BC - torch.where(self.is_target_BCV, self.logits_BCV, 0.0).sum(-1)
+        return losses_BC + self.terms.z_loss * self.log_z_BC**2 if self.terms.z_loss else losses_BC
+
+    def slope(self) -> Tensor:
+        """Derivative (B, C, V) of every position's loss by the logits as they come from the product."""
+        slope_BCV = torch.exp(self.logits_BCV - self.log_z_BC[..., None])
+        if self.terms.z_loss:
+            slope_BCV = slope_BCV * (1 + 2 * self.terms.z_loss * self.log_z_BC[..., None])
+        slope_BCV = slope_BCV - self.is_target_BCV.to(torch.float32)
+        if self.terms.soft_cap is not None:
+            slope_BCV = slope_BCV * (1 - (self.logits_BCV / self.terms.soft_cap) ** 2)
+        return slope_BCV
+
+
+def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:
+    """0 to V - 1, int32, as a sum of two short ranges.
+
+    torch_xla writes a range into the program number by number: 262,144 of them took 78 ms of every step's tracing.
+    """
+    size = head_VH.shape[0]
+    high, low = (torch.arange(n, dtype=torch.int32, device=head_VH.device) for n in (math.ceil(size / side), side))
+    return (high[:, None] * side + low).flatten()[:size]
+
+
+def _cut(tensor: Tensor, chunk_tokens: int) -> Tensor:
+    """(B, T, ...) to (N, B, C, ...), zeros behind."""
+    length = tensor.shape[1]
+    num = math.ceil(length / chunk_tokens)
+    size = math.ceil(length / num)
+    if num * size > length:
+        tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 2) + [0, num * size - length])
+    return tensor.unflatten(1, (num, size)).transpose(0, 1)
+
+
+def _joined(chunks_NBCH: Tensor, length: int) -> Tensor:
+    """(N, B, C, H) to (B, T, H): `_cut` undone."""
+    return chunks_NBCH.transpose(0, 1).flatten(1, 2)[:, :length]

@@ -1,0 +1,119 @@
+"""What formulas say of a config: FLOPs, memory, and a whole plan where no TPU compiler is at hand."""
+
+from typing import Any
+
+from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
+from tpu_experiments.config.identity import job_hash
+from tpu_experiments.config.schema import Config
+from tpu_experiments.planning.compare import SHARE_OF_PEAK
+from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory
+from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
+from tpu_experiments.planning.work import FlopsPerToken, StepSettings, Trainable, analytic_memory, flops_of_token
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def recomputes(config: Config) -> bool:
+    """Whether the layers run a second time in the backward pass."""
+    return getattr(config.model, "remat", "none") != "none"
+
+
+def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+    """FLOPs of the configured training per token."""
+    return flops_of_token(
+        arch,
+        seq_len=seq_len,
+        trainable=trainable(config),
+        lora_rank=config.lora.r,
+        targets=config.lora.targets,
+        recompute=recomputes(config),
+    )
+
+
+def trainable(config: Config) -> Trainable:
+    """What of the model is trained."""
+    return "lora" if config.lora.r else "full"
+
+
+def step_settings(config: Config, geometry: Geometry) -> StepSettings:
+    """What the memory of a step depends on."""
+    return StepSettings(
+        seq_len=geometry.seq_len,
+        micro_rows=geometry.micro_rows,
+        trainable=trainable(config),
+        accumulation=geometry.accumulation,
+        lora_rank=config.lora.r,
+        targets=tuple(config.lora.targets),
+        optimizer="adafactor" if "adafactor" in config.optim._target_.lower() else "adamw",
+        recompute=recomputes(config),
+        loss_chunk_tokens=config.trainer.loss_chunk_tokens,
+        attention="sdpa" if config.model.attention in ("sdpa", "eager") else "flash",
+        sharding="fsdp" if config.hw.parallel == "spmd" and config.sharding.name != "replicated" else "replicated",
+        chips=config.hw.num_devices,
+        weight_bytes=ITEM_BYTES[config.model.dtype],
+    )
+
+
+def estimated_memory(config: Config, arch: Any, *, geometry: Geometry) -> ChipMemory:
+    """GiB of one chip by formulas."""
+    return analytic_chip_memory(analytic_memory(arch, step=step_settings(config, geometry)), hw=config.hw)
+
+
+def largest_stage(config: Config, arch: Any) -> tuple[Stage, ChipMemory]:
+    """The stage that needs most memory, and what it needs."""
+    needs = [(stage, estimated_memory(config, arch, geometry=stage.geometry)) for stage in resolve_stages(config)]
+    return max(needs, key=lambda need: need[1].total)
+
+
+def estimated_time(config: Config, arch: Any, *, geometry: Geometry) -> StepTime:
+    """Seconds of one step at an assumed share of the chip's peak."""
+    chip = config.hw.chip
+    assert chip is not None
+    flops = trained_flops(config, arch, seq_len=geometry.seq_len)
+    tokens = geometry.global_rows * geometry.seq_len / config.hw.num_devices
+    return datasheet_time(flops, tokens=tokens, chip=chip, share_of_peak=SHARE_OF_PEAK, method="analytic")
+
+
+def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
+    """Memory and time of the largest stage by formulas, without the length of the run.
+
+    Args:
+        reason: why nothing was compiled, for the notes.
+    """
+    hw, (stage, memory) = config.hw, largest_stage(config, arch)
+    geometry, fits = stage.geometry, memory.headroom >= 0
+    message = f"formulas put the step at {memory.total:.2f} GiB of {memory.limit:.2f} GiB"
+    shortage = None if fits else Shortage(message, memory.total, memory.limit)
+    return Plan(
+        name=str(config.name),
+        job=job_hash(config),
+        model=config.model.name,
+        data=tuple(config.data),
+        hw=hw,
+        sharding=config.sharding.name if hw.parallel == "spmd" else "replicated",
+        global_batch=geometry.global_rows,
+        micro_batch=geometry.micro_rows,
+        seq_len=geometry.seq_len,
+        fits=fits,
+        memory=memory,
+        flops=trained_flops(config, arch, seq_len=geometry.seq_len),
+        calibration=Calibration(),
+        method="analytic",
+        shortage=shortage,
+        programs=tuple(training_programs(resolve_stages(config))),
+        time=estimated_time(config, arch, geometry=geometry) if fits else None,
+        notes=(
+            f"nothing was compiled ({reason}): memory is from formulas, which were between 25 % below and 45 % above "
+            "the compiler's temporaries where both are known",
+            f"a step is its FLOPs at an assumed {100 * SHARE_OF_PEAK:.0f} % of peak; no network, no bandwidth",
+        ),
+    )
+
+
+def training_programs(stages: list[Stage]) -> list[Program]:
+    """One for each shape, counted and not compiled."""
+    users: dict[str, list[str]] = {}
+    for stage in stages:
+        g = stage.geometry
+        users.setdefault(f"{g.accumulation} x {g.micro_rows} x {g.seq_len}", []).append(stage.name)
+    return [Program("train", tuple(names), shape, None) for shape, names in users.items()]

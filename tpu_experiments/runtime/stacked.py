@@ -1,0 +1,51 @@
+"""Names of parameters that are stacks over layers, and the way between them and Hugging Face's names.
+
+The stack of `model.layers.0` to `model.layers.31` is called `model.layers.0:32:1` (start, stop, step, as a range); with
+a period of six, as in Gemma 3, there are `model.layers.0:18:6`, `model.layers.1:18:6`, ... Only the device and its
+programs know these names: checkpoints and exports have Hugging Face's.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
+
+
+def is_stack(name: str) -> bool:
+    """Whether the parameter has an axis of layers in front."""
+    return RANGE.search(name) is not None
+
+
+def hugging_face_names(name: str) -> list[str]:
+    """The parameters that `name` is the stack of, in order; itself where it is none.
+
+    >>> hugging_face_names("model.layers.1:6:2.mlp.up_proj.weight")[2]
+    'model.layers.5.mlp.up_proj.weight'
+    """
+    found = RANGE.search(name)
+    if found is None:
+        return [name]
+    return [name[: found.start()] + str(index) + name[found.end() :] for index in range(*map(int, found.groups()))]
+
+
+def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under Hugging Face's names, in the order of the layers."""
+    by_name: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = tensor.unbind(0) if is_stack(name) else [tensor]
+        by_name |= dict(zip(hugging_face_names(name), parts, strict=True))
+    return {name: by_name[name] for name in sorted(by_name, key=_in_order)}
+
+
+def stacked(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor `name`, put together from tensors under Hugging Face's names."""
+    parts = [tensors[part] for part in hugging_face_names(name)]
+    return torch.stack(parts) if is_stack(name) else parts[0]
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,0 +1,70 @@
+"""The TPU's attention kernel in torch_xla's graphs: lowered once by jax, then put in as a computation.
+
+Lowering needs no TPU, so a plan on a CPU and a run on a TPU get the same kernel.
+"""
+
+import functools
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch import Tensor
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.attention import Scores
+from tpu_experiments.runtime.attention_call import AttentionCall, Direction, Target
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+class XlaAttention:
+    """An `AttentionKernel` for tensors of torch_xla, placeholders included.
+
+    Args:
+        num_shards: chips that the rows of a tensor are split over.
+        target: `interpreted` runs the kernel's steps as plain XLA, for tests on a CPU.
+    """
+
+    def __init__(self, *, num_shards: int, target: Target = "tpu") -> None:
+        self.num_shards, self.target = num_shards, target
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, *, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Output (B, H, T, D) and log-sum-exp (B, H, T)."""
+        out, log_sum = self._embedded(q, k, v, segments, scores=scores, direction="forward")
+        return out, log_sum
+
+    def backward(self, *saved: Tensor, grad: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        dq, dk, dv = self._embedded(*saved, grad, scores=scores, direction="backward")
+        return dq, dk, dv
+
+    def _embedded(self, *tensors: Tensor, scores: Scores, direction: Direction) -> list[Tensor]:
+        q, k = tensors[:2]
+        rows, heads, length, head_dim = q.shape
+        sizes = (rows, heads, k.shape[1], length, head_dim)
+        call = AttentionCall(*sizes, dtype=DTYPES[q.dtype], scores=scores, num_shards=self.num_shards)
+        computation = _computation(call, direction=direction, target=self.target)
+        results: list[Tensor] = torch_xla._XLAC._xla_user_computation(
+            f"xla::attention_{direction}", list(tensors), computation
+        )
+        return results
+
+
+def attention_kernel_for(hw: HwConfig, *, device: str) -> XlaAttention | None:
+    """The kernel of programs for `device`, `tpu` in capitals or not; None where it has none."""
+    num_shards = hw.num_devices if hw.parallel == "spmd" else 1
+    return XlaAttention(num_shards=num_shards) if device.lower() == "tpu" else None
+
+
+@functools.cache
+def _computation(call: AttentionCall, *, direction: Direction, target: Target) -> object:
+    try:  # here, since jax takes seconds to import and most programs have no kernel
+        from tpu_experiments.runtime.splash import lowered
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"model.attention=flash; its kernel is made by jax, and {error.name} is not installed; "
+            "install the extra `tpu`, or use model.attention=sdpa."
+        ) from error
+    module = lowered(call, direction=direction, target=target)
+    return xb.computation_from_module_proto(f"attention_{direction}", module)

@@ -1,0 +1,109 @@
+"""task=plan: what the configured run takes on its TPU in memory, time and money, told on a machine without one.
+
+`run` chooses the method and the configs; compiled.py and formulas.py make a plan of a config each, exploring.py tries
+settings, and output.py writes and prints. Nothing that takes seconds to import is loaded before the checks are done.
+"""
+
+import importlib.util
+import math
+import re
+import sys
+from dataclasses import replace
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.planning import PlanTaskConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.variants import variant
+from tpu_experiments.planning import complaints
+
+STOPPED_EXIT_CODE = 75
+"""As of a stopped run: the same command goes on."""
+
+
+def run(config: Config) -> None:
+    """Print the plan and write plan.json, plan.md and plan.svg to `<output_dir>/plans/<name>`.
+
+    Raises:
+        ConfigError: the hardware has no TPU topology, or the compiler could not be run.
+    """
+    settings = config.task
+    assert isinstance(settings, PlanTaskConfig)
+    check_hw(config)
+    machines = {name: of_machine(name, config) for name in settings.compare if name != config.hw.name}
+    for each in machines.values():
+        check_hw(each)
+    method = chosen_method(settings)
+    try:
+        plan_all(config, machines, settings, method=method)
+    except KeyboardInterrupt:
+        print("stopped; what is compiled so far is kept, and the same command goes on", file=sys.stderr)
+        sys.exit(STOPPED_EXIT_CODE)
+
+
+def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConfig, *, method: str) -> None:
+    """Make, write and print the plans of all machines, the config's own last: its table holds the others.
+
+    Raises:
+        ConfigError: there is no plan for one of them; the others are written.
+    """
+    from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+    from tpu_experiments.tasks.plan.exploring import Case, plans_of
+    from tpu_experiments.tasks.plan.output import publish
+
+    start_run_log(None, rank=0)
+    try:
+        cases = [*(Case(each, (f"hw={name}",)) for name, each in machines.items()), Case(config)]
+        answers = plans_of(cases, settings, method=method)
+        for case, answer in zip(cases, answers, strict=True):
+            if not isinstance(answer, ConfigError):
+                publish(answer, config=case.config)
+    finally:
+        stop_run_log()
+    problems = [str(answer) for answer in answers if isinstance(answer, ConfigError)]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def of_machine(name: str, config: Config) -> Config:
+    """The same command for another machine, with a folder of its own.
+
+    Raises:
+        ConfigError: there is no such machine, or the run cannot be cut for it.
+    """
+    found = variant(f"hw={name}")
+    return replace(found, name=f"{found.name}_{name}") if found.name == config.name else found
+
+
+def check_hw(config: Config) -> None:
+    """Refuse hardware that no TPU compiler knows.
+
+    Raises:
+        ConfigError: it has no topology, or the topology has fewer chips.
+    """
+    hw = config.hw
+    if hw.topology is None or hw.runtime != "xla":
+        raise ConfigError(
+            f"hw={hw.name}; task=plan compiles for a TPU and this hardware names no topology; choose one that "
+            "does, for example hw=v5e8, hw=v6e8 or hw=colab."
+        )
+    if hw.chip is None:
+        raise ConfigError(f"hw={hw.name}; hw.chip is null; a plan needs the chip's datasheet; fill it in.")
+    sides = re.fullmatch(r"\w+:(\d+(?:x\d+)*)", hw.topology)
+    num_there = math.prod(int(side) for side in sides[1].split("x")) if sides else hw.num_devices
+    if num_there < hw.num_devices:
+        raise complaints.about_chips(hw, num_there=num_there)
+
+
+def chosen_method(settings: PlanTaskConfig) -> str:
+    """`compiled` or `analytic`.
+
+    Raises:
+        ConfigError: `compiled` is asked for, and there is no compiler.
+    """
+    is_there = all(importlib.util.find_spec(name) for name in ("libtpu", "jax", "torch_xla"))
+    if settings.method == "compiled" and not is_there:
+        raise ConfigError(
+            "task.method=compiled; libtpu, which holds the TPU's compiler, is not installed (it has wheels for Linux "
+            "on x86-64 and Python 3.11 or 3.12); install the tpu extra, or use task.method=analytic."
+        )
+    return "compiled" if is_there and settings.method != "analytic" else "analytic"

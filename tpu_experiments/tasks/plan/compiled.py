@@ -1,0 +1,162 @@
+"""Plans by the TPU's own compiler: trace here, compile beside each other in processes, read, put together."""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import replace
+
+import psutil
+from tqdm import tqdm
+
+from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import job_hash
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+from tpu_experiments.planning.analytic import trained_flops
+from tpu_experiments.planning.assemble import Planned, planned, shortage_of
+from tpu_experiments.planning.compiled import Compiled, Compilers
+from tpu_experiments.planning.length import Beside, run_length
+from tpu_experiments.planning.money import cost_of
+from tpu_experiments.planning.plan import Plan, Program
+from tpu_experiments.planning.remedies import remedies_for
+from tpu_experiments.planning.timing import calibration_of
+from tpu_experiments.planning.trace import Lowered
+from tpu_experiments.tasks.plan.length import counted_only, steps_of
+from tpu_experiments.tasks.plan.programs import Traced, trace_run
+
+GIB_PER_COMPILE = 6.0  # peak of a 7B step's compilation, with room
+
+
+def compiled_plans(configs: Sequence[Config], *, which: str, workers: int | None) -> list[Plan | ConfigError]:
+    """A plan for every config, or why the compiler made none.
+
+    Args:
+        which: `all` or `train`, the programs that are compiled.
+        workers: compilations at once; None goes by memory and cores.
+    """
+    folder = paths.absolute(paths.join(configs[0].output_dir, "plans", "compiled"))
+    traced: list[Traced | ConfigError] = []
+    futures: dict[int, list[Future[Compiled]]] = {}
+    with Compilers(workers or usable_workers()) as compilers:
+        for number, config in enumerate(tqdm(configs, desc="tracing", leave=False, disable=None)):
+            try:
+                run = trace_run(config, which=which)
+            except ConfigError as error:
+                traced.append(error)
+                continue
+            traced.append(run)
+            futures[number] = [compilers.submit(p, hw=config.hw, folder=folder) for p in run.programs]
+        every = {future for group in futures.values() for future in group}
+        for future in tqdm(as_completed(every), total=len(every), desc="compiling", leave=False, disable=None):
+            if len(configs) == 1 and isinstance(future.exception(), ConfigError):
+                future.result()  # no need to wait for the others
+    return [answered(run, futures.get(number, [])) for number, run in enumerate(traced)]
+
+
+def usable_workers() -> int:
+    """By the free memory and the cores that this process may use."""
+    by_memory = int(psutil.virtual_memory().available / 2**30 / GIB_PER_COMPILE)
+    return max(1, min(by_memory, len(os.sched_getaffinity(0))))
+
+
+def answered(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> Plan | ConfigError:
+    """The plan of one traced run whose programs are compiled."""
+    if isinstance(run, ConfigError):
+        return run
+    try:
+        made = [read(run, program, future.result()) for program, future in zip(run.programs, futures, strict=True)]
+    except ConfigError as error:
+        return error
+    return assembled(run, made)
+
+
+def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
+    """One program with its memory, work and time."""
+    is_training = program.name == "train"
+    flops = trained_flops(run.config, run.arch, seq_len=program.shape[-1]) if is_training else None
+    return planned(program, compiled, hw=run.config.hw, trained=run.trained, flops=flops)
+
+
+def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
+    """Everything that is known of the run, from its programs."""
+    config, hw = run.config, run.config.hw
+    largest = max(made, key=lambda program: program.memory.total)
+    train = max((p for p in made if p.name == "train"), key=lambda program: program.memory.total)
+    assert train.flops is not None
+    geometry = geometry_of(run, train)
+    calibration = calibration_of(hw)
+    plan = Plan(
+        name=str(config.name),
+        job=job_hash(config),
+        model=config.model.name,
+        data=tuple(config.data),
+        hw=hw,
+        sharding=config.sharding.name if hw.parallel == "spmd" else "replicated",
+        global_batch=geometry.global_rows,
+        micro_batch=geometry.micro_rows,
+        seq_len=geometry.seq_len,
+        fits=True,
+        memory=largest.memory,
+        largest_program=largest.name,
+        flops=train.flops,
+        calibration=calibration,
+        programs=tuple(described(run, made)),
+        work=train.work,
+        cycles_by_class=train.cycles_by_class,
+        time=train.time,
+        versions=train.compiled.versions,
+        notes=tuple(dict.fromkeys(note for program in made for note in program.notes)),
+    )
+    return judged(plan, run=run, largest=largest, geometry=geometry) or with_length(plan, run=run, made=made)
+
+
+def judged(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> Plan | None:
+    """The plan of a run that does not fit, with the reason; None where it does."""
+    rows, seq_len = geometry.micro_rows, geometry.seq_len
+    shortage = shortage_of(largest, arch=run.arch, rows=rows, seq_len=seq_len, remedies=())
+    if shortage is None:
+        return None
+    remedies = remedies_for(run.config, run.arch, memory=plan.memory, geometry=geometry)
+    return replace(plan, fits=False, time=None, shortage=replace(shortage, remedies=remedies))
+
+
+def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
+    """The plan with the length of the whole run and its cost."""
+    config, hw = run.config, run.config.hw
+    of_shape = {p.shape: p.time for p in made if p.name == "train"}
+    steps, unknown = steps_of(config, run.stages)
+    seconds = {p.name: p.time.total_s if p.time else None for p in made if p.name != "train"}
+    beside = Beside(
+        base_gib=plan.memory.classes.get("base weights", 0.0),
+        eval_rows=run.stages[0].geometry.micro_rows * hw.num_devices,
+        eval_batch_seconds=seconds.get("eval"),
+        sample_token_seconds=seconds.get("sample"),
+        compile_seconds=sum(p.compiled.seconds for p in made),
+    )
+    times = {stage.name: of_shape[run.shapes[stage.name]] for stage in run.stages}
+    length, notes = run_length(config, run.stages, steps=steps, times=times, beside=beside)
+    cost = cost_of(length, price=hw.price, num_devices=hw.num_devices, calibration=plan.calibration) if length else None
+    return replace(plan, run=length, cost=cost, notes=(*plan.notes, *unknown, *notes))
+
+
+def geometry_of(run: Traced, made: Planned) -> Geometry:
+    """Of the stage that a training program belongs to."""
+    return next(stage.geometry for stage in run.stages if run.shapes[stage.name] == made.shape)
+
+
+def described(run: Traced, made: Sequence[Planned]) -> Iterator[Program]:
+    """The run's programs, those that are only counted last."""
+    for program in made:
+        users = tuple(name for name, shape in run.shapes.items() if (program.name, shape) == ("train", program.shape))
+        yield Program(
+            name=program.name,
+            stages=users,
+            shape=" x ".join(map(str, program.shape)),
+            compile_seconds=program.compiled.seconds,
+            total_gib=program.memory.total,
+            estimated_seconds=program.time.total_s if program.time else None,
+            fingerprint=program.compiled.folder.name,
+        )
+    if not any(program.name == "eval" for program in made):
+        yield from counted_only(run.config)

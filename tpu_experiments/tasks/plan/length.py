@@ -1,0 +1,38 @@
+"""What both methods need to know of the run: steps of every stage, and the programs that are only counted."""
+
+from collections.abc import Iterator, Sequence
+
+from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.planning.plan import Program
+
+
+def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | None], list[str]]:
+    """Optimizer steps of every stage, and why some are not known: an epoch is as long as the prepared data."""
+    limit = config.trainer.max_stage_steps
+    steps = {stage.name: stage.steps and min(stage.steps, limit or stage.steps) for stage in stages}
+    if None not in steps.values():
+        return steps, []
+    # Tokenizers and readers take seconds to load.
+    from tpu_experiments.data.prepared import NotPrepared
+    from tpu_experiments.training.inputs import RunInputs, shuffled_rows, stage_steps
+    from tpu_experiments.training.sources import prepare_sources, tokenizer_for
+
+    try:
+        tokenizer = tokenizer_for(config)
+        sources = prepare_sources(config, tokenizer=tokenizer, stages=list(stages), is_lookup=True)
+    except NotPrepared as error:
+        return steps, [f"hours and dollars need the length of an epoch: data.{error} is not prepared (task=prepare)"]
+    except ConfigError as error:
+        return steps, [f"hours and dollars need the length of an epoch: {error}"]
+    inputs = RunInputs(tokenizer, sources, list(stages))
+    rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
+    return {stage.name: stage_steps(rows[stage.name], stage, config=config) for stage in stages}, []
+
+
+def counted_only(config: Config) -> Iterator[Program]:
+    """Evaluation and sample where they are not compiled."""
+    yield Program("eval", (), "held-out rows", None)
+    if config.sample.max_new_tokens:
+        yield Program("sample", (), f"1 x {config.sample.window}", None)

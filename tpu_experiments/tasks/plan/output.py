@@ -1,0 +1,49 @@
+"""Writes and prints a plan beside those of other machines."""
+
+from dataclasses import replace
+
+from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.variants import machine
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.planning.analytic import estimated_memory
+from tpu_experiments.planning.chart import plan_chart_svg
+from tpu_experiments.planning.compare import PLAN_FILE, datasheet_comparison, saved_comparisons
+from tpu_experiments.planning.page import plan_markdown
+from tpu_experiments.planning.plan import Comparison, Plan
+from tpu_experiments.planning.report import plan_json, plan_table
+from tpu_experiments.planning.search import overlay_yaml
+from tpu_experiments.tasks.plan.formulas import arch_of
+
+REFERENCE_HW = "t4x2"
+"""What the UK-law recipe was compared with; known from its datasheet alone."""
+
+
+def publish(plan: Plan, *, config: Config) -> None:
+    """Write plan.json, plan.md, plan.svg (and best.yaml of a search) and print the table."""
+    everything = paths.join(config.output_dir, "plans")
+    folder = paths.join(everything, str(config.name))
+    plan = replace(plan, comparisons=(*saved_comparisons(plan, folder=everything), *reference(plan, config=config)))
+    paths.make_dirs(folder)
+    paths.write_text_atomic(paths.join(folder, "plan.svg"), plan_chart_svg(plan))
+    paths.write_text_atomic(paths.join(folder, "plan.md"), plan_markdown(plan, chart="plan.svg"))
+    paths.write_text_atomic(paths.join(folder, PLAN_FILE), strict_json.dumps(plan_json(plan), indent=1) + "\n")
+    print(plan_table(plan))
+    print(f"plan: {folder}/plan.md")
+    overlay = overlay_yaml(plan)
+    if overlay:
+        paths.write_text_atomic(paths.join(folder, "best.yaml"), overlay)
+        print(f"best: the same command with task=train +plan={folder}/best.yaml")
+
+
+def reference(plan: Plan, *, config: Config) -> list[Comparison]:
+    """Two T4 from their datasheet; none where the batch cannot be cut for them."""
+    hw = machine(REFERENCE_HW)
+    if plan.global_batch % hw.num_devices:
+        return []
+    there = replace(config, hw=hw)
+    rows = plan.global_batch // hw.num_devices
+    cut = Geometry(plan.global_batch, 1, rows, hw.num_devices, plan.seq_len)
+    memory = estimated_memory(there, arch_of(config), geometry=cut)
+    tokens = plan.global_batch * plan.seq_len
+    return [datasheet_comparison(hw, flops=plan.flops, tokens_per_step=tokens, run=plan.run, fits=memory.headroom >= 0)]

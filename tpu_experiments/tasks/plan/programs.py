@@ -1,0 +1,136 @@
+"""Every program of the configured run on placeholders: the trainer's step, its evaluation, its sample."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpu_experiments.config.build import locate
+from tpu_experiments.config.curriculum import Stage, resolve_stages
+from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.shapes import ShapesOfModel
+from tpu_experiments.planning.trace import Lowered, TracingRuntime
+from tpu_experiments.training.inputs import RunInputs
+from tpu_experiments.training.step import ROW_TENSORS
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A run's programs before they are compiled."""
+
+    config: Config
+    stages: list[Stage]
+    arch: Any
+    """The model's transformers config."""
+    trained: frozenset[str]
+    """Names of the trainable parameters."""
+    shapes: dict[str, Shape]
+    """Batch of each stage, by the stage's name."""
+    programs: list[Lowered]
+    """One for every shape of training, then evaluation and sample."""
+
+
+def trace_run(config: Config, *, which: str) -> Traced:
+    """Lower the run's programs; `which` is `all` or `train`."""
+    runtime = TracingRuntime(config.hw, sharding=config.sharding)
+    trainer = planned_trainer(config, runtime)
+    trainer.build()
+    stages: list[Stage] = trainer.inputs.stages
+    shapes = {stage.name: shape_of(stage, runtime=runtime) for stage in stages}
+    programs = [lowered_step(trainer, shape=shape) for shape in dict.fromkeys(shapes.values())]
+    if which == "all":
+        programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
+    if which == "all" and config.sample.max_new_tokens:
+        programs.append(lowered_sample(trainer, window=config.sample.window))
+    arch, trained = trainer.model.source.config, frozenset(trainer.parameters)
+    return Traced(config, stages, arch, trained, shapes, programs)
+
+
+def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
+    """The configured trainer, with shapes for weights."""
+    kind: Any = locate(config.trainer._target_, key="trainer")
+
+    class PlannedTrainer(kind):
+        def model_source(self) -> HuggingFaceModel:
+            return ShapesOfModel(config.model, seed=config.seed)
+
+    nothing: Any = None  # no program needs the tokenizer
+    inputs = RunInputs(nothing, {}, resolve_stages(config))
+    return PlannedTrainer(config, runtime, inputs=inputs, outputs=None, watch=Stopwatch())
+
+
+def shape_of(stage: Stage, *, runtime: TracingRuntime) -> Shape:
+    """(A, R, T) of one process's batch."""
+    geometry = stage.geometry
+    rows = geometry.micro_rows * geometry.num_devices // runtime.world_size
+    return geometry.accumulation, rows, geometry.seq_len
+
+
+def evaluation_shape(config: Config, stages: list[Stage], *, runtime: TracingRuntime) -> tuple[int, int]:
+    """(R, T) of one process's batch, as training/inputs.py cuts it."""
+    rows = stages[0].geometry.micro_rows * config.hw.num_devices // runtime.world_size
+    return rows, max(stage.geometry.seq_len for stage in stages)
+
+
+def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
+    """The trainer's step on a batch of this shape."""
+    lowered: Lowered = trainer.runtime.lower(
+        lambda sent: stepped(trainer, sent),
+        name="train",
+        batch=rows_like(shape) | {"lr": torch.empty(1, device="meta")},
+        rows_dim=1,
+        renewed=lambda out: renewed(trainer, out),
+    )
+    return lowered
+
+
+def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
+    """The sums of one batch of held-out rows."""
+    with evaluating(trainer.model.module):
+        lowered: Lowered = trainer.runtime.lower(
+            trainer.evaluator.sums, name="eval", batch=rows_like(shape), rows_dim=0
+        )
+    return lowered
+
+
+def lowered_sample(trainer: Any, *, window: int) -> Lowered:
+    """One token of the sample."""
+    batch = {name: torch.empty(n, dtype=torch.int32, device="meta") for name, n in (("ids", (1, window)), ("last", 1))}
+    with evaluating(trainer.model.module):
+        lowered: Lowered = trainer.runtime.lower(trainer.sampler.next_token, name="sample", batch=batch, rows_dim=-1)
+    return lowered
+
+
+def rows_like(shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """What a batch of rows holds."""
+    return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name in ROW_TENSORS}
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout."""
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
+
+
+def stepped(trainer: Any, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any, dict[str, Tensor]]:
+    """New parameters, new state and the report of one step."""
+    parameters, state, report = trainer.step(trainer.parameters, trainer.state, batch)
+    return parameters, state, vars(report)
+
+
+def renewed(trainer: Any, out: tuple[dict[str, Tensor], Any, dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """What `commit` writes: (where the old value lives, the new one)."""
+    parameters, state, _ = out
+    pairs = [(trainer.parameters[name], new) for name, new in parameters.items()]
+    return pairs + [(trainer.state[n][slot], new) for n, slots in state.items() for slot, new in slots.items()]
