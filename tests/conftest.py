@@ -1,7 +1,8 @@
 """Shared fixtures. torch_xla reads its environment at import, so it is set here, before any test module loads it."""
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -41,6 +42,16 @@ def make_config() -> Callable[..., Config]:
             return to_config(compose("config", overrides=["hw.num_threads=1", *overrides]))
 
     return make
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, brought back to what it was: a task takes it over."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield root
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture

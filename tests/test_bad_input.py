@@ -1,8 +1,7 @@
 """What only the data, the tokenizer, the model or the run folder can tell is refused before a run folder is made."""
 
-import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tpu_experiments.io.folder import open_run
 from tpu_experiments.tasks.train import check_data, make_inputs, run
 from tpu_experiments.training.progress import Progress
 
+pytestmark = pytest.mark.usefixtures("root_logger")
 SAMPLES = Path(__file__).parents[1] / "tpu_experiments" / "samples"
 LAID = "data=sample_text data.sample_text.path={tmp}/"
 CHAT = "data=sample_chat data.sample_chat.format=messages data.sample_chat.path={tmp}/"
@@ -67,16 +67,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert shorter != config
     (folder / "short" / "config.json").write_text(shorter)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def restored_root_logger() -> Iterator[None]:
-    """A run takes over the root logger; give it back."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture

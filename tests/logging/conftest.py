@@ -1,7 +1,6 @@
 """A logger context over a fresh run folder, local or on memory://."""
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,3 @@ def make_context(make_config: Callable[..., Config], tmp_path: Path) -> Callable
         return LoggerContext(run_folder=folder, config=config, total_steps=total_steps, resume_step=resume_step)
 
     return make
-
-
-@pytest.fixture
-def root_logger() -> Iterator[logging.Logger]:
-    """The root logger, brought back to what it was."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    yield root
-    root.setLevel(level)
-    root.handlers[:] = handlers

@@ -1,18 +1,19 @@
 """Plans from formulas: on a machine without libtpu, side by side, the ladder, the search and its overlay."""
 
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.config.composing import composed
 from tests.planning.commands import plan_fields, run_plan
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.overlay import with_overlay
+from tpu_experiments.planning.analytic import estimated_memory, trained_flops
 
+pytestmark = pytest.mark.usefixtures("root_logger")
 REPOSITORY = Path(__file__).parents[2]
 MISTRAL = (
     "model=mistral7b",
@@ -36,16 +37,6 @@ importlib.util.find_spec = lambda name, package=None: None if name in {"libtpu",
 sys.meta_path.insert(0, Hidden())
 runpy.run_path("run.py", run_name="__main__")
 """
-
-
-@pytest.fixture(autouse=True)
-def restored_root_logger() -> Iterator[None]:
-    """The task takes over the root logger; give it back."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def without_libtpu(*overrides: str) -> subprocess.CompletedProcess[str]:
@@ -141,3 +132,16 @@ def test_a_model_too_large_for_every_setting_is_told_the_machine_that_holds_it(t
     run_plan(ANALYTIC, *MISTRAL, "hw=v5e8", layers, f"output_dir={tmp_path}", "name=q")
     remedies = plan_fields(tmp_path, "q")["does_not_fit"]["remedies"]
     assert remedies[-1] == "no machine of conf/hw holds it with one row per chip: a smaller model or shorter rows"
+
+
+def test_only_folded_layers_are_computed_again() -> None:
+    config = composed("hw=v6e1", "model.remat=layer_inputs")
+    unrolled = composed("hw=v6e1", "model.remat=layer_inputs", "model.stack=unrolled")
+    whole = composed("hw=v6e1", "model.remat=none")
+    again, once, saved = (trained_flops(each, each.model.arch, seq_len=128) for each in (config, unrolled, whole))
+    assert once == saved
+    assert once.recomputation == 0 < again.recomputation
+    geometry = resolve_stages(config)[0].geometry
+    needs = [estimated_memory(each, each.model.arch, geometry=geometry) for each in (config, unrolled, whole)]
+    assert needs[1] == needs[2]
+    assert needs[0].total < needs[1].total

@@ -18,7 +18,9 @@ FORMATS = (
     "human_assistant",
 )
 
-SAVABLE = ("attention", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SAVABLE = ("attention", *ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
 """Values of a layer that the forward pass can be told to save."""
 
 

@@ -3,10 +3,9 @@
 from typing import Any
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
-from tpu_experiments.config.identity import job_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
-from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory
+from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory, plan_of
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
 from tpu_experiments.planning.work import FlopsPerToken, StepSettings, Trainable, analytic_memory, flops_of_token
 
@@ -14,8 +13,8 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def recomputes(config: Config) -> bool:
-    """Whether the layers run a second time in the backward pass."""
-    return getattr(config.model, "remat", "none") != "none"
+    """Whether the layers run a second time in the backward pass: only folded ones do."""
+    return config.model.stack == "scanned" and config.model.remat != "none"
 
 
 def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
@@ -80,20 +79,13 @@ def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
     Args:
         reason: why nothing was compiled, for the notes.
     """
-    hw, (stage, memory) = config.hw, largest_stage(config, arch)
+    stage, memory = largest_stage(config, arch)
     geometry, fits = stage.geometry, memory.headroom >= 0
     message = f"formulas put the step at {memory.total:.2f} GiB of {memory.limit:.2f} GiB"
     shortage = None if fits else Shortage(message, memory.total, memory.limit)
-    return Plan(
-        name=str(config.name),
-        job=job_hash(config),
-        model=config.model.name,
-        data=tuple(config.data),
-        hw=hw,
-        sharding=config.sharding.name if hw.parallel == "spmd" else "replicated",
-        global_batch=geometry.global_rows,
-        micro_batch=geometry.micro_rows,
-        seq_len=geometry.seq_len,
+    return plan_of(
+        config,
+        geometry,
         fits=fits,
         memory=memory,
         flops=trained_flops(config, arch, seq_len=geometry.seq_len),

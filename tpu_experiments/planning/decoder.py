@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.sources import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 REQUIRED = (
     "hidden_size",
     "intermediate_size",
@@ -67,15 +67,9 @@ class Decoder:
     def projections(self) -> dict[str, tuple[int, int]]:
         """(in, out) of the matrices of one layer."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "q_proj": (self.hidden, queries),
-            "k_proj": (self.hidden, keys),
-            "v_proj": (self.hidden, keys),
-            "o_proj": (queries, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
-        }
+        attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        mlp = [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
+        return dict(zip(ATTENTION_PROJECTIONS + MLP_PROJECTIONS, attention + mlp, strict=True))
 
     @property
     def layer_matrices(self) -> int:
@@ -120,7 +114,7 @@ class Decoder:
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
             for leaf, shape in self.projections.items():
-                part = "self_attn" if leaf in ATTENTION else "mlp"
+                part = "self_attn" if leaf in ATTENTION_PROJECTIONS else "mlp"
                 yield f"model.layers.{layer}.{part}.{leaf}", shape
         yield "lm_head", (self.hidden, self.vocab_size)
 

@@ -1,8 +1,12 @@
 """Everything that task=plan finds out, in one object; report.py and chart.py only show it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.identity import job_hash
+from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
 from tpu_experiments.planning.timing import Calibration, StepTime, StepWork
 from tpu_experiments.planning.work import GIB, FlopsPerToken, MemoryEstimate
@@ -233,3 +237,24 @@ class Plan:
             usd_per_million_tokens=self.usd_per_million_tokens,
             method=self.method,
         )
+
+
+def plan_of(config: Config, geometry: Geometry, **found: Any) -> Plan:
+    """A plan with what the config says of it, and what was found out.
+
+    Args:
+        geometry: batch of the stage that needs most memory.
+        found: the remaining fields.
+    """
+    return Plan(
+        name=str(config.name),
+        job=job_hash(config),
+        model=config.model.name,
+        data=tuple(config.data),
+        hw=config.hw,
+        sharding=config.sharding.name if config.hw.parallel == "spmd" else "replicated",
+        global_batch=geometry.global_rows,
+        micro_batch=geometry.micro_rows,
+        seq_len=geometry.seq_len,
+        **found,
+    )

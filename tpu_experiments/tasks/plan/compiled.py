@@ -10,19 +10,17 @@ from tqdm import tqdm
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import job_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
 from tpu_experiments.planning.analytic import trained_flops
 from tpu_experiments.planning.assemble import Planned, planned, shortage_of
 from tpu_experiments.planning.compiled import Compiled, Compilers
-from tpu_experiments.planning.length import Beside, run_length
-from tpu_experiments.planning.money import cost_of
-from tpu_experiments.planning.plan import Plan, Program
+from tpu_experiments.planning.length import Beside
+from tpu_experiments.planning.plan import Plan, Program, plan_of
 from tpu_experiments.planning.remedies import remedies_for
 from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.trace import Lowered
-from tpu_experiments.tasks.plan.length import counted_only, steps_of
+from tpu_experiments.tasks.plan.length import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
 GIB_PER_COMPILE = 6.0  # peak of a 7B step's compilation, with room
@@ -80,27 +78,18 @@ def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
 
 def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
     """Everything that is known of the run, from its programs."""
-    config, hw = run.config, run.config.hw
     largest = max(made, key=lambda program: program.memory.total)
     train = max((p for p in made if p.name == "train"), key=lambda program: program.memory.total)
     assert train.flops is not None
     geometry = geometry_of(run, train)
-    calibration = calibration_of(hw)
-    plan = Plan(
-        name=str(config.name),
-        job=job_hash(config),
-        model=config.model.name,
-        data=tuple(config.data),
-        hw=hw,
-        sharding=config.sharding.name if hw.parallel == "spmd" else "replicated",
-        global_batch=geometry.global_rows,
-        micro_batch=geometry.micro_rows,
-        seq_len=geometry.seq_len,
+    plan = plan_of(
+        run.config,
+        geometry,
         fits=True,
         memory=largest.memory,
         largest_program=largest.name,
         flops=train.flops,
-        calibration=calibration,
+        calibration=calibration_of(run.config.hw),
         programs=tuple(described(run, made)),
         work=train.work,
         cycles_by_class=train.cycles_by_class,
@@ -123,21 +112,17 @@ def judged(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> 
 
 def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
     """The plan with the length of the whole run and its cost."""
-    config, hw = run.config, run.config.hw
     of_shape = {p.shape: p.time for p in made if p.name == "train"}
-    steps, unknown = steps_of(config, run.stages)
     seconds = {p.name: p.time.total_s if p.time else None for p in made if p.name != "train"}
     beside = Beside(
         base_gib=plan.memory.classes.get("base weights", 0.0),
-        eval_rows=run.stages[0].geometry.micro_rows * hw.num_devices,
+        eval_rows=run.stages[0].geometry.micro_rows * run.config.hw.num_devices,
         eval_batch_seconds=seconds.get("eval"),
         sample_token_seconds=seconds.get("sample"),
         compile_seconds=sum(p.compiled.seconds for p in made),
     )
     times = {stage.name: of_shape[run.shapes[stage.name]] for stage in run.stages}
-    length, notes = run_length(config, run.stages, steps=steps, times=times, beside=beside)
-    cost = cost_of(length, price=hw.price, num_devices=hw.num_devices, calibration=plan.calibration) if length else None
-    return replace(plan, run=length, cost=cost, notes=(*plan.notes, *unknown, *notes))
+    return with_run(plan, run.config, run.stages, times=times, beside=beside)
 
 
 def geometry_of(run: Traced, made: Planned) -> Geometry:

@@ -9,11 +9,10 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.models.shapes import ShapesOfModel
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
 from tpu_experiments.planning.compiler import versions
-from tpu_experiments.planning.length import Beside, run_length
-from tpu_experiments.planning.money import cost_of
+from tpu_experiments.planning.length import Beside
 from tpu_experiments.planning.plan import Plan
 from tpu_experiments.planning.remedies import remedies_for
-from tpu_experiments.tasks.plan.length import counted_only, steps_of
+from tpu_experiments.tasks.plan.length import counted_only, with_run
 
 
 def arch_of(config: Config) -> Any:
@@ -23,7 +22,7 @@ def arch_of(config: Config) -> Any:
 
 def formula_plan(config: Config) -> Plan:
     """The whole plan of a config by formulas."""
-    arch, hw = arch_of(config), config.hw
+    arch = arch_of(config)
     installed = importlib.util.find_spec("libtpu")
     reason = "task.method=analytic" if installed else "libtpu is not installed"
     plan = analytic_plan(config, arch, reason=reason)
@@ -33,10 +32,7 @@ def formula_plan(config: Config) -> Plan:
         remedies = remedies_for(config, arch, memory=plan.memory, geometry=geometry)
         return replace(plan, shortage=replace(plan.shortage, remedies=remedies))
     stages = resolve_stages(config)
-    steps, unknown = steps_of(config, stages)
     times = {stage.name: estimated_time(config, arch, geometry=stage.geometry) for stage in stages}
-    rows = stages[0].geometry.micro_rows * hw.num_devices
+    rows = stages[0].geometry.micro_rows * config.hw.num_devices
     beside = Beside(base_gib=plan.memory.classes.get("base weights", 0.0), eval_rows=rows)
-    length, notes = run_length(config, stages, steps=steps, times=times, beside=beside)
-    cost = cost_of(length, price=hw.price, num_devices=hw.num_devices, calibration=plan.calibration) if length else None
-    return replace(plan, run=length, cost=cost, notes=(*plan.notes, *unknown, *notes))
+    return with_run(plan, config, stages, times=times, beside=beside)

@@ -1,11 +1,15 @@
-"""What both methods need to know of the run: steps of every stage, and the programs that are only counted."""
+"""What both methods need to know of the run: steps of every stage, its length, the programs that are only counted."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.planning.plan import Program
+from tpu_experiments.planning.length import Beside, run_length
+from tpu_experiments.planning.money import cost_of
+from tpu_experiments.planning.plan import Plan, Program
+from tpu_experiments.planning.timing import StepTime
 
 
 def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | None], list[str]]:
@@ -29,6 +33,17 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
     inputs = RunInputs(tokenizer, sources, list(stages))
     rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
     return {stage.name: stage_steps(rows[stage.name], stage, config=config) for stage in stages}, []
+
+
+def with_run(
+    plan: Plan, config: Config, stages: Sequence[Stage], *, times: Mapping[str, StepTime | None], beside: Beside
+) -> Plan:
+    """The plan with the length of the whole run and its cost; `times` are of one step of every stage."""
+    hw = config.hw
+    steps, unknown = steps_of(config, stages)
+    length, notes = run_length(config, stages, steps=steps, times=times, beside=beside)
+    cost = cost_of(length, price=hw.price, num_devices=hw.num_devices, calibration=plan.calibration) if length else None
+    return replace(plan, run=length, cost=cost, notes=(*plan.notes, *unknown, *notes))
 
 
 def counted_only(config: Config) -> Iterator[Program]:
