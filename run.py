@@ -53,10 +53,21 @@ def run(config: Config) -> float | None:
     """Set the environment and run the task; in a sweep start the point as a child instead."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_point(config, HydraConfig.get().overrides.task)
+    if config.task.name == "train" and config.hw.chip is not None:
+        check_plan(config)
     prepare_environment(config.hw, is_planned=config.task.name == "plan")
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
     return None
+
+
+def check_plan(config: Config) -> None:
+    """Refuse a run that is known not to fit; a machine without a chip to plan for never loads this."""
+    from tpu_experiments.logging.runlog import start_run_log
+    from tpu_experiments.planning.check import check_memory
+
+    start_run_log(None, rank=0)
+    check_memory(config)
 
 
 def run_point(config: Config, overrides: list[str]) -> float:

@@ -65,6 +65,7 @@ def example_plan() -> Plan:
     return Plan(
         name="mistral7b_wiki_ro_v6e8",
         job="0123456789abcdef",
+        programs_key="fedcba9876543210",
         model="mistral7b",
         data=("wiki_ro", "ultrachat_ro"),
         hw=hw,

@@ -114,6 +114,22 @@ def test_the_search_finds_the_largest_batch_that_a_small_chip_holds(
     assert sorted((folder / "plans" / "compiled").iterdir()) == compiled
 
 
+def test_training_is_refused_by_a_compiled_plan_that_does_not_fit(planned: tuple[Path, dict[str, Any], str]) -> None:
+    folder, first, _ = planned
+    limit = f"hw.chip.program_hbm_gib={0.9 * first['hbm_gib_per_chip']['total']:.6f}"
+    assert plan(folder, *SMALL, "name=n", limit).returncode == 0
+    before = sorted(folder.iterdir())
+    refused = plan(folder, *SMALL, limit, task="train")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(
+        "error: hw=v6e1; the program train of this run was compiled for v6e:1x1 and takes "
+    )
+    assert f"({folder}/plans/n/plan.json, libtpu 0.0.21); nearest settings that fit: " in refused.stderr
+    for other in ((limit, "lora.r=4"), ()):
+        assert "error: hw=v6e1 asks for a TPU" in plan(folder, *SMALL, *other, task="train").stderr
+    assert sorted(folder.iterdir()) == before
+
+
 def test_a_sweep_over_machines_ends_with_all_of_them_side_by_side(tmp_path: Path) -> None:
     done = plan(tmp_path, "-m", "hw=v6e1,colab", "task.method=analytic")
     assert done.returncode == 0, done.stderr[-3000:]

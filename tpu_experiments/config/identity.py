@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "plugins",
     "trainer.micro_batch_rows",
     "trainer.log_every_steps",
+    "trainer.plan_check",
 )
 
 

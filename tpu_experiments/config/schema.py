@@ -135,6 +135,9 @@ class TrainerConfig:
     """Held-out rows that are evaluated at most, over all sources."""
     max_stage_steps: int | None = number(default=None, at_least=1)
     """Ends every stage after this many steps at most, for trials; null runs each to its end."""
+    plan_check: str = choice("refuse", "warn", "off", default="refuse")
+    """What happens before the start when a plan of the same programs, or what formulas state exactly, says that the run
+    does not fit into the chips of `hw`: it is refused, it is logged, or nobody looks."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of a trainer of your own."""
 

@@ -82,7 +82,7 @@ def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
     if folder is None:
-        root.addHandler(_memory_handler())
+        root.addHandler(_memory_handler(kept))
     elif rank == 0:
         file = RunLogHandler(folder.path("run.log"))
         for record in kept:
@@ -102,9 +102,10 @@ def stop_run_log() -> None:
     atexit.unregister(stop_run_log)
 
 
-def _memory_handler() -> logging.handlers.MemoryHandler:
-    never = logging.CRITICAL + 1
-    return logging.handlers.MemoryHandler(NUM_KEPT_RECORDS, flushLevel=never, flushOnClose=False)
+def _memory_handler(kept: list[logging.LogRecord]) -> logging.handlers.MemoryHandler:
+    handler = logging.handlers.MemoryHandler(NUM_KEPT_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    handler.buffer.extend(kept)
+    return handler
 
 
 def _kept_records() -> list[logging.LogRecord]:

@@ -85,7 +85,8 @@ def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
     shortage = None if fits else Shortage(message, memory.total, memory.limit)
     return plan_of(
         config,
-        geometry,
+        arch,
+        geometry=geometry,
         fits=fits,
         memory=memory,
         flops=trained_flops(config, arch, seq_len=geometry.seq_len),

@@ -1,34 +1,28 @@
 """The same job on other machines, as rows beside the plan: from saved plans, and from a datasheet."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.io import paths
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, cost_of, usd_per_million_tokens
 from tpu_experiments.planning.plan import Comparison, Plan
+from tpu_experiments.planning.saved import saved_plans
 from tpu_experiments.planning.timing import Calibration, datasheet_time
 from tpu_experiments.planning.work import FlopsPerToken
 
 SHARE_OF_PEAK = 0.35
 """Assumed for a machine of which only the datasheet is known; nothing published tells it for LoRA on a T4."""
-PLAN_FILE = "plan.json"
 
 
 def saved_comparisons(plan: Plan, *, folder: str) -> tuple[Comparison, ...]:
     """The plans of the same job in `folder` for other machines; of several for one machine the fastest that fits."""
     found: dict[str, Comparison] = {}
-    for name in paths.list_names(folder):
-        file = paths.join(folder, name, PLAN_FILE)
-        if not paths.exists(file):
+    for saved in saved_plans(folder):
+        if saved.fields.get("job") != plan.job or saved.fields["hw"] == plan.hw.name:
             continue
-        fields = json.loads(paths.read_text(file))
-        if fields.get("job") != plan.job or fields["hw"] == plan.hw.name:
-            continue
-        row = comparison_of(fields)
+        row = comparison_of(saved.fields)
         known = found.get(row.hw)
         if known is None or (row.step_seconds or float("inf")) < (known.step_seconds or float("inf")):
             found[row.hw] = row

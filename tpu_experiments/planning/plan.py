@@ -8,6 +8,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.identity import job_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
+from tpu_experiments.planning.saved import programs_key
 from tpu_experiments.planning.timing import Calibration, StepTime, StepWork
 from tpu_experiments.planning.work import GIB, FlopsPerToken, MemoryEstimate
 
@@ -174,6 +175,8 @@ class Plan:
     name: str
     job: str
     """Hash of what is trained, on whatever machine and however computed: plans of one job can be compared."""
+    programs_key: str
+    """Hash of what its programs depend on: a run with the same one compiles the same programs."""
     model: str
     data: tuple[str, ...]
     hw: HwConfig
@@ -239,7 +242,7 @@ class Plan:
         )
 
 
-def plan_of(config: Config, geometry: Geometry, **found: Any) -> Plan:
+def plan_of(config: Config, arch: Any, *, geometry: Geometry, **found: Any) -> Plan:
     """A plan with what the config says of it, and what was found out.
 
     Args:
@@ -249,6 +252,7 @@ def plan_of(config: Config, geometry: Geometry, **found: Any) -> Plan:
     return Plan(
         name=str(config.name),
         job=job_hash(config),
+        programs_key=programs_key(config, arch),
         model=config.model.name,
         data=tuple(config.data),
         hw=config.hw,

@@ -31,6 +31,7 @@ def _what(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "data": list(plan.data),
         "job": plan.job,
+        "programs_key": plan.programs_key,
         "hw": hw.name,
         "topology": hw.topology,
         "chips": hw.num_devices,

@@ -84,7 +84,8 @@ def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
     geometry = geometry_of(run, train)
     plan = plan_of(
         run.config,
-        geometry,
+        run.arch,
+        geometry=geometry,
         fits=True,
         memory=largest.memory,
         largest_program=largest.name,

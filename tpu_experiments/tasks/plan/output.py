@@ -8,10 +8,11 @@ from tpu_experiments.config.variants import machine
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.planning.analytic import estimated_memory
 from tpu_experiments.planning.chart import plan_chart_svg
-from tpu_experiments.planning.compare import PLAN_FILE, datasheet_comparison, saved_comparisons
+from tpu_experiments.planning.compare import datasheet_comparison, saved_comparisons
 from tpu_experiments.planning.page import plan_markdown
 from tpu_experiments.planning.plan import Comparison, Plan
 from tpu_experiments.planning.report import plan_json, plan_table
+from tpu_experiments.planning.saved import PLAN_FILE, PLANS
 from tpu_experiments.planning.search import overlay_yaml
 from tpu_experiments.tasks.plan.formulas import arch_of
 
@@ -21,7 +22,7 @@ REFERENCE_HW = "t4x2"
 
 def publish(plan: Plan, *, config: Config) -> None:
     """Write plan.json, plan.md, plan.svg (and best.yaml of a search) and print the table."""
-    everything = paths.join(config.output_dir, "plans")
+    everything = paths.join(config.output_dir, PLANS)
     folder = paths.join(everything, str(config.name))
     plan = replace(plan, comparisons=(*saved_comparisons(plan, folder=everything), *reference(plan, config=config)))
     paths.make_dirs(folder)

@@ -1,0 +1,204 @@
+"""What task=train knows of its memory before it starts: refused, warned of or passed, and nothing written."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.composing import composed
+from tests.planning.examples import plan_that_does_not_fit
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import config_hash
+from tpu_experiments.config.schema import Config
+from tpu_experiments.models.shapes import ShapesOfModel
+from tpu_experiments.planning.check import check_memory, finding
+from tpu_experiments.planning.report import plan_json
+from tpu_experiments.planning.saved import plan_folders, programs_key, sizes_of
+
+REPOSITORY = Path(__file__).parents[2]
+MISTRAL = ("model=mistral7b", "data=ultrachat_ro", "hw=v5e8", "sharding=replicated")
+LONG = (*MISTRAL, "trainer.seq_len=2048", "trainer.global_batch_rows=64")
+NO_TPU = "error: hw=v5e8 asks for a TPU and this machine has none"
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """run.py with nothing else in the folder that it may write to."""
+    command = [sys.executable, "run.py", "~local", f"output_dir={folder}/outputs", *overrides]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def store(folder: Path, config: Config, *, name: str = "known", **changes: Any) -> Path:
+    """A compiled plan that does not fit, as task=plan would write it for this config."""
+    plan = replace(plan_that_does_not_fit(), programs_key=programs_key(config, config.model.arch))
+    file = folder / "plans" / name / "plan.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({**plan_json(plan), **changes}))
+    return file
+
+
+@cache
+def key_of(*overrides: str) -> str:
+    config = composed(*overrides)
+    return programs_key(config, config.model.arch)
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_missing_tpu(tmp_path: Path) -> None:
+    """7,241,732,096 trained parameters on every chip: 27 GiB in float32 and twice that for AdamW."""
+    done = train(tmp_path, *MISTRAL, "lora=none")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: hw=v5e8; trained weights 26.98, optimizer state 53.96, gradients 13.49 are 94.42"
+    )
+    assert "more than the 15.75 GiB that one program may take of a chip; nearest settings that fit: " in done.stderr
+    assert done.stderr.endswith("; or start all the same with trainer.plan_check=warn.\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_only_estimated_or_overridden_is_a_warning(tmp_path: Path) -> None:
+    for overrides, said in (
+        (LONG, "hw=v5e8; formulas put the step at 21.28 GiB per chip, more than the 15.75 GiB"),
+        ((*MISTRAL, "lora=none", "trainer.plan_check=warn"), "gradients 13.49 are 94.42 GiB per chip"),
+    ):
+        warned, refused = train(tmp_path, *overrides).stderr.splitlines()
+        assert " warning: " in warned
+        assert said in warned
+        assert refused.startswith(NO_TPU)
+    assert not list(tmp_path.iterdir())
+
+
+def test_off_and_a_run_that_fits_say_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for overrides in ((*MISTRAL, "lora=none", "trainer.plan_check=off"), MISTRAL, ("hw=cpu",)):
+        check_memory(composed(*overrides, f"output_dir={tmp_path}"))
+    assert not caplog.records
+
+
+def test_only_the_state_of_known_optimizers_is_certain(tmp_path: Path) -> None:
+    full = ("model=qwen05b", "data=uk_law", "hw=v5e1", "lora=none", "hw.chip.program_hbm_gib=5")
+    config = composed(*full, f"output_dir={tmp_path}")
+    with pytest.raises(ConfigError, match=r"trained weights 1\.84, optimizer state 3\.68, gradients 0\.92 are 6\.44"):
+        check_memory(config)
+    foreign = replace(config, optim=replace(config.optim, _target_="mine.Plain", clip_norm=None))
+    found = finding(foreign)
+    assert found is not None
+    assert found.certainty == "estimated"
+
+
+def test_a_plan_of_the_same_programs_is_believed(tmp_path: Path) -> None:
+    given = (*MISTRAL, f"output_dir={tmp_path}")
+    config = composed(*given)
+    file = store(tmp_path, config)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config)
+    assert str(caught.value) == (
+        "hw=v5e8; the program train of this run was compiled for v6e:2x4 and takes 36.22 of 31.25 GiB per chip "
+        f"({file}, libtpu 0.0.21); nearest settings that fit: trainer.micro_batch_rows=1; or start all the same with "
+        "trainer.plan_check=warn."
+    )
+    check_memory(composed(*given, "lora.r=8"))
+    with pytest.raises(ConfigError, match=r"takes 36\.22"):
+        check_memory(composed(*given, "lora=all_linear_r16", "optim.lr=1e-5", "name=other"))
+
+
+def test_a_plan_that_fits_wins_over_the_formulas(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = composed(*LONG, f"output_dir={tmp_path}")
+    check_memory(config)
+    assert "formulas put the step" in caplog.text
+    caplog.clear()
+    store(tmp_path, config, fits=True)
+    check_memory(config)
+    assert not caplog.records
+
+
+def test_an_analytic_plan_is_not_known(tmp_path: Path) -> None:
+    config = composed(*MISTRAL, f"output_dir={tmp_path}")
+    store(tmp_path, config, method="analytic")
+    check_memory(config)
+
+
+def test_a_torn_plan_is_passed_over_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = composed(*MISTRAL, f"output_dir={tmp_path}")
+    file = store(tmp_path, config)
+    file.write_text(file.read_text()[:300])
+    check_memory(config)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"{file} is passed over: it is not JSON")
+
+
+@pytest.mark.parametrize("seen", ["outputs", "outputs/sweeps/lr"])
+@pytest.mark.parametrize("made", ["outputs", "outputs/sweeps/ranks"])
+def test_plans_of_sweeps_are_found_from_anywhere(tmp_path: Path, made: str, seen: str) -> None:
+    config = composed(*MISTRAL, f"output_dir={tmp_path}/{seen}")
+    store(tmp_path / made, config)
+    assert f"{tmp_path}/{made}/plans" in plan_folders(config.output_dir)
+    with pytest.raises(ConfigError, match=r"takes 36\.22"):
+        check_memory(config)
+
+
+@pytest.mark.parametrize("model", ["mistral7b", "gemma3_270m", "qwen05b", "tiny"])
+def test_the_sizes_are_those_that_transformers_finds(model: str) -> None:
+    config = composed(f"model={model}", "hw=v5e8")
+    sizes = sizes_of(config.model)
+    assert sizes is not None
+    assert programs_key(config, sizes) == programs_key(config, ShapesOfModel(config.model, seed=0).config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=1e-5",
+        "seed=3",
+        "name=other",
+        "curriculum=three_epochs",
+        "trainer.max_stage_steps=7",
+        "trainer.plan_check=off",
+        "model.path=tpu_experiments/samples/nowhere",
+        "hw.price.usd_per_chip_hour_on_demand=9",
+        "sample.max_new_tokens=3",
+    ],
+)
+def test_what_shapes_no_program_is_not_of_the_key(override: str) -> None:
+    assert key_of("hw=v5e8", override) == key_of("hw=v5e8")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.micro_batch_rows=1",
+        "trainer.seq_len=64",
+        "trainer.loss_chunk_tokens=null",
+        "trainer.global_batch_rows=32",
+        "curriculum.stages.chat.seq_len=64",
+        "lora.r=4",
+        "lora.targets=[q_proj]",
+        "lora.dropout=0.1",
+        "optim=adafactor",
+        "optim.clip_norm=null",
+        "model.remat=save_dots",
+        "model.attention=eager",
+        "model.stack=unrolled",
+        "model.dtype=bfloat16",
+        "model.arch.num_hidden_layers=5",
+        "sharding=replicated",
+        "hw=v6e8",
+        "hw.parallel=spawn",
+        "hw.device=cpu",
+        "hw.chip.program_hbm_gib=1",
+        "hw.libtpu_flags=[--xla_nonsense]",
+        "sample.window=64",
+        "sample.max_new_tokens=0",
+    ],
+)
+def test_what_shapes_a_program_is_of_the_key(override: str) -> None:
+    assert key_of("hw=v5e8", override) != key_of("hw=v5e8")
+
+
+def test_the_check_is_not_of_a_run_s_identity() -> None:
+    assert config_hash(composed("trainer.plan_check=off")) == config_hash(composed())

@@ -1,0 +1,145 @@
+"""Plans that earlier commands wrote, and which of them is of the very programs that a config runs."""
+
+import hashlib
+import json
+import logging
+import posixpath
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import ModelConfig
+from tpu_experiments.io import paths
+from tpu_experiments.io.find import find_local
+from tpu_experiments.planning.decoder import read_decoder
+
+log = logging.getLogger(__name__)
+PLANS, SWEEPS, PLAN_FILE = "plans", "sweeps", "plan.json"
+SHAPES_PROGRAMS = ("model.", "lora.", "optim.", "sharding.", "hw.", "trainer.", "sample.")
+SHAPES_NOTHING = (
+    "model.name",
+    "model.path",
+    "model.revision",
+    "model.tokenizer_path",
+    "model.chat_",
+    "model.init",
+    "model.size",
+    "model.arch",
+    "model.tiny_arch",
+    "model.lr",
+    "optim.lr",
+    "sharding.name",
+    "sharding.max_replicated_elements",
+    "hw.name",
+    "hw.chip.",
+    "hw.price",
+    "hw.calibration",
+    "hw.num_threads",
+    "trainer.seq_len",
+    "trainer.global_batch_rows",
+    "trainer.micro_batch_rows",
+    "trainer.log_every_steps",
+    "trainer.eval_every_steps",
+    "trainer.max_eval_rows",
+    "trainer.max_stage_steps",
+    "trainer.plan_check",
+    "sample.prompt",
+    "sample.max_new_tokens",
+)
+"""The sizes of the model, the batches of the stages and the memory of the chip are taken as they come out."""
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """One plan.json."""
+
+    file: str
+    fields: dict[str, Any]
+
+
+def programs_key(config: Config, arch: Any) -> str:
+    """First 16 hex digits of the SHA-256 of all that the run's programs and their place on the chip depend on.
+
+    Not of it: data, seed, learning rate, length, where the weights come from. Code is not either: a plan made before
+    the step was changed has the same key.
+
+    Args:
+        arch: `model.arch`, config.json as a dict, or a transformers config.
+
+    Raises:
+        ConfigError: a model that decoder.py does not know.
+    """
+    chip, geometries = config.hw.chip, [stage.geometry for stage in resolve_stages(config)]
+    facts = {
+        key: value
+        for key, value in flatten(config).items()
+        if key.startswith(SHAPES_PROGRAMS) and not key.startswith(SHAPES_NOTHING)
+    }
+    if config.hw.parallel != "spmd":
+        facts = {key: value for key, value in facts.items() if not key.startswith("sharding.")}
+    facts["decoder"] = asdict(read_decoder(arch))
+    facts["batches"] = list(dict.fromkeys((g.accumulation, g.micro_rows, g.seq_len) for g in geometries))
+    facts["has sample"] = config.sample.max_new_tokens > 0
+    facts["memory"] = [chip.hbm_gib, chip.program_hbm_gib] if chip else None
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
+    """The model's sizes without transformers: of a local checkpoint's config.json, else of `model.arch`.
+
+    None where that file cannot be read; the run says what is wrong with it.
+    """
+    is_random = model.init == "random" or model.size == "tiny"
+    folder = None if is_random else find_local(model.path)
+    if folder is None or not folder.is_dir():
+        return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def saved_plans(folder: str) -> Iterator[SavedPlan]:
+    """The plans below a folder of plans; one that cannot be read is passed over with a word."""
+    for name in paths.list_names(folder):
+        file = paths.join(folder, name, PLAN_FILE)
+        if not paths.exists(file):
+            continue
+        try:
+            fields = json.loads(paths.read_text(file))
+        except ValueError as error:
+            log.warning("%s is passed over: it is not JSON (%s); task=plan name=%s writes it anew", file, error, name)
+            continue
+        if isinstance(fields, dict):
+            yield SavedPlan(file, fields)
+
+
+def known_plan(config: Config, arch: Any) -> SavedPlan | None:
+    """The compiled plan of the same programs: of the run's own name, else of another one or of a sweep."""
+    key = programs_key(config, arch)
+    own = paths.join(config.output_dir, PLANS, str(config.name), PLAN_FILE)
+    found = [
+        plan
+        for folder in plan_folders(config.output_dir)
+        for plan in saved_plans(folder)
+        if plan.fields.get("method") == "compiled" and plan.fields.get("programs_key") == key
+    ]
+    return min(found, key=lambda plan: plan.file != own, default=None)
+
+
+def plan_folders(output_dir: str) -> list[str]:
+    """`<output_dir>/plans` and those of its sweeps; a point of a sweep sees what the sweep's own folder sees."""
+    base = command_output_dir(output_dir)
+    sweeps = paths.join(base, SWEEPS)
+    found = [paths.join(base, PLANS), *(paths.join(sweeps, name, PLANS) for name in paths.list_names(sweeps))]
+    return [folder for folder in found if paths.exists(folder)]
+
+
+def command_output_dir(output_dir: str) -> str:
+    """`output_dir` of the command line: that of a sweep's point without `sweeps/<name>`."""
+    above = posixpath.dirname(output_dir.rstrip("/"))
+    return posixpath.dirname(above) or "." if posixpath.basename(above) == SWEEPS else output_dir
