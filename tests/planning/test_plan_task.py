@@ -130,6 +130,34 @@ def test_training_is_refused_by_a_compiled_plan_that_does_not_fit(planned: tuple
     assert sorted(folder.iterdir()) == before
 
 
+def test_a_finished_run_is_held_against_its_plan(planned: tuple[Path, dict[str, Any], str]) -> None:
+    """A plan for a v6e chip and a run on the CPU device: the figures are far apart, the bookkeeping is the same."""
+    folder, *_ = planned
+    settings = (*SMALL, "hw.device=cpu", "trainer.eval_every_steps=0", "trainer.max_eval_rows=16")
+    assert plan(folder, *settings, "name=c").returncode == 0
+    found = json.loads((folder / "plans" / "c" / "plan.json").read_text())
+    done = plan(folder, *settings, "name=d", "trainer.max_stage_steps=3", "trainer.log_every_steps=2", task="train")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((folder / "d" / "result.json").read_text())
+    beside = result["plan"]
+    assert (beside["source"], beside["file"]) == ("compiled", f"{folder}/plans/c/plan.json")
+    step, speed, memory, compiling = (
+        beside[name] for name in ("step_seconds", "tokens_per_second_per_chip", "hbm_gib", "compile_seconds")
+    )
+    assert step["planned"] == pytest.approx(found["estimated_step_seconds"])
+    assert speed["planned"] == pytest.approx(found["tokens_per_second_per_chip"])
+    # Six steps, as long as tokens_per_second says; that one does not count the padding.
+    assert step["measured"] == pytest.approx(result["tokens"] / result["tokens_per_second"] / 6)
+    assert speed["measured"] == pytest.approx(16 * 128 / step["measured"])
+    assert step["ratio"] == pytest.approx(1 / speed["ratio"])
+    assert compiling["planned"] == found["compile_seconds"]
+    assert compiling["measured"] == result["seconds"]["compile"]
+    assert memory["planned"] == found["hbm_gib_per_chip"]["arguments"]
+    assert (memory["measured"], memory["ratio"]) == (None, None)
+    assert memory["reason"] == "the device does not tell its memory"
+    assert f"{step['planned']:.3g} s a step (compiled), measured {step['measured']:.3g}" in done.stdout
+
+
 def test_a_sweep_over_machines_ends_with_all_of_them_side_by_side(tmp_path: Path) -> None:
     done = plan(tmp_path, "-m", "hw=v6e1,colab", "task.method=analytic")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -57,6 +57,8 @@ def test_main_job_leaves_a_whole_run_folder(tmp_path):
     assert "expecting 3 compiled programs" in (folder / "run.log").read_text()
     seconds = {"setup", "load", "trace", "compile", "train", "eval", "checkpoint"}
     assert seconds <= result["seconds"].keys()
+    assert result["plan"]["reason"] == "hw=cpu has no chip to plan for"
+    assert result["plan"]["step_seconds"]["measured"] > 0
     assert result["sample_before"]
     assert result["sample_after"]
     assert [stage["name"] for stage in result["stages"]] == ["text", "chat"]

@@ -17,6 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io.folder import RunFolder, open_run
 from tpu_experiments.logging.base import LoggerContext, Loggers
+from tpu_experiments.logging.promise import Promise
 from tpu_experiments.logging.provenance import provenance, write_provenance
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.stopwatch import Stopwatch
@@ -148,7 +149,9 @@ def train_process(
     if runtime.rank == 0:
         write_provenance(folder, facts)
         log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
-    outputs = RunOutputs(config, folder, inputs=inputs, loggers=loggers, provenance=facts)
+    outputs = RunOutputs(
+        config, folder, inputs=inputs, loggers=loggers, provenance=facts, promise=promised(config, rank=runtime.rank)
+    )
     trainer: Any = locate(config.trainer._target_, key="trainer")
     try:
         trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
@@ -161,6 +164,15 @@ def train_process(
     finally:
         outputs.close()
         stop_run_log()
+
+
+def promised(config: Config, *, rank: int) -> Promise:
+    """What is planned of this run; a machine without a chip to plan for loads nothing for it."""
+    if config.hw.chip is None or rank > 0:
+        return Promise(reason=f"hw={config.hw.name} has no chip to plan for")
+    from tpu_experiments.planning.promising import promise_of
+
+    return promise_of(config)
 
 
 def say(runtime: Runtime, text: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from typing import Any
 
 from tpu_experiments.config.schema import Config
@@ -10,6 +11,7 @@ from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.logging.base import Loggers
+from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.runtime.stacked import unstacked
@@ -32,12 +34,15 @@ class RunOutputs:
         inputs: RunInputs,
         loggers: Loggers | None,
         provenance: dict[str, Any],
+        promise: Promise,
     ) -> None:
         self.config, self.folder, self.inputs = config, folder, inputs
-        self.loggers, self.provenance = loggers, provenance
+        self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.adapter_path: str | None = None
         self.sample_texts: dict[str, str] = {}
         self._last_time: float | None = None
+        self._steps: Counter[str] = Counter()
+        self._tokens = 0
 
     def close(self) -> None:
         """Finish the loggers; nothing is logged afterwards."""
@@ -60,6 +65,8 @@ class RunOutputs:
             values["perf/tokens_per_second"] = reading.num_tokens / seconds
             values["perf/step_seconds"] = seconds / len(reading.losses)
         self._last_time = reading.time
+        self._steps[stage] += len(reading.losses)
+        self._tokens += reading.num_tokens
         self.loggers.scalars(reading.step, values)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -122,4 +129,17 @@ class RunOutputs:
         self.close()
         fields = result_fields(ending, config=config, provenance=self.provenance)
         fields |= {"adapter_path": self.adapter_path, "expected_programs": expected_programs(self.inputs, config)}
+        fields |= {"plan": held_against(self.promise, self._measured(ending))}
         write_result(self.folder, fields)
+
+    def _measured(self, ending: Ending) -> Measured:
+        """What a plan is held against; the seconds are those that `tokens_per_second` is made of."""
+        shapes = {stage.name: stage.geometry for stage in self.inputs.stages}
+        return Measured(
+            steps=dict(self._steps),
+            step_tokens={name: shape.global_rows * shape.seq_len for name, shape in shapes.items()},
+            train_seconds=self._tokens / ending.tokens_per_second if self._tokens else None,
+            hbm_gib=ending.device_memory_gib,
+            compile_seconds=ending.counters.compile_seconds,
+            num_devices=self.config.hw.num_devices,
+        )

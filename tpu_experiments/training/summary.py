@@ -8,6 +8,7 @@ from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.logging.promise import promise_line
 from tpu_experiments.logging.result import peak_host_rss_gib
 from tpu_experiments.models.lora import ParameterReport
 from tpu_experiments.runtime.base import Counters
@@ -93,6 +94,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         ),
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s; seconds: {times}",
+        *promise_line(result.get("plan")),
         f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up",
         f"  sample before   {result['sample_before']!r}",
         f"  sample after    {result['sample_after']!r}",

@@ -1,0 +1,88 @@
+"""What a plan promised beside what the run measured, for result.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a plan says of a run before it starts."""
+
+    source: str | None = None
+    """`compiled` or `analytic`; None without a plan."""
+    file: str | None = None
+    """The plan.json; None where the formulas were asked for this run."""
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    """Of one optimizer step, by the name of the stage; a stage may be missing."""
+    hbm_gib: float | None = None
+    """What stays on a chip between steps."""
+    compile_seconds: float | None = None
+    """Of all programs of a run, on the machine that planned."""
+    reason: str = ""
+    """Why there is no plan, or no time in it."""
+    compile_reason: str = ""
+    """Why there are no compile seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run found, in one life of its process."""
+
+    steps: Mapping[str, int]
+    """Optimizer steps by the name of the stage."""
+    step_tokens: Mapping[str, int]
+    """Tokens of one step of every stage, padding counted, as a plan counts them."""
+    train_seconds: float | None
+    """Of those steps, compilation taken off."""
+    hbm_gib: float | None
+    """In use on one chip when the run ends; None where the device does not tell."""
+    compile_seconds: float
+    num_devices: int
+
+
+def held_against(promise: Promise, measured: Measured) -> dict[str, Any]:
+    """The field `plan`: of every figure planned, measured and measured / planned; null with a reason."""
+    steps = sum(measured.steps.values())
+    tokens = sum(count * measured.step_tokens[stage] for stage, count in measured.steps.items())
+    is_timed = steps > 0 and all(stage in promise.step_seconds for stage in measured.steps)
+    planned = sum(n * promise.step_seconds[s] for s, n in measured.steps.items()) if is_timed else None
+    spent = measured.train_seconds if steps else None
+    chips = measured.num_devices
+    untimed = promise.reason or ("" if is_timed else "the plan has no time of a stage of this run")
+    if not steps:
+        untimed = "no step was trained since the last start"
+    return {
+        "source": promise.source,
+        "file": promise.file,
+        "reason": promise.reason or None,
+        "step_seconds": _figure(planned and planned / steps, spent and spent / steps, reason=untimed),
+        "tokens_per_second_per_chip": _figure(
+            planned and tokens / planned / chips, spent and tokens / spent / chips, reason=untimed
+        ),
+        "hbm_gib": _figure(
+            promise.hbm_gib,
+            measured.hbm_gib,
+            reason=promise.reason if promise.hbm_gib is None else "the device does not tell its memory",
+        ),
+        "compile_seconds": _figure(
+            promise.compile_seconds, measured.compile_seconds, reason=promise.reason or promise.compile_reason
+        ),
+    }
+
+
+def promise_line(plan: Mapping[str, Any] | None) -> list[str]:
+    """The line of the closing summary; none where one side is not known."""
+    step = plan["step_seconds"] if plan else {}
+    if plan is None or step["ratio"] is None:
+        return []
+    return [
+        f"  planned         {step['planned']:.3g} s a step ({plan['source']}), measured {step['measured']:.3g}: "
+        f"{step['ratio']:,.2f} times as long"
+    ]
+
+
+def _figure(planned: float | None, measured: float | None, *, reason: str) -> dict[str, Any]:
+    is_known = bool(planned) and measured is not None
+    ratio = measured / planned if planned and measured is not None else None
+    return {"planned": planned, "measured": measured, "ratio": ratio, "reason": None if is_known else reason}
