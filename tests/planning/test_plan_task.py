@@ -91,7 +91,7 @@ def test_the_search_finds_the_largest_batch_that_a_small_chip_holds(
     """A limit between what 8 and 16 rows take, both by the real compiler; the second try compiles nothing."""
     folder, first, _ = planned
     limit = f"hw.chip.program_hbm_gib={0.9 * first['hbm_gib_per_chip']['total']:.6f}"
-    axes = "task.search.axes={trainer.micro_batch_rows:[8,16]}"
+    axes = "task.search.axes={trainer.micro_batch_rows:[8,16],model.remat:[]}"
     searched = plan(folder, *SMALL, "name=s", limit, axes, "task.explore=search", "task.search.prune_above=99")
     assert searched.returncode == 0, searched.stderr[-3000:]
     found = json.loads((folder / "plans" / "s" / "plan.json").read_text())
@@ -112,6 +112,30 @@ def test_the_search_finds_the_largest_batch_that_a_small_chip_holds(
     found = json.loads((folder / "plans" / "t" / "plan.json").read_text())
     assert {rung["micro_batch"]: rung["fits"] for rung in found["micro_batch_ladder"]} == {8: True, 16: False}
     assert sorted((folder / "plans" / "compiled").iterdir()) == compiled
+
+
+def test_the_search_compiles_no_more_rows_than_were_too_large(planned: tuple[Path, dict[str, Any], str]) -> None:
+    """One layer is not folded, so that every model.remat is the same program, compiled once."""
+    folder, first, _ = planned
+    limit = f"hw.chip.program_hbm_gib={0.1 * first['hbm_gib_per_chip']['total']:.6f}"
+    axes = "task.search.axes={trainer.micro_batch_rows:[8,16],model.remat:[none,layer_inputs]}"
+    settings = (
+        "trainer.micro_batch_rows=8",
+        "task.explore=search",
+        "task.search.prune_above=99",
+        "task.programs=train",
+    )
+    searched = plan(folder, *SMALL, "name=r", limit, axes, *settings)
+    assert searched.returncode == 0, searched.stderr[-3000:]
+    found = json.loads((folder / "plans" / "r" / "plan.json").read_text())
+    assert {" ".join(each["overrides"]): (each["outcome"], each["reason"][:21]) for each in found["search"]} == {
+        "": ("too large", "compiled, but argumen"),
+        "trainer.micro_batch_rows=8 model.remat=none": ("too large", "compiled, but argumen"),
+        "trainer.micro_batch_rows=8 model.remat=layer_inputs": ("too large", "compiled, but argumen"),
+        "trainer.micro_batch_rows=16 model.remat=none": ("pruned", "8 rows were too large"),
+        "trainer.micro_batch_rows=16 model.remat=layer_inputs": ("pruned", "8 rows were too large"),
+    }
+    assert not (folder / "plans" / "r" / "best.yaml").exists()
 
 
 def test_training_is_refused_by_a_compiled_plan_that_does_not_fit(planned: tuple[Path, dict[str, Any], str]) -> None:

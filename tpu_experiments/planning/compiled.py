@@ -57,10 +57,14 @@ class Compilers:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(self.running):
-                process.kill()
+            self.stop()
         self.pool.shutdown()
+
+    def stop(self) -> None:
+        """End the compilers that run, and begin no other."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(self.running):
+            process.kill()
 
     def submit(self, program: Lowered, *, hw: HwConfig, folder: str) -> Future[Compiled]:
         """Compile as soon as a worker is free, or find the answer of an earlier time; raises what `compile` does."""

@@ -139,7 +139,8 @@ class Tried:
     overrides: tuple[str, ...]
     """As the command line takes them."""
     outcome: str
-    """`fits`, `too large` by the compiler, `pruned` by formulas, `refused` by the checks or the compiler."""
+    """`fits`, `too large` by the compiler, `pruned` by formulas or since fewer rows were too large, `refused` by the
+    checks or the compiler."""
     total_gib: float | None = None
     step_seconds: float | None = None
     """Estimate, of the stage that needs most memory."""

@@ -1,15 +1,45 @@
-"""The combinations of a search, their order, and the overlay that the best of them is written as."""
+"""The combinations of a search, in what order they are tried, and the overlay that the best of them is written as."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.overlay import override_of
+from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.plan import Plan, Tried
 
 ORDER = ("fits", "too large", "pruned", "refused")
+MICRO_BATCH = "trainer.micro_batch_rows"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination that is worth a compilation."""
+
+    overrides: tuple[str, ...]
+    config: Config
+
+    @property
+    def rows(self) -> int:
+        """Rows per chip that pass through the model at once, in the stage that has most."""
+        return max(stage.geometry.micro_rows for stage in resolve_stages(self.config))
+
+    @property
+    def others(self) -> str:
+        """Every setting but the micro-batch."""
+        flat = flatten(self.config)
+        return json.dumps({key: value for key, value in flat.items() if key != MICRO_BATCH}, default=str)
+
+
+Attempt = Callable[[Sequence[Candidate]], Sequence[Tried]]
+"""What the compiler says of candidates, tried beside each other."""
 
 
 def combinations(axes: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
@@ -20,6 +50,38 @@ def combinations(axes: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
         for values in itertools.product(*axes.values())
     ]
     return [(), *(point for point in points if point)]
+
+
+def in_waves(candidates: Sequence[Candidate], attempt: Attempt) -> list[Tried]:
+    """Every candidate tried or pruned: a wave takes, of each of the other settings, the smallest micro-batch left.
+
+    More rows than were too large with the same other settings are not tried. The config as it is always is, at first.
+    """
+    tried: list[Tried] = []
+    too_large: dict[str, int] = {}
+    waiting: defaultdict[str, list[Candidate]] = defaultdict(list)
+    for candidate in sorted(candidates, key=lambda candidate: candidate.rows):
+        if candidate.overrides:
+            waiting[candidate.others].append(candidate)
+    wave = [candidate for candidate in candidates if not candidate.overrides]
+    while wave or any(waiting.values()):
+        for others, queue in waiting.items():
+            limit = too_large.get(others)
+            if limit is not None:
+                tried += [pruned(each, limit) for each in queue if each.rows > limit]
+                queue[:] = [each for each in queue if each.rows <= limit]
+            wave += [queue.pop(0)] if queue else []
+        for candidate, answer in zip(wave, attempt(wave) if wave else [], strict=True):
+            tried.append(answer)
+            if answer.outcome == "too large":
+                too_large[candidate.others] = min(candidate.rows, too_large.get(candidate.others, candidate.rows))
+        wave = []
+    return tried
+
+
+def pruned(candidate: Candidate, limit: int) -> Tried:
+    """A candidate with more rows than the `limit` that was too large already."""
+    return Tried(candidate.overrides, "pruned", reason=f"{limit} rows were too large")
 
 
 def ranked(tried: Sequence[Tried]) -> tuple[Tried, ...]:

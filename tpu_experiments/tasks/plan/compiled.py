@@ -47,8 +47,10 @@ def compiled_plans(configs: Sequence[Config], *, which: str, workers: int | None
             futures[number] = [compilers.submit(p, hw=config.hw, folder=folder) for p in run.programs]
         every = {future for group in futures.values() for future in group}
         for future in tqdm(as_completed(every), total=len(every), desc="compiling", leave=False, disable=None):
-            if len(configs) == 1 and isinstance(future.exception(), ConfigError):
-                future.result()  # no need to wait for the others
+            refusal = future.exception()
+            if len(configs) == 1 and isinstance(refusal, ConfigError):
+                compilers.stop()  # no need to wait for the others
+                return [refusal]
     return [answered(run, futures.get(number, [])) for number, run in enumerate(traced)]
 
 

@@ -11,7 +11,7 @@ from tpu_experiments.config.variants import variant
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.ladder import climb, rungs
 from tpu_experiments.planning.plan import Plan, Tried, chip_limit_gib
-from tpu_experiments.planning.search import best_of, combinations, ranked
+from tpu_experiments.planning.search import Candidate, best_of, combinations, in_waves, ranked
 from tpu_experiments.tasks.plan.formulas import arch_of, formula_plan
 
 
@@ -80,32 +80,43 @@ def laddered(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
 
 def searched(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
     """The plan with the fastest settings that fit, and every combination that was looked at."""
-    tried: list[Tried] = []
-    points: dict[tuple[str, ...], Config] = {}
-    for point in combinations(axes_of(case.config, settings)):
-        try:
-            points[point] = case.varied(*point)
-        except ConfigError as error:
-            tried.append(Tried(point, "refused", reason=str(error).splitlines()[0]))
+
+    def attempt(wave: Sequence[Candidate]) -> list[Tried]:
+        answers = made([each.config for each in wave], settings, method=method, which="train")
+        return [outcome(each.overrides, answer) for each, answer in zip(wave, answers, strict=True)]
+
+    candidates, left_out = worth_trying(case, settings)
+    tried = [*left_out, *in_waves(candidates, attempt)]
+    best = best_of(tried)
+    config = next((each.config for each in candidates if best and each.overrides == best.overrides), case.config)
+    return replace(the_plan(config, settings, method=method), search=ranked(tried))
+
+
+def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate], list[Tried]]:
+    """The combinations of the axes, and those that the checks refuse or formulas put far above the memory."""
+    candidates, left_out = [], []
     limit = settings.search.prune_above * chip_limit_gib(case.config.hw)
     arch = arch_of(case.config)
-    for point, config in list(points.items()):
+    for point in combinations(axes_of(case.config, settings)):
+        try:
+            config = case.varied(*point)
+        except ConfigError as error:
+            left_out.append(Tried(point, "refused", reason=str(error).splitlines()[0]))
+            continue
         total = largest_stage(config, arch)[1].total
         if point and total > limit:
-            tried.append(Tried(point, "pruned", total, reason=f"formulas put it at {total:.1f} GiB"))
-            del points[point]
-    answers = made(list(points.values()), settings, method=method, which="train")
-    tried += [outcome(point, answer) for point, answer in zip(points, answers, strict=True)]
-    best = best_of(tried)
-    config = points[best.overrides] if best else case.config
-    return replace(the_plan(config, settings, method=method), search=ranked(tried))
+            left_out.append(Tried(point, "pruned", total, reason=f"formulas put it at {total:.1f} GiB"))
+        else:
+            candidates.append(Candidate(point, config))
+    return candidates, left_out
 
 
 def axes_of(config: Config, settings: PlanTaskConfig) -> dict[str, list[Any]]:
     """The axes that have values and make a difference on this machine."""
-    splits = config.hw.parallel == "spmd"
+    idle = set() if config.hw.parallel == "spmd" else {"sharding"}
+    idle |= set() if config.model.stack == "scanned" else {"model.remat"}
     axes = settings.search.axes
-    return {key: values for key, values in axes.items() if values and (splits or key.partition(".")[0] != "sharding")}
+    return {key: values for key, values in axes.items() if values and idle.isdisjoint({key, key.partition(".")[0]})}
 
 
 def outcome(point: tuple[str, ...], answer: Plan | ConfigError) -> Tried:
