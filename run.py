@@ -25,6 +25,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.help import help_text
 from tpu_experiments.config.load import require_single_choices, to_config
 from tpu_experiments.config.overlay import overlay_file, with_overlay
+from tpu_experiments.config.planning import PlanTaskConfig
 from tpu_experiments.config.refusals import null_group, sentence, unreadable_yaml
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.io import paths
@@ -78,6 +79,8 @@ def run_point(config: Config, overrides: list[str]) -> float:
     changed = [o for o in overrides if not o.startswith(("name=", "output_dir="))]
     point, output_dir = point_name(changed), paths.join(config.output_dir, "sweeps", str(config.name))
     command = [sys.executable, __file__, *changed, f"name='{point}'", f"output_dir='{output_dir}'"]
+    if isinstance(config.task, PlanTaskConfig) and config.task.compiled_folder is None:
+        command.append(f"task.compiled_folder='{paths.join(config.output_dir, 'plans', 'compiled')}'")
     print(f"sweep point {point} -> {output_dir}/{point}", flush=True)
     code = subprocess.run(command, check=False).returncode
     if code:

@@ -42,6 +42,9 @@ class PlanTaskConfig(TaskConfig):
     fastest that fits to best.yaml beside the plan, which task=train takes as +plan=FILE."""
     compare: list[str] = field(default_factory=list)
     """Further machines (names of conf/hw) that the same run is planned for in the same call."""
+    compiled_folder: str | None = None
+    """Where compilations are remembered; null is `<output_dir>/plans/compiled`. The points of a sweep get the command's
+    own, so that none compiles what another plan has compiled."""
     workers: int | None = number(default=None, at_least=1)
     """Compilations at once; null goes by the free memory, 6 GiB each, and the cores."""
     search: SearchConfig = field(default_factory=SearchConfig)

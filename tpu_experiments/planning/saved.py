@@ -17,7 +17,7 @@ from tpu_experiments.io.find import find_local
 from tpu_experiments.planning.decoder import read_decoder
 
 log = logging.getLogger(__name__)
-PLANS, SWEEPS, PLAN_FILE = "plans", "sweeps", "plan.json"
+PLANS, SWEEPS, PLAN_FILE, COMPILED = "plans", "sweeps", "plan.json", "compiled"
 SHAPES_PROGRAMS = ("model.", "lora.", "optim.", "sharding.", "hw.", "trainer.", "sample.")
 SHAPES_NOTHING = (
     "model.name",

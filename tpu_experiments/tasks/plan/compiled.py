@@ -18,6 +18,7 @@ from tpu_experiments.planning.compiled import Compiled, Compilers
 from tpu_experiments.planning.length import Beside
 from tpu_experiments.planning.plan import Plan, Program, plan_of
 from tpu_experiments.planning.remedies import remedies_for
+from tpu_experiments.planning.saved import COMPILED, PLANS
 from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.trace import Lowered
 from tpu_experiments.tasks.plan.length import counted_only, with_run
@@ -26,14 +27,17 @@ from tpu_experiments.tasks.plan.programs import Traced, trace_run
 GIB_PER_COMPILE = 6.0  # peak of a 7B step's compilation, with room
 
 
-def compiled_plans(configs: Sequence[Config], *, which: str, workers: int | None) -> list[Plan | ConfigError]:
+def compiled_plans(
+    configs: Sequence[Config], *, which: str, workers: int | None, folder: str | None
+) -> list[Plan | ConfigError]:
     """A plan for every config, or why the compiler made none.
 
     Args:
         which: `all` or `train`, the programs that are compiled.
         workers: compilations at once; None goes by memory and cores.
+        folder: where compilations are remembered; None is below the first config's output_dir.
     """
-    folder = paths.absolute(paths.join(configs[0].output_dir, "plans", "compiled"))
+    folder = paths.absolute(folder or paths.join(configs[0].output_dir, PLANS, COMPILED))
     traced: list[Traced | ConfigError] = []
     futures: dict[int, list[Future[Compiled]]] = {}
     with Compilers(workers or usable_workers()) as compilers:

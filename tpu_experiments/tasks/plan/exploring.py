@@ -49,7 +49,8 @@ def made(
         return [formula_plan(config) for config in configs]
     from tpu_experiments.tasks.plan.compiled import compiled_plans  # needs torch_xla
 
-    return compiled_plans(configs, which=which or settings.programs, workers=settings.workers)
+    folder = settings.compiled_folder
+    return compiled_plans(configs, which=which or settings.programs, workers=settings.workers, folder=folder)
 
 
 def the_plan(config: Config, settings: PlanTaskConfig, *, method: str, which: str | None = None) -> Plan:
