@@ -90,6 +90,17 @@ def test_only_the_state_of_known_optimizers_is_certain(tmp_path: Path) -> None:
     assert found.certainty == "estimated"
 
 
+def test_a_frozen_base_can_be_too_much_by_itself(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_memory(composed(*MISTRAL, "model.dtype=float32", "hw=v5e1", f"output_dir={tmp_path}"))
+    said = str(caught.value)
+    assert said.startswith(
+        "hw=v5e1; base weights 26.98, adapters 0.16, optimizer state 0.31, gradients 0.16 are 27.60 GiB"
+    )
+    assert "half of trainer.seq_len fits on hw=v5e1: the least of them is estimated to take 27.83 of 15.75" in said
+    assert "; use hw=colab_v6e trainer.micro_batch_rows=1, the smallest machine of conf/hw that" in said
+
+
 def test_a_plan_of_the_same_programs_is_believed(tmp_path: Path) -> None:
     given = (*MISTRAL, f"output_dir={tmp_path}")
     config = composed(*given)

@@ -17,6 +17,8 @@ from tpu_experiments.planning.work import (
     mean_keys,
 )
 
+# A CPU backward pass: the XLA device must be there before the first one of a process (tests/conftest.py).
+pytestmark = pytest.mark.xla
 SEQ_LEN, ROWS = 64, 2
 TINY = {
     "hidden_size": 64,

@@ -95,7 +95,7 @@ def by_formulas(config: Config, arch: Any) -> Finding | None:
     if certain > limit:
         parts = {
             "base weights": estimate.base,
-            "trained weights": estimate.adapters,
+            "adapters" if estimate.base else "trained weights": estimate.adapters,
             "optimizer state": estimate.optimizer,
             "gradients": certain - estimate.arguments,
         }
