@@ -213,7 +213,11 @@ repair() {
         absent) create ;;
         no_python) say "$venv has lost its Python; making it anew" && create ;;
         other_python) say "$venv has another Python than $PYTHON; making it anew" && create ;;
-        moved) say "$venv was made in another place, to which its scripts point" && create ;;
+        moved)
+            # Making it anew would empty the place that the link leads to, which is somebody else's environment.
+            [ -L "$venv" ] && die "$venv is a link to $(readlink "$venv"); remove the link, or set TPU_EXPERIMENTS_VENV to where it leads"
+            say "$venv was made in another place, to which its scripts point" && create
+            ;;
         other_lock)
             say "$lock has changed since $venv was made; bringing it up to date"
             check_disk

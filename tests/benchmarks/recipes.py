@@ -21,10 +21,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def planned(recipe: str, override: str, *, output: Path) -> dict[str, Any]:
-    """plan.json of one recipe."""
-    name = f"{recipe}_{override.replace('=', '-')}" if override else recipe
-    given = [f"experiment={recipe}", f"name={name}", f"output_dir={output}", *([override] if override else [])]
+def planned(name: str, *overrides: str, output: Path) -> dict[str, Any]:
+    """plan.json of one config."""
+    given = [f"name={name}", f"output_dir={output}", *overrides]
     command = [sys.executable, "run.py", "task=plan", "task.programs=train", *given]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -63,7 +62,8 @@ def main() -> None:
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for recipe in given.recipes:
         for override in ["", *given.vary]:
-            plan = planned(recipe, override, output=given.output)
+            name = f"{recipe}_{override.replace('=', '-')}" if override else recipe
+            plan = planned(name, f"experiment={recipe}", *([override] if override else []), output=given.output)
             print(f"| {' | '.join(row(plan, override or recipe))} |", flush=True)
 
 

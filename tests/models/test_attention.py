@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models.plain_kernel import PlainKernel
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.models.attention import FLASH, causal_mask, flash
 from tpu_experiments.models.forward import logits_of
@@ -31,24 +32,6 @@ def test_without_a_kernel_it_is_sdpa(make_config, model):
     assert torch.equal(*logits)
 
 
-class PlainKernel:
-    """A device's kernel in plain torch; counts its calls."""
-
-    calls = 0
-
-    def forward(self, q, k, v, segments, *, scores):
-        self.calls += 1
-        assert segments.dtype == torch.int32
-        groups = q.shape[1] // k.shape[1]
-        products = q @ k.repeat_interleave(groups, 1).mT * scores.scale
-        products = products.masked_fill(~causal_mask(segments, window=scores.window), -torch.inf)
-        log_sum = torch.logsumexp(products, -1)
-        return (products - log_sum[..., None]).exp() @ v.repeat_interleave(groups, 1), log_sum
-
-    def backward(self, *saved, grad, scores):
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_every_model_tells_the_kernel_its_scale_and_window(make_config, model):
     config = make_config(f"model={model}", *TINY, "hw.runtime=eager", "model.attention=flash")
@@ -61,7 +44,7 @@ def test_every_model_tells_the_kernel_its_scale_and_window(make_config, model):
             by_kernel = logits_of(run.model.module, run.parameters, rows(150))
         finally:
             install_attention_kernel(None)
-    assert kernel.calls == run.model.module.config.num_hidden_layers
+    assert len(kernel.turned) == run.model.module.config.num_hidden_layers
     torch.testing.assert_close(by_kernel, sdpa, atol=1e-5, rtol=0)
 
 

@@ -8,6 +8,7 @@ from tests.training.tiny import Run, random_batch
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.layer_graph import SAVED
+from tpu_experiments.runtime.layout import Folding
 from tpu_experiments.runtime.loop import python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 
@@ -91,7 +92,7 @@ def test_layers_that_do_not_repeat_stay_as_they_are(make_config):
     config = make_config("model=gemma3_270m", "model.size=tiny")  # six layers are one period
     module = HuggingFaceModel(config.model, seed=0).empty()
     names = [name for name, _ in module.named_parameters()]
-    assert fold(module, loop=python_loop, remat="none") == 0
+    assert fold(module, Folding(python_loop), remat="none") == 0
     assert [name for name, _ in module.named_parameters()] == names
 
 

@@ -70,7 +70,7 @@ def test_a_head_that_does_more_is_known(model_type):
     batch = batch_of()
     with torch.no_grad():
         expected, _ = next_token_loss(module, {}, batch)
-        found, _ = next_token_loss(module, {}, batch, chunk_tokens=5)
+        found, _ = next_token_loss(module, {}, batch, chunk_tokens=10)
     assert torch.equal(found, expected)
 
 
@@ -90,6 +90,22 @@ def test_the_probe_changes_nothing_in_the_module():
     assert dict(module.named_modules(remove_duplicate=False)) == before
 
 
+@pytest.mark.parametrize(("num_shards", "positions"), [(1, 4), (2, 8)])
+def test_the_chunk_is_counted_in_tokens_of_one_device(num_shards, positions):
+    """Two rows: on one device 4 positions of each are 8 tokens, on two devices 8 of one are."""
+    widths = set()
+
+    def watched(fn, *, xs, **more):
+        widths.add(tuple(xs[0].shape[:3]))
+        return python_loop(fn, xs=xs, **more)
+
+    batch = batch_of()
+    length = batch["ids"].shape[1]
+    with torch.no_grad():
+        next_token_loss(model_of("llama", DECODER), {}, batch, chunk_tokens=8, num_shards=num_shards, loop=watched)
+    assert widths == {(-(-length // positions), 2, positions)}
+
+
 @pytest.mark.parametrize("lora", ["none", "all_linear_r8"])
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_losses_and_gradients_of_whole_models(make_config, model, lora):
@@ -104,7 +120,7 @@ def test_losses_and_gradients_of_whole_models(make_config, model, lora):
         sums, weights = next_token_loss(run.model.module, leaves, batch, **settings)
         return sums, weights, *torch.autograd.grad((sums * torch.tensor([1.0, 0.25])).sum(), list(leaves.values()))
 
-    for ours, theirs in zip(outcome(chunk_tokens=7), outcome(), strict=True):
+    for ours, theirs in zip(outcome(chunk_tokens=14), outcome(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 

@@ -54,7 +54,7 @@ def with_gradients(function, hidden, head, batch, *, trained, device="cpu"):
 
 
 def chunked(loop, chunk, **terms):
-    return lambda *args: chunked_row_losses(*args, chunk_tokens=chunk, loop=loop, **terms)
+    return lambda *args: chunked_row_losses(*args, chunk_positions=chunk, loop=loop, **terms)
 
 
 def assert_same(found, expected, *, tolerance=1e-5):
@@ -129,9 +129,9 @@ def test_the_head_alone_may_be_trained():
 def test_any_length_goes_with_any_chunk(length, chunk, trained):
     widths = set()
 
-    def watched(fn, *, carry, xs, consts=(), reverse=False):
+    def watched(fn, *, xs, **more):
         widths.add((len(xs[0]), xs[0].shape[2]))
-        return python_loop(fn, carry=carry, xs=xs, consts=consts, reverse=reverse)
+        return python_loop(fn, xs=xs, **more)
 
     found = with_gradients(chunked(watched, chunk), *sample(length=length), trained=trained)
     assert_same(found, with_gradients(plain, *sample(length=length), trained=trained))

@@ -1,5 +1,7 @@
 """The TPU's compiler takes the step with its attention kernel, split over eight chips, and tells the kernel's work."""
 
+import re
+
 from tests.training.runs import run
 from tpu_experiments.planning.hlo import read_program
 from tpu_experiments.runtime.attention import Scores
@@ -14,10 +16,13 @@ def test_each_chip_runs_the_kernel_on_its_rows(tmp_path):
     done = run(*settings, *OVERRIDES, *BATCH, output_dir=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (optimized,) = (tmp_path / "plans" / "compiled").glob("*/optimized.hlo")
-    kernels = {kernel.name: kernel for kernel in read_program(optimized.read_text()).kernels}
+    text = optimized.read_text()
+    kernels = {kernel.name: kernel for kernel in read_program(text).kernels}
     call = AttentionCall(1, 4, 2, 256, 16, "bfloat16", Scores(0.25, window=48))
     work = {"_splash_attention_forward": call.flops("fwd"), "_splash_attention_bwd_dkv": call.flops("dkv")}
     assert {name: kernel.flops for name, kernel in kernels.items()} == work
     assert {kernel.count for kernel in kernels.values()} == {1}
     forward = kernels["_splash_attention_forward"]
     assert forward.operand_shapes[2:5] == ("bf16[4,256,16]", "bf16[2,256,16]", "bf16[2,256,16]")
+    # What the layers save is written into a buffer that nothing was written into before: of one layer, one row's input.
+    assert re.search(r"bf16\[1,1,256,64\]\S* custom-call\(\), custom_call_target=\"AllocateBuffer\"", text)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.planning.decoder import read_decoder
+from tpu_experiments.metrics.decoder import read_decoder
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
+from tpu_experiments.metrics.decoder import read_decoder
 from tpu_experiments.models.lora import inject
-from tpu_experiments.planning.decoder import read_decoder
 from tpu_experiments.planning.work import (
     StepSettings,
     analytic_memory,
@@ -78,11 +78,12 @@ def test_lora_is_four_n_and_full_training_six() -> None:
     assert lora.weight_gradient == full.lora == 0
 
 
-def test_recomputation_is_a_forward_pass_of_the_layers_and_not_counted_as_useful() -> None:
+def test_recomputation_is_a_forward_pass_up_to_the_last_projection_and_not_counted_as_useful() -> None:
     settings = {"seq_len": 2048, "trainable": "lora", "lora_rank": 16, "targets": TARGETS}
     once, twice = flops_of_token(MISTRAL, **settings), flops_of_token(MISTRAL, **settings, recompute=True)
     assert twice.model == pytest.approx(once.total)
-    assert twice.recomputation == pytest.approx(once.forward + once.attention / 3 + once.lora / 3)
+    last = 2.0 * 32 * (14336 * 4096 + 16 * 4096)  # nothing reads what it would give again
+    assert twice.recomputation == pytest.approx(once.forward + once.attention / 3 + once.lora / 3 - last)
     assert once.recomputation == 0
 
 

@@ -200,3 +200,46 @@ def test_a_carry_of_another_type_is_refused():
     ones = torch.ones(2, 3, device=torch_xla.device())
     with pytest.raises(TypeError, match="keep its types"):
         xla_loop(lambda carry, x, consts: ((carry[0].double(),), ()), carry=(ones[0],), xs=(ones,))
+
+
+def test_stacks_need_not_be_filled_first():
+    """Whatever is in them is written over, and torch_xla's scan makes nothing but stacks by torch.zeros."""
+    import torch_xla
+
+    from tpu_experiments.runtime.xla_loop import xla_loop
+
+    made = []
+
+    def unwritten(rows):
+        def make(shape, dtype):
+            made.append((rows, shape, dtype))
+            return torch.full(shape, 7, dtype=dtype, device=torch_xla.device()) if shape[1] == rows else None
+
+        return make
+
+    xs = draw(3, 4, 2).to(torch_xla.device())
+
+    def fn(carry, x, consts):
+        return (carry[0] + x[0].sum(),), (x[0] * 2, F.dropout(x[0], 0.0).sum(0))
+
+    start = torch.zeros((), device=torch_xla.device())
+    _, ys = xla_loop(fn, carry=(start,), xs=(xs,), rows=4, unwritten=unwritten)
+    torch.testing.assert_close(ys[0].cpu(), 2 * xs.cpu())
+    torch.testing.assert_close(ys[1].cpu(), xs.cpu().sum(1))
+    assert made == [(4, (3, 4, 2), torch.float32), (4, (3, 2), torch.float32)]
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_only_stacks_of_rows_are_left_unwritten_and_only_on_a_tpu(num_shards):
+    from tpu_experiments.runtime.xla_buffer import stablehlo, unwritten_for
+
+    assert unwritten_for("CPU", num_shards=num_shards) is None
+    make = unwritten_for("TPU", num_shards=num_shards)(8)
+    assert make((3,), torch.float32) is None
+    assert make((3, 6), torch.float32) is None
+    assert make((3, 8), torch.bool) is None
+    assert make((3, 16, 2), torch.bfloat16).shape == (3, 16, 2)
+    text = stablehlo((3, 16, 2), "bf16", num_shards=num_shards)
+    assert f"@AllocateBuffer(){' {mhlo.sharding' if num_shards > 1 else ' :'}" in text
+    assert ("devices=[1,4,1]<=[4]" in text) == (num_shards == 4)
+    assert f"-> tensor<3x{16 // num_shards}x2xbf16>" in text

@@ -1,7 +1,11 @@
 """The sharding table: first match wins, every rule does something, nothing large stays whole by oversight."""
 
-import pytest
+from dataclasses import asdict
 
+import pytest
+import torch
+
+from tpu_experiments.config.build import locate
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.sharding import ShardingTable
@@ -27,6 +31,23 @@ def test_a_bar_separates_alternatives(name):
     sharding = table({"*embed_tokens.weight|lm_head.weight": [None, "fsdp"]})
     assert sharding.axes(name, (10, 8)) == (None, "fsdp")
     sharding.check({name: (10, 8)})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["layers.0.q_proj.weight", "model.layers.0:2:1.q_proj.weight", "norm.weight"])
+def test_optimizer_state_lies_as_its_parameter_does(make_config, optimizer, name):
+    settings = asdict(make_config(f"optim={optimizer}").optim)
+    make = locate(settings.pop("_target_"), key="optim")
+    slots = make(**{key: value for key, value in settings.items() if key not in {"lr", "clip_norm"}})
+    shape = {"l": (8, 16), "m": (2, 8, 16), "n": (16,)}[name[0]]
+    sharding = table({"*q_proj.weight": ["fsdp", None], "*": ["fsdp"]})
+    state = slots.init({name: torch.empty(shape, device="meta")})
+    wanted = sharding.axes(name, shape)
+    assert "fsdp" in wanted
+    for slot, tensor in state[name].items():
+        split = tuple(axis if size > 1 else None for axis, size in zip(wanted, tensor.shape, strict=True))
+        assert sharding.axes(f"{name}/{slot}", tuple(tensor.shape)) == split
+    assert sharding.axes("/count", (1,)) == (None,)
 
 
 def test_a_dimension_that_does_not_divide_is_refused():

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 
 from tpu_experiments.models.attention import causal_mask
 from tpu_experiments.runtime.attention import Scores
@@ -15,17 +16,21 @@ from tpu_experiments.runtime.splash import attention_function, lowered
 
 pytestmark = pytest.mark.xla  # they go backward on the CPU, which fixes autograd's queues
 # The first and the third take several blocks, so that dQ comes from a kernel of its own.
-MISTRAL = AttentionCall(2, 4, 2, 256, 128, "float32", Scores(128**-0.5, window=100), max_block=128)
-GEMMA = AttentionCall(2, 4, 1, 128, 256, "float32", Scores(256**-0.5, soft_cap=30.0))
-QWEN = AttentionCall(2, 6, 2, 200, 64, "float32", Scores(64**-0.5), max_block=128)  # 200 tokens are padded to 256
+MISTRAL = AttentionCall(2, 8, 2, 256, 128, "float32", Scores(128**-0.5, window=100), rotates=True, max_block=128)
+GEMMA = AttentionCall(2, 4, 1, 128, 256, "float32", Scores(256**-0.5, soft_cap=30.0), rotates=True)
+# 200 tokens are padded to 256
+QWEN = AttentionCall(2, 6, 2, 200, 64, "float32", Scores(64**-0.5), rotates=True, max_block=128)
+PLAIN = AttentionCall(1, 2, 1, 128, 128, "float32", Scores(0.1))
 
 
 def random_inputs(call: AttentionCall) -> list[torch.Tensor]:
-    """q, k, v, the gradient of the output, and segments: three documents of random length and padding at the end."""
+    """q, k, v, the gradient of the output, cosines and sines, and segments: three documents of random length and
+    padding at the end. Sines are not those of one angle for both halves of a head, nor do they go with the cosines."""
     generator = torch.Generator().manual_seed(0)
     queries = (call.rows, call.heads, call.length, call.head_dim)
     keys = (call.rows, call.kv_heads, call.length, call.head_dim)
-    tensors = [torch.randn(shape, generator=generator) for shape in (queries, keys, keys, queries)]
+    turns = (2, call.rows, call.length, call.head_dim)
+    tensors = [torch.randn(shape, generator=generator) for shape in (queries, keys, keys, queries, turns)]
     borders = torch.sort(torch.randint(1, call.length - 9, (call.rows, 2), generator=generator)).values
     segments = 1 + (torch.arange(call.length)[None, :, None] >= borders[:, None, :]).sum(2)
     segments[:, -9:] = 0
@@ -39,19 +44,22 @@ def compiled(call: AttentionCall, direction: str):
     return jax.jit(attention_function(call, direction=direction, target="interpreted"), compiler_options=quickly)
 
 
-def by_kernel(call: AttentionCall, q, k, v, grad, segments) -> list[torch.Tensor]:
-    """Output, dq, dk, dv."""
-    given = [t.numpy() for t in (q, k, v, segments)]
+def by_kernel(call: AttentionCall, q, k, v, grad, turns, segments) -> list[torch.Tensor]:
+    """Output, dq, dk, dv, heads first."""
+    *qkv, do = (t.transpose(1, 2).flatten(2).numpy() for t in (q, k, v, grad))
+    given = [*qkv, segments.numpy(), *([turns.numpy()] if call.rotates else [])]
     out, log_sum = compiled(call, "forward")(*given)
-    gradients = compiled(call, "backward")(*given, out, log_sum, grad.numpy())
-    return [torch.from_numpy(np.array(t)) for t in (out, *gradients)]
+    gradients = compiled(call, "backward")(*given, out, log_sum, do)
+    found = (torch.from_numpy(np.array(t)) for t in (out, *gradients))
+    return [t.unflatten(2, (-1, call.head_dim)).transpose(1, 2) for t in found]
 
 
-def by_formula(call: AttentionCall, q, k, v, grad, segments) -> list[torch.Tensor]:
+def by_formula(call: AttentionCall, q, k, v, grad, turns, segments) -> list[torch.Tensor]:
     """The same in float64."""
     q, k, v = (t.double().requires_grad_() for t in (q, k, v))
     groups = call.heads // call.kv_heads
-    scores = q @ k.repeat_interleave(groups, 1).mT * call.scores.scale
+    turned = apply_rotary_pos_emb(q, k, *turns.double()) if call.rotates else (q, k)
+    scores = turned[0] @ turned[1].repeat_interleave(groups, 1).mT * call.scores.scale
     if call.scores.soft_cap:
         scores = call.scores.soft_cap * torch.tanh(scores / call.scores.soft_cap)
     scores = scores.masked_fill(~causal_mask(segments, window=call.scores.window), -torch.inf)
@@ -60,20 +68,20 @@ def by_formula(call: AttentionCall, q, k, v, grad, segments) -> list[torch.Tenso
     return [t.detach().float() for t in (out, q.grad, k.grad, v.grad)]
 
 
-@pytest.mark.parametrize("call", [MISTRAL, GEMMA, QWEN], ids=["mistral", "gemma", "qwen"])
+@pytest.mark.parametrize("call", [MISTRAL, GEMMA, QWEN, PLAIN], ids=["mistral", "gemma", "qwen", "not turned"])
 def test_the_kernels_compute_attention_and_its_gradients(call):
     inputs = random_inputs(call)
     for kernel, formula in zip(by_kernel(call, *inputs), by_formula(call, *inputs), strict=True):
-        torch.testing.assert_close(kernel, formula, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(kernel, formula, atol=1e-5 * float(formula.abs().max()), rtol=1e-5)
 
 
 def test_nothing_crosses_from_one_segment_to_another():
-    q, k, v, grad, segments = random_inputs(GEMMA)
+    q, k, v, grad, turns, segments = random_inputs(GEMMA)
     inside = (segments == 2)[:, None, :, None]
     assert inside.any(2).all()
     others = [torch.where(inside, t + 1, t) for t in (q, k, v)]
-    before = by_kernel(GEMMA, q, k, v, grad, segments)
-    after = by_kernel(GEMMA, *others, grad, segments)
+    before = by_kernel(GEMMA, q, k, v, grad, turns, segments)
+    after = by_kernel(GEMMA, *others, grad, turns, segments)
     for old, new in zip(before, after, strict=True):
         same = (old == new).all(3, keepdim=True)
         assert same[(~inside).expand_as(same)].all()
@@ -107,12 +115,14 @@ def test_each_chip_gets_its_rows(direction):
     """Lowered for 8 chips in a process that has none: the kernel sees one row of eight."""
     from jax._src.lib import xla_client
 
-    call = AttentionCall(8, 4, 2, 128, 64, "bfloat16", Scores(0.125), num_shards=8)
+    call = AttentionCall(8, 8, 2, 128, 128, "bfloat16", Scores(0.125), rotates=True, num_shards=8)
     text = xla_client.XlaComputation(lowered(call, direction=direction, target="tpu")).as_hlo_text()
-    [kernel] = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
-    assert "bf16[4,128,64]" in kernel
-    assert "bf16[8" not in kernel
-    assert text.count("sharding={devices=[8,1,1,1]<=[8]}") >= 4
+    found = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    assert len(found) == (3 if direction == "forward" else 5)  # q and k are turned; dq and dk are turned back
+    assert any("bf16[128,1024]" in kernel for kernel in found)
+    assert not any("bf16[8" in kernel for kernel in found)
+    assert text.count("sharding={devices=[8,1,1]<=[8]}") >= 4
+    assert "sharding={devices=[1,8,1,1]<=[8]}" in text
     assert text.count('custom_call_target="SPMDShardToFullShape"') == (2 if direction == "forward" else 3)
 
 

@@ -21,9 +21,7 @@ ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
 def built(config: Config, runtime: Any) -> BuiltModel:
     """The configured model on the runtime's device."""
     source = HuggingFaceModel(config.model, seed=config.seed)
-    layer_loop = runtime.loop if runtime.device.type == "xla" else None
-    settings = {"place": runtime.place, "layer_loop": layer_loop, "lay": runtime.lay}
-    return build_model(source, lora=config.lora, seed=config.seed, **settings)
+    return build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
 
 
 def plain_config(run: "Run") -> Any:

@@ -114,6 +114,11 @@ def _hardware(config: Config) -> list[str]:
             f"hw.num_devices={hw.num_devices} with hw.parallel=spawn on torch_xla's CPU device; it has no collectives "
             "between processes; use hw.parallel=spmd, or hw.runtime=eager, which uses gloo."
         )
+    if "://" in hw.compile_cache:
+        problems.append(
+            f"hw.compile_cache={hw.compile_cache}; torch_xla reads and writes files of this machine only; name a local "
+            "folder, or use hw.compile_cache=none."
+        )
     if hw.device == "tpu" and hw.num_devices > CHIPS_OF_A_HOST and config.task.name == "train":
         problems.append(
             f"hw.num_devices={hw.num_devices} with task=train; more than {CHIPS_OF_A_HOST} chips are several hosts, "

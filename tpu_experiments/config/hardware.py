@@ -94,5 +94,8 @@ class HwConfig:
     """Put into LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on a flag it does not know."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables, set before torch_xla is imported."""
+    compile_cache: str = "auto"
+    """Local folder of compiled programs that later processes load instead of compiling; `none` keeps none. `auto`:
+    `<output_dir>/compile_cache` on a TPU, none elsewhere: torch_xla 2.9's CPU device cannot read what it wrote."""
     num_threads: int | None = number(default=None, at_least=1)
     """CPU threads of one process of the eager runtime; null shares the usable cores among the processes."""

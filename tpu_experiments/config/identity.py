@@ -29,6 +29,9 @@ MAY_CHANGE = (
     "trainer.micro_batch_rows",
     "trainer.log_every_steps",
     "trainer.plan_check",
+    "trainer.norms_every_steps",
+    "trainer.on_recompile",
+    "trainer.profile.",
 )
 
 

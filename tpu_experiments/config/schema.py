@@ -112,6 +112,16 @@ class CurriculumConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """A profile of some steps, for TensorBoard's profiler (xprof)."""
+
+    start_step: int | None = number(default=None, at_least=1)
+    """First step that is profiled, counted from 1 over the whole run; null profiles none. Step 1 compiles."""
+    num_steps: int = number(default=3, at_least=1)
+    """Steps that are profiled; fewer where the stage ends before."""
+
+
+@dataclass
 class TrainerConfig:
     """The training loop."""
 
@@ -124,11 +134,15 @@ class TrainerConfig:
     micro_batch_rows: int | None = number(default=None, at_least=1)
     """Rows per device that pass through the model at once; null takes all of a device's rows. What is left of the
     global batch is accumulated inside the step."""
-    loss_chunk_tokens: int | None = number(default=256, at_least=1)
-    """Positions of each row whose logits exist at once: the loss holds micro_batch_rows x this x vocabulary numbers.
-    null makes all logits of a micro-batch at once, as a model does whose head is more than a matrix product."""
+    loss_chunk_tokens: int | None = number(default=2048, at_least=1)
+    """Tokens of a device whose logits exist at once, the same positions of each of its rows: the loss holds this x
+    vocabulary numbers. null makes all logits of a micro-batch at once, as a model does whose head is more than a matrix
+    product."""
     log_every_steps: int = number(default=10, at_least=1)
     """Steps between two log records; only then is a value read from the device."""
+    norms_every_steps: int = number(default=50, at_least=0)
+    """Steps between two records of the gradient's and the update's norm for each kind of module, written with the next
+    log record; 0 computes none."""
     eval_every_steps: int = number(default=0, at_least=0)
     """Steps between two evaluations; 0 evaluates before the first and after the last step only."""
     max_eval_rows: int = number(default=256, at_least=1)
@@ -138,6 +152,11 @@ class TrainerConfig:
     plan_check: str = choice("refuse", "warn", "off", default="refuse")
     """What happens before the start when a plan of the same programs, or what formulas state exactly, says that the run
     does not fit into the chips of `hw`: it is refused, it is logged, or nobody looks."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Steps that are profiled into `<run>/profile`."""
+    on_recompile: str = choice("error", "warn", default="error")
+    """When a program is compiled that the run was not known to need (xla runtime): `error` saves a checkpoint and stops
+    with what changed, `warn` says it once and goes on."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of a trainer of your own."""
 

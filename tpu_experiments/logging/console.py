@@ -68,6 +68,7 @@ class ConsoleLogger:
             f"grad {_number(values, 'train/grad_norm', '9.3f')}",
             f"{_number(values, 'perf/tokens_per_second', '9,.0f')} tok/s",
             f"{milliseconds:8.1f} ms/step",
+            *([f"mfu {100 * values['perf/mfu']:4.1f} %"] if "perf/mfu" in values else []),
             f"left {_clock(seconds_left)}",
         ]
         return "  ".join(columns)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tpu_experiments.models.turning import take
 from tpu_experiments.runtime.attention import Scores, attention, has_attention_kernel
 
 FLASH = "segment_kernel"
@@ -59,9 +60,10 @@ def flash(
     if has_attention_kernel():
         if dropout:
             raise NotImplementedError(f"attention dropout={dropout}; the kernel has none; use model.attention=sdpa")
-        scores = Scores(scale, sliding_window, softcap)
-        out = attention(query, key, value, segments=segments_BT, scores=scores)
-        return out.transpose(1, 2).contiguous(), None
+        flat = [tensor.transpose(1, 2).flatten(2) for tensor in (query, key, value)]
+        scores, heads = Scores(scale, sliding_window, softcap), query.shape[1]
+        out = attention(*flat, segments=segments_BT, rotation=take(query, key), heads=heads, scores=scores)
+        return out.unflatten(2, (heads, -1)), None
     mask = causal_mask(segments_BT, window=sliding_window)
     if softcap is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale)

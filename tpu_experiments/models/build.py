@@ -12,8 +12,7 @@ from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import LoraLinear, ParameterReport, inject
 from tpu_experiments.models.stacking import stacked_weights
-from tpu_experiments.runtime.layout import Lay, as_it_lies
-from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.runtime.layout import Folding
 
 TRIM_BYTES = 16 * 2**20
 Place = Callable[..., Tensor]  # (tensor, *, name) -> the tensor where it lives
@@ -53,22 +52,19 @@ def build_model(
     lora: LoraConfig,
     seed: int,
     place: Place,
-    layer_loop: Loop | None = None,
-    lay: Lay = as_it_lies,
+    folding: Folding | None = None,
 ) -> BuiltModel:
     """Load `source` onto the device.
 
     Args:
         place: puts one host tensor where the parameter of that name lives.
-        layer_loop: runs equal layers, folded into one, by this loop of the device; None leaves the layers as they are.
-        lay: says how hidden states lie on the devices between folded layers.
+        folding: folds equal layers into one that runs in a loop; None leaves the layers as they are.
     """
     module, report = describe(source, lora=lora)
     adapted = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, LoraLinear)}
     source.require_weights(shapes_of_base(module))
-    if layer_loop is not None and source.model.stack == "scanned":
-        chosen = source.model
-        fold(module, loop=layer_loop, remat=chosen.remat, saved=chosen.saved, lay=lay)
+    if folding is not None and source.model.stack == "scanned":
+        fold(module, folding, remat=source.model.remat, saved=source.model.saved)
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial)
     trainable = _placed(module, weights, place=place)

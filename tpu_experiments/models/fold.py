@@ -15,36 +15,25 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.models.scanned import scan_layers
-from tpu_experiments.runtime.layout import Lay, as_it_lies
-from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.models.scanned import gathered, scan_layers
+from tpu_experiments.runtime.layout import Folding
 
 log = logging.getLogger(__name__)
 
 
-def fold(
-    module: nn.Module,
-    *,
-    loop: Loop,
-    remat: str,
-    saved: Sequence[str] = (),
-    lay: Lay = as_it_lies,
-) -> int:
+def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str] = ()) -> int:
     """Fold the decoder layers of a module on the meta device, in place; returns the period, 0 where none repeats.
 
     Args:
-        loop: the device's loop.
         remat: what the backward pass finds saved (layer_graph.py).
         saved: names saved beside that.
-        lay: says how hidden states lie on the devices.
     """
     path, layers = _decoder_layers(module)
     period = _period(layers)
     if not period:
         log.info("%d layers of %s do not repeat: each is compiled on its own", len(layers), path or "the model")
         return 0
-    folded = FoldedLayers(layers, period=period, loop=loop, remat=remat, saved=tuple(saved))
-    folded.lay = lay
+    folded = FoldedLayers(layers, path=path, period=period, folding=folding, remat=remat, saved=tuple(saved))
     parent, _, leaf = path.rpartition(".")
     setattr(module.get_submodule(parent), leaf, folded)
     return period
@@ -88,12 +77,20 @@ def _kind(layer: nn.Module) -> Any:
 class FoldedLayers(nn.Module):
     """Stands where the model keeps its list of layers; the model's own loop calls `LayerCall`s."""
 
-    def __init__(self, layers: nn.ModuleList, *, period: int, loop: Loop, remat: str, saved: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        *,
+        path: str,
+        period: int,
+        folding: Folding,
+        remat: str,
+        saved: tuple[str, ...],
+    ) -> None:
         super().__init__()
-        self.num_layers, self.period = len(layers), period
+        self.num_layers, self.path, self.period = len(layers), path, period
         self.stop = self.num_layers // period * period
-        self.loop, self.remat, self.saved = loop, remat, saved
-        self.lay: Lay = as_it_lies
+        self.folding, self.remat, self.saved = folding, remat, saved
         self.graphs: dict[Any, LayerGraph] = {}
         for index in range(period):
             template = layers[index]
@@ -102,7 +99,7 @@ class FoldedLayers(nn.Module):
                     if p is not None:
                         whole = torch.empty(self.stop // period, *p.shape, dtype=p.dtype, device=p.device)
                         part._parameters[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
-            self.add_module(f"{index}:{self.stop}:{period}", template)
+            self.add_module(self._name(index), template)
         for index in range(self.stop, self.num_layers):
             self.add_module(str(index), layers[index])
         self._calls = [LayerCall(self, index) for index in range(self.num_layers)]
@@ -119,8 +116,7 @@ class FoldedLayers(nn.Module):
 
     def layer(self, index: int) -> nn.Module:
         """The module that computes layer `index`."""
-        name = f"{index % self.period}:{self.stop}:{self.period}" if index < self.stop else str(index)
-        return self._modules[name]  # type: ignore[return-value]
+        return self._modules[self._name(index)]  # type: ignore[return-value]
 
     def run(self, index: int, hidden: Tensor, rest: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         """What the model gets from its layer `index`: in a loop, the last folded one computes for all before it."""
@@ -140,23 +136,40 @@ class FoldedLayers(nn.Module):
         if not torch.is_grad_enabled():
             return self._loop_forward(hidden, weights, constants=constants, specs=specs)
         graphs = [self._graph(j, hidden, weights[j], constants=constants, spec=specs[j]) for j in range(self.period)]
-        return scan_layers(hidden, weights, constants, graphs=graphs, loop=self.loop, lay=self.lay)
+        return scan_layers(
+            hidden, weights, constants, graphs=graphs, splits=self._splits(weights), folding=self.folding
+        )
+
+    def _splits(self, weights: list[dict[str, Tensor]]) -> list[int | None]:
+        """The dimension of every weight of one layer along which the devices split it."""
+        dims = []
+        for j, own in enumerate(weights):
+            for name, stack in own.items():
+                whole = f"{self.path}.{self._name(j)}.{name}"
+                dim = self.folding.split_dim(whole, tuple(stack.shape))
+                dims.append(None if dim is None else dim - 1)
+        return dims
+
+    def _name(self, index: int) -> str:
+        """Of the module that computes layer `index`."""
+        return f"{index % self.period}:{self.stop}:{self.period}" if index < self.stop else str(index)
 
     def _loop_forward(
         self, hidden: Tensor, weights: list[dict[str, Tensor]], *, constants: tuple[Tensor, ...], specs: list[Any]
     ) -> Tensor:
         names = [list(w) for w in weights]
+        lay, splits = self.folding.lay, self._splits(weights)
 
         def body(carry: Any, xs: Any, consts: Any) -> Any:
             (state,) = carry
-            flat = iter(xs)
+            flat = iter(gathered(xs, splits, lay=lay))
             for j in range(self.period):
                 own = {name: next(flat) for name in names[j]}
-                state = call_layer(self.layer(j), self.lay(state, rows_dim=0), own, consts, spec=specs[j])
-            return (self.lay(state, rows_dim=0),), ()
+                state = call_layer(self.layer(j), lay(state, split_dim=0), own, consts, spec=specs[j])
+            return (lay(state, split_dim=0),), ()
 
         stacks = tuple(p for w in weights for p in w.values())
-        (out,), _ = self.loop(body, carry=(hidden,), xs=stacks, consts=constants)
+        (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)
         return out
 
     def _graph(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpu_experiments.models.attention import FLASH, causal_mask
+from tpu_experiments.models.turning import computed
 
 
 def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, Tensor]:
@@ -40,7 +41,8 @@ def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mappin
     """
     dtype: Any = module.dtype
     cast = {name: p.to(dtype) for name, p in parameters.items()}
-    return functional_call(module, cast, kwargs=_inputs(module, batch), tie_weights=True).logits
+    inputs = _inputs(module, batch)
+    return computed(module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits)
 
 
 def hidden_of(
@@ -53,7 +55,8 @@ def hidden_of(
     """
     dtype: Any = module.dtype
     cast = {f"module.{name}": p.to(dtype) for name, p in parameters.items()}
-    return functional_call(_WithoutHead(module), cast, kwargs=_inputs(module, batch), tie_weights=True)
+    inputs, without_head = _inputs(module, batch), _WithoutHead(module)
+    return computed(module, lambda: functional_call(without_head, cast, kwargs=inputs, tie_weights=True))
 
 
 class _WithoutHead(nn.Module):

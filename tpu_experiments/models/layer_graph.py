@@ -5,7 +5,8 @@ AOTAutograd traces both together; the cut decides what the forward pass saves an
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,25 +115,22 @@ def not_run(graph: fx.GraphModule, _: Any) -> Callable[..., list[Any]]:
     return empty
 
 
-class naming:  # noqa: N801  # a context manager, written as a function is
+@contextmanager
+def naming(layer: nn.Module) -> Iterator[None]:
     """While it lasts, projections and attention of a layer name their values."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for name, part in self.layer.named_modules():
-            leaf = name.rpartition(".")[2]
-            if leaf in PROJECTIONS:
-                self.handles.append(part.register_forward_hook(lambda _m, _i, out, leaf=leaf: named(out, leaf)))
-            if leaf == "o_proj":
-                self.handles.append(
-                    part.register_forward_pre_hook(lambda _m, inputs: (named(inputs[0], "attention"), *inputs[1:]))
-                )
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self.handles:
+    handles: list[Any] = []
+    for name, part in layer.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in PROJECTIONS:
+            handles.append(part.register_forward_hook(lambda _m, _i, out, leaf=leaf: named(out, leaf)))
+        if leaf == "o_proj":
+            handles.append(
+                part.register_forward_pre_hook(lambda _m, inputs: (named(inputs[0], "attention"), *inputs[1:]))
+            )
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
 
 

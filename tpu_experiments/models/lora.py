@@ -36,8 +36,9 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the data type of `x`."""
-        low = F.linear(self._dropped(x), self.lora_A.to(x.dtype))
-        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
+        # The scale meets the r numbers of a token, not all of its features, forward and backward.
+        low = F.linear(self._dropped(x), self.lora_A.to(x.dtype)) * self.scale
+        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype))
 
     def _dropped(self, x: Tensor) -> Tensor:
         """As F.dropout, whose mask and result a recomputed layer would save; of this, a byte for each number."""

@@ -25,7 +25,7 @@ from tpu_experiments.runtime.loop import Loop, Tensors
 class Terms:
     """How a position's loss comes from its logits."""
 
-    chunk_tokens: int
+    chunk_positions: int
     """Positions of every row whose logits exist at once, at most."""
     loop: Loop
     lay: Lay
@@ -40,7 +40,7 @@ def chunked_row_losses(
     head_VH: Tensor,
     batch: Mapping[str, Tensor],
     *,
-    chunk_tokens: int,
+    chunk_positions: int,
     loop: Loop,
     lay: Lay = as_it_lies,
     soft_cap: float | None = None,
@@ -48,15 +48,15 @@ def chunked_row_losses(
 ) -> tuple[Tensor, Tensor]:
     """As `row_losses` of the logits: weighted sum of the loss (nats) and of weights of every row, both (B,) float32.
 
-    The chunks are equal: T is cut into ceil(T / chunk_tokens) and padded with positions of no weight to a multiple of
-    that, fewer of them than there are chunks. (A divisor of T would need none and may be 1.)
+    The chunks are equal: T is cut into ceil(T / chunk_positions) and padded with positions of no weight to a multiple
+    of that, fewer of them than there are chunks. (A divisor of T would need none and may be 1.)
 
     Args:
         hidden_BTH: what the head is applied to; its data type is that of the products with the vocabulary.
         head_VH: gets its gradient where it requires one, summed over the chunks in float32.
     """
     targets_BT, weights_BT = target_weights(batch)
-    terms = Terms(chunk_tokens, loop, lay, soft_cap, z_loss)
+    terms = Terms(chunk_positions, loop, lay, soft_cap, z_loss)
     inputs = (hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
         sums_B = _sums(*inputs)
@@ -86,9 +86,9 @@ def _given(
     Split over devices, the head is made whole once, before the loop, and rows stay where they are. Left to itself XLA
     gathered the head in every chunk and split the gradient of the hidden states along H (compiled for v6e-8).
     """
-    parts = (terms.lay(hidden_BTH, rows_dim=0), targets_BT, weights_BT)
-    head = terms.lay(head_VH.to(hidden_BTH.dtype), rows_dim=None)
-    return tuple(_cut(part, terms.chunk_tokens) for part in parts), (head, _numbers(head_VH))
+    parts = (terms.lay(hidden_BTH, split_dim=0), targets_BT, weights_BT)
+    head = terms.lay(head_VH.to(hidden_BTH.dtype), split_dim=None)
+    return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, _numbers(head_VH))
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -105,8 +105,9 @@ class _FrozenHead(torch.autograd.Function):
 
         xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
         carry = (torch.zeros_like(weights_BT[:, 0]),)
-        (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts)
-        ctx.save_for_backward(terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), rows_dim=0))
+        rows = hidden_BTH.shape[0]
+        (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        ctx.save_for_backward(terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), split_dim=0))
         return sums_B
 
     @staticmethod
@@ -142,8 +143,9 @@ class _TrainedHead(torch.autograd.Function):
 
         xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms)
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
-        (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts)
-        grad_BTH = terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), rows_dim=0)
+        rows = hidden_BTH.shape[0]
+        (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        grad_BTH = terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), split_dim=0)
         return grad_BTH, grad_VH.to(head_VH.dtype), None, None, None
 
 
@@ -187,10 +189,10 @@ def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:
     return (high[:, None] * side + low).flatten()[:size]
 
 
-def _cut(tensor: Tensor, chunk_tokens: int) -> Tensor:
+def _cut(tensor: Tensor, chunk_positions: int) -> Tensor:
     """(B, T, ...) to (N, B, C, ...), zeros behind."""
     length = tensor.shape[1]
-    num = math.ceil(length / chunk_tokens)
+    num = math.ceil(length / chunk_positions)
     size = math.ceil(length / num)
     if num * size > length:
         tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 2) + [0, num * size - length])

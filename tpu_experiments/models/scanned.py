@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.runtime.layout import Lay
-from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.runtime.layout import Folding, Lay
 
 
 def scan_layers(
@@ -17,29 +16,29 @@ def scan_layers(
     constants: tuple[Tensor, ...],
     *,
     graphs: Sequence[LayerGraph],
-    loop: Loop,
-    lay: Lay,
+    splits: Sequence[int | None],
+    folding: Folding,
 ) -> Tensor:
     """Hidden states after all layers.
 
     Args:
         weights: of every layer of the period, stacks by name.
         graphs: of every layer of the period.
-        lay: says how hidden states and their gradients lie between layers.
+        splits: of every weight of one layer, the dimension along which the devices split it.
     """
     flat = [p for own in weights for p in own.values()]
-    out: Tensor = _Layers.apply(_Scan(graphs, loop, lay), constants, hidden, *flat)
+    out: Tensor = _Layers.apply(_Scan(graphs, splits, folding), constants, hidden, *flat)
     return out
 
 
 class _Scan:
     """The bodies of the two loops."""
 
-    def __init__(self, graphs: Sequence[LayerGraph], loop: Loop, lay: Lay) -> None:
-        self.graphs, self.loop, self.lay = graphs, loop, lay
+    def __init__(self, graphs: Sequence[LayerGraph], splits: Sequence[int | None], folding: Folding) -> None:
+        self.graphs, self.splits, self.loop, self.lay = graphs, splits, folding.loop, folding.lay
 
-    def split(self, flat: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Weights of every layer of the period."""
+    def split(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
+        """What belongs to each layer of the period."""
         parts, start = [], 0
         for graph in self.graphs:
             parts.append(flat[start : start + graph.num_weights])
@@ -49,25 +48,35 @@ class _Scan:
     def forward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         (hidden,) = carry
         saved: list[Tensor] = []
-        for graph, weights in zip(self.graphs, self.split(xs), strict=True):
-            out, *values = graph.forward(self.lay(hidden, rows_dim=0), *weights, *constants)
+        for graph, weights in zip(self.graphs, self.split(gathered(xs, self.splits, lay=self.lay)), strict=True):
+            out, *values = graph.forward(self.lay(hidden, split_dim=0), *weights, *constants)
             saved += [_kept(v) for v, source in zip(values, graph.saved_inputs, strict=True) if not source]
             hidden = out
-        return (self.lay(hidden, rows_dim=0),), tuple(saved)
+        return (self.lay(hidden, split_dim=0),), tuple(saved)
 
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         (grad,) = carry
         num_weights = sum(graph.num_weights for graph in self.graphs)
-        weights, saved = self.split(xs[:num_weights]), list(xs[num_weights:])
+        weights = self.split(gathered(xs[:num_weights], self.splits, lay=self.lay))
+        splits, saved = self.split(self.splits), list(xs[num_weights:])
         grads: list[Tensor] = []
-        for graph, own in reversed(list(zip(self.graphs, weights, strict=True))):
+        for graph, own, split in reversed(list(zip(self.graphs, weights, splits, strict=True))):
             inputs = (None, *own, *constants)
             values = []
             for source in reversed(graph.saved_inputs):
                 values.append(inputs[source] if source else _unkept(saved.pop()))
-            grad, *others = graph.backward(*reversed(values), self.lay(grad, rows_dim=0))
-            grads = [g for g in others[: graph.num_weights] if g is not None] + grads
-        return (self.lay(grad, rows_dim=0),), tuple(grads)
+            grad, *others = graph.backward(*reversed(values), self.lay(grad, split_dim=0))
+            of_weights = zip(others[: graph.num_weights], split, strict=True)
+            grads = [g if dim is None else self.lay(g, split_dim=dim) for g, dim in of_weights if g is not None] + grads
+        return (self.lay(grad, split_dim=0),), tuple(grads)
+
+
+def gathered(weights: Sequence[Tensor], splits: Sequence[int | None], *, lay: Lay) -> list[Tensor]:
+    """One layer's weights whole on every device (ZeRO-3, arXiv 1910.02054).
+
+    Left to itself XLA multiplies with a piece of the weight at a time while it fetches the next (collective matmul).
+    """
+    return [w if dim is None else lay(w, split_dim=None) for w, dim in zip(weights, splits, strict=True)]
 
 
 def _kept(value: Tensor) -> Tensor:
@@ -82,7 +91,9 @@ def _unkept(value: Tensor) -> Tensor:
 class _Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scan: _Scan, constants: tuple[Tensor, ...], hidden: Tensor, *weights: Tensor) -> Tensor:
-        (out,), saved = scan.loop(scan.forward_body, carry=(hidden,), xs=weights, consts=constants)
+        (out,), saved = scan.loop(
+            scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0]
+        )
         ctx.scan, ctx.num_weights, ctx.num_constants = scan, len(weights), len(constants)
         ctx.save_for_backward(*weights, *constants, *saved)
         return out

@@ -4,34 +4,14 @@ from typing import Any
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
 from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.flops import FlopsPerToken, recomputes, trainable, trained_flops
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
 from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory, plan_of
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
-from tpu_experiments.planning.work import FlopsPerToken, StepSettings, Trainable, analytic_memory, flops_of_token
+from tpu_experiments.planning.work import StepSettings, analytic_memory
 
+__all__ = ["FlopsPerToken", "trained_flops"]
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-
-
-def recomputes(config: Config) -> bool:
-    """Whether the layers run a second time in the backward pass: only folded ones do."""
-    return config.model.stack == "scanned" and config.model.remat != "none"
-
-
-def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
-    """FLOPs of the configured training per token."""
-    return flops_of_token(
-        arch,
-        seq_len=seq_len,
-        trainable=trainable(config),
-        lora_rank=config.lora.r,
-        targets=config.lora.targets,
-        recompute=recomputes(config),
-    )
-
-
-def trainable(config: Config) -> Trainable:
-    """What of the model is trained."""
-    return "lora" if config.lora.r else "full"
 
 
 def step_settings(config: Config, geometry: Geometry) -> StepSettings:

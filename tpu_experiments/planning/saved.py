@@ -14,7 +14,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import ModelConfig
 from tpu_experiments.io import paths
 from tpu_experiments.io.find import find_local
-from tpu_experiments.planning.decoder import read_decoder
+from tpu_experiments.metrics.decoder import read_decoder
 
 log = logging.getLogger(__name__)
 PLANS, SWEEPS, PLAN_FILE, COMPILED = "plans", "sweeps", "plan.json", "compiled"
@@ -38,10 +38,14 @@ SHAPES_NOTHING = (
     "hw.price",
     "hw.calibration",
     "hw.num_threads",
+    "hw.compile_cache",
     "trainer.seq_len",
     "trainer.global_batch_rows",
     "trainer.micro_batch_rows",
     "trainer.log_every_steps",
+    "trainer.norms_every_steps",
+    "trainer.on_recompile",
+    "trainer.profile.",
     "trainer.eval_every_steps",
     "trainer.max_eval_rows",
     "trainer.max_stage_steps",

@@ -22,12 +22,11 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Counters, Program
-from tpu_experiments.runtime.layout import Lay, as_it_lies
-from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
 from tpu_experiments.runtime.xla_layout import lay_over
-from tpu_experiments.runtime.xla_loop import xla_loop
+from tpu_experiments.runtime.xla_loop import loop_for
 
 BATCH = "batch/"
 
@@ -81,8 +80,9 @@ class TracingRuntime:
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
         self.is_sharded = hw.parallel == "spmd"
         self.table = ShardingTable(sharding, num_devices=hw.num_devices)
-        self.loop: Loop = xla_loop
+        self.loop = loop_for(hw.device, num_shards=hw.num_devices if self.is_sharded else 1)
         self.lay: Lay = lay_over(num_devices=hw.num_devices) if self.is_sharded else as_it_lies
+        self.folding: Folding | None = Folding(self.loop, self.lay, self.table.split_dim)
         self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None:

@@ -1,94 +1,16 @@
-"""Arithmetic of a training step, and its memory without a compiler: counted from the sizes of the model.
+"""Kernels' arithmetic, and memory of a training step without a compiler: counted from the sizes of the model.
 
-A multiply-add is 2 FLOPs. A dense forward pass is 2 N FLOPs per token for N elements of matrices (arXiv 2001.08361,
-table 1), and the backward pass as much again for the gradient of the activations and once more for that of the weights.
-LoRA needs no gradient of the frozen weights: about 4 N instead of 6 N. Attention is as in PaLM (arXiv 2204.02311,
-appendix B), but with the causal half that is needed: T / 2 keys per query, not T, fewer with a sliding window.
+FLOPs of a token are in metrics/flops.py, which the run uses too.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from tpu_experiments.planning.decoder import Decoder, read_decoder
+from tpu_experiments.metrics.decoder import Decoder, read_decoder
+from tpu_experiments.metrics.flops import FlopsPerToken, Trainable, flops_of_token, mean_keys
 
+__all__ = ["FlopsPerToken", "Trainable", "flops_of_token", "mean_keys"]
 GIB = 2**30
-Trainable = Literal["lora", "full"]
-
-
-@dataclass(frozen=True)
-class FlopsPerToken:
-    """FLOPs of one training step per token of a full row; the parts do not overlap."""
-
-    forward: float
-    """Forward pass through the frozen (or trained) matrices of the layers."""
-    activation_gradient: float
-    """Gradient with respect to the inputs of the same matrices."""
-    weight_gradient: float
-    """Gradient with respect to the matrices; 0 with LoRA."""
-    recomputation: float
-    """Second forward pass through the layers, attention and adapters included; 0 without recomputation."""
-    attention: float
-    """Scores and weighted values, forward and backward, causal half only."""
-    head: float
-    """Logits, forward and backward."""
-    lora: float
-    """Adapters, forward and backward; 0 without."""
-
-    @property
-    def total(self) -> float:
-        """What the step executes."""
-        return sum(asdict(self).values())
-
-    @property
-    def model(self) -> float:
-        """What model FLOPs utilisation counts: everything but the recomputation."""
-        return self.total - self.recomputation
-
-
-def mean_keys(seq_len: int, *, window: int | None) -> float:
-    """Keys a query attends to on average over a row that is one document; packed documents need fewer."""
-    reach = min(window or seq_len, seq_len)
-    return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len
-
-
-def flops_of_token(
-    arch: Any,
-    *,
-    seq_len: int,
-    trainable: Trainable,
-    lora_rank: int = 0,
-    targets: Iterable[str] = (),
-    recompute: bool = False,
-) -> FlopsPerToken:
-    """FLOPs per token of forward, backward and recomputation; the optimizer's are not counted.
-
-    The first layer's queries, keys and values need no gradient of their input under LoRA; it is counted all the same,
-    as a scanned stack of layers computes it.
-
-    Args:
-        arch: `model.arch` or a transformers config.
-        recompute: the layers run twice, saving only their inputs.
-
-    Raises:
-        ConfigError: a model that decoder.py does not know.
-    """
-    decoder = read_decoder(arch)
-    layers = 2.0 * decoder.num_layers * decoder.layer_matrices
-    keys = sum(mean_keys(seq_len, window=window) for window in decoder.windows)
-    attention = 4.0 * decoder.num_heads * decoder.head_dim * keys
-    head = 2.0 * decoder.embedding
-    adapters = 2.0 * decoder.adapter_parameters(rank=lora_rank, targets=targets) if trainable == "lora" else 0.0
-    trained = trainable == "full"
-    return FlopsPerToken(
-        forward=layers,
-        activation_gradient=layers,
-        weight_gradient=layers if trained else 0.0,
-        recomputation=layers + attention + adapters if recompute else 0.0,
-        attention=3 * attention,  # two products forward, four backward
-        head=head * (3 if trained else 2),
-        lora=3 * adapters,
-    )
 
 
 def flash_attention_flops(
@@ -165,7 +87,7 @@ class StepSettings:
     recompute: bool = False
     """Only the layers' inputs are saved."""
     loss_chunk_tokens: int | None = None
-    """Positions of every row whose logits exist at once; None is all of them."""
+    """Tokens whose logits exist at once; None is all of them."""
     attention: Literal["sdpa", "flash"] = "sdpa"
     sharding: Literal["replicated", "fsdp"] = "replicated"
     chips: int = 1
@@ -186,7 +108,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     split = step.chips if step.sharding == "fsdp" else 1
     base, trained, moments = _state(decoder, step=step, split=split)
     tokens = step.micro_rows * step.seq_len
-    chunk = min(step.loss_chunk_tokens or step.seq_len, step.seq_len)
+    chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
     kept = _kept_of_layer(decoder, seq_len=step.seq_len, attention=step.attention) * per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
@@ -197,7 +119,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
         optimizer=moments * 4 / GIB,
         gradients=trained * (4 + step.weight_bytes) / GIB,
         activations=(inputs + kept if step.recompute else decoder.num_layers * kept) / GIB,
-        logits=step.micro_rows * chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
+        logits=chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
         gathered=2 * largest * step.weight_bytes / GIB if split > 1 else 0.0,
         batch=tokens * step.accumulation * 4 * 4 / GIB,
     )

@@ -13,13 +13,27 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.config.preparing import LoaderConfig
-from tpu_experiments.runtime.layout import Lay
+from tpu_experiments.runtime.layout import Folding, Lay
 from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.runtime.signature import Shape
 
 Batch = Mapping[str, Tensor]
 Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
 Info = TypeVar("Info")
+
+
+@dataclass
+class CompileCache:
+    """What the folder of compiled programs was good for in this process."""
+
+    folder: str
+    hits: int = 0
+    """Programs that were loaded."""
+    misses: int = 0
+    """Programs that were not there, and are now."""
+    unreadable: int = 0
+    """Programs that were there and could not be loaded, so they were compiled."""
 
 
 @dataclass
@@ -30,6 +44,26 @@ class Counters:
     compiles_after_warmup: int = 0
     compile_seconds: float = 0.0
     trace_seconds: float = 0.0
+    """Wall time in the functions of programs."""
+    dispatch_seconds: float = 0.0
+    """Time of the calling thread's CPU in handing their graphs over; waiting for the device is not in it."""
+    cache: CompileCache | None = None
+    """None where none is kept."""
+
+
+class UnexpectedProgram(RuntimeError):
+    """A program that the run was not known to need; the text says what changed.
+
+    Raised before a step, when all steps before it are whole, so that they can be saved.
+    """
+
+    def __init__(self, text: str, *, explain: Callable[[], str] | None = None) -> None:
+        super().__init__(text)
+        self._explain = explain
+
+    def explain(self) -> str:
+        """Which value it was, where that can be told: it traces once more, and spoils what lies on the device."""
+        return self._explain() if self._explain is not None else ""
 
 
 class Runtime(Protocol):
@@ -43,6 +77,8 @@ class Runtime(Protocol):
     """A loop inside a program."""
     lay: Lay
     """Where a value inside a program lies."""
+    folding: Folding | None
+    """What folded layers need; None where nothing is compiled as a whole, and layers are better left as they are."""
 
     def seed(self, value: int) -> None:
         """Set the device's random state; the next program's dropout depends on nothing else."""
@@ -71,6 +107,10 @@ class Runtime(Protocol):
     def program(self, function: Callable[[Batch], Out], *, name: str) -> "Program[Out]":
         """`function` as one compiled program per batch shape."""
 
+    def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
+        """Say which shapes of token ids the programs of these names take; with `trainer.on_recompile=error` they take
+        no other (UnexpectedProgram). Programs that are not named here take any."""
+
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
         """Sum each tensor over all processes; inside a program it is part of the graph."""
 
@@ -83,11 +123,20 @@ class Runtime(Protocol):
     def wait(self) -> None:
         """Wait until everything queued on the device is done, step closures included."""
 
+    def start_profile(self, folder: str) -> None:
+        """Record what host and device do, every call of a program as a step under its name, until `stop_profile`."""
+
+    def stop_profile(self) -> None:
+        """Write `<folder>/plugins/profile/<time>/`, where TensorBoard looks for it; the device must be idle."""
+
     def counters(self) -> Counters:
         """Compiler activity so far."""
 
     def memory_gib(self) -> float | None:
         """Device memory in use in GiB; None where the device does not tell."""
+
+    def peak_memory_gib(self) -> float | None:
+        """The most that was in use so far."""
 
 
 class Program(Protocol[Result]):

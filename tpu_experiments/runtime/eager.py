@@ -4,9 +4,11 @@ In `spawn` it is one process per device with torch.distributed (gloo on CPU, ncc
 """
 
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,9 @@ from tpu_experiments.config.preparing import LoaderConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
 from tpu_experiments.runtime.feed import Ahead
-from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, python_loop
+from tpu_experiments.runtime.signature import Shape
 
 GIB = 2**30
 
@@ -36,7 +39,8 @@ class EagerRuntime:
             torch.set_num_threads(hw.num_threads or max(1, len(os.sched_getaffinity(0)) // self.world_size))
         self.loop: Loop = python_loop
         self.lay: Lay = as_it_lies
-        self._trace_seconds = 0.0
+        self.folding: Folding | None = None
+        self._profile: torch.profiler.profile | None = None
         install_attention_kernel(None)
 
     def seed(self, value: int) -> None:
@@ -65,14 +69,15 @@ class EagerRuntime:
 
     def program(self, function: Callable[[Batch], Out], *, name: str) -> Program[Out]:
         def run(batch: Batch, *, then: Callable[[Out], None] | None = None) -> Out:
-            started = time.perf_counter()
-            out = function(batch)
-            self._trace_seconds += time.perf_counter() - started
+            with torch.profiler.record_function(name):
+                out = function(batch)
             if then is not None:
                 then(out)
             return out
 
         return run
+
+    def expect(self, shapes: Mapping[str, set[Shape]]) -> None: ...
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
         if self.world_size == 1:
@@ -97,8 +102,24 @@ class EagerRuntime:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def start_profile(self, folder: str) -> None:
+        place = Path(folder) / "plugins" / "profile" / time.strftime("%Y_%m_%d_%H_%M_%S")
+        place.mkdir(parents=True, exist_ok=True)
+        self._profile = torch.profiler.profile(
+            on_trace_ready=lambda made: made.export_chrome_trace(str(place / f"{socket.gethostname()}.trace.json.gz"))
+        )
+        self._profile.start()
+
+    def stop_profile(self) -> None:
+        assert self._profile is not None, "start_profile comes first"
+        self._profile.stop()
+        self._profile = None
+
     def counters(self) -> Counters:
         return Counters()
 
     def memory_gib(self) -> float | None:
+        return torch.cuda.memory_allocated() / GIB if self.device.type == "cuda" else None
+
+    def peak_memory_gib(self) -> float | None:
         return torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else None

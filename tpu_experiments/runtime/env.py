@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.schema import Config
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
 # The same ids as torch_xla 2.9, _internal/tpu.py: v2/v3, v4, v5p, v5e, v6e, v7x.
@@ -43,6 +44,19 @@ def variables(hw: HwConfig) -> dict[str, str]:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()
     return values | hw.env
+
+
+def compile_cache_folder(config: Config, *, process: int) -> str | None:
+    """Folder of this process's compiled programs, None where none are kept; every process writes into its own."""
+    chosen, hw = config.hw.compile_cache, config.hw
+    if chosen == "none" or hw.runtime != "xla" or (chosen == "auto" and hw.device != "tpu"):
+        return None
+    if chosen == "auto":
+        is_remote = "://" in config.output_dir
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        place = os.path.join(cache, "tpu_experiments") if is_remote else config.output_dir
+        chosen = os.path.join(place, "compile_cache")
+    return os.path.join(chosen, str(process)) if hw.parallel == "spawn" else chosen
 
 
 def tpu_present() -> bool:

@@ -21,6 +21,7 @@ import psutil
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.env import compile_cache_folder
 
 Main = Callable[..., Any]
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,12 +40,14 @@ def launch(main: Main, config: Config, *args: Any) -> None:
         _spawn_eager(main, config, args)
 
 
-def make_runtime(config: Config) -> Runtime:
-    """The Runtime of this process."""
+def make_runtime(config: Config, *, process: int = 0) -> Runtime:
+    """The Runtime of this process, the `process`-th of this machine."""
     if config.hw.runtime == "xla":
         from tpu_experiments.runtime.xla import XlaRuntime
 
-        return XlaRuntime(config.hw, sharding=config.sharding)
+        cache = compile_cache_folder(config, process=process)
+        policy = config.trainer.on_recompile
+        return XlaRuntime(config.hw, sharding=config.sharding, on_recompile=policy, compile_cache=cache)
     from tpu_experiments.runtime.eager import EagerRuntime
 
     return EagerRuntime(config.hw)
@@ -52,7 +55,7 @@ def make_runtime(config: Config) -> Runtime:
 
 def _xla_child(index: int, parent: int, main: Main, config: Config, args: tuple[Any, ...]) -> None:
     _die_with(parent)
-    main(make_runtime(config), config, *args)
+    main(make_runtime(config, process=index), config, *args)
 
 
 def _spawn_eager(main: Main, config: Config, args: tuple[Any, ...]) -> None:

@@ -1,17 +1,36 @@
 """Where an intermediate value of a program lies, said to the compiler that splits the program (spmd)."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from tpu_experiments.runtime.loop import Loop
 
 
 class Lay(Protocol):
     """Says where a value lies; the value stays the same, and without spmd nothing is said."""
 
-    def __call__(self, tensor: Tensor, *, rows_dim: int | None) -> Tensor:
-        """`tensor`, split along `rows_dim` over the devices, or whole on each of them (None)."""
+    def __call__(self, tensor: Tensor, *, split_dim: int | None) -> Tensor:
+        """`tensor`, split along `split_dim` over the devices, or whole on each of them (None)."""
 
 
-def as_it_lies(tensor: Tensor, *, rows_dim: int | None) -> Tensor:
+def as_it_lies(tensor: Tensor, *, split_dim: int | None) -> Tensor:
     """Nothing is said."""
     return tensor
+
+
+def nothing_split(name: str, shape: tuple[int, ...]) -> int | None:
+    """Every device holds every parameter."""
+    return None
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What layers that are folded into one need of the device that runs them."""
+
+    loop: Loop
+    lay: Lay = as_it_lies
+    split_dim: Callable[[str, tuple[int, ...]], int | None] = nothing_split
+    """Name and shape of a parameter to the dimension along which the devices split it, None where each holds it."""

@@ -21,7 +21,14 @@ class Loop(Protocol):
     """Runs a body once for every index of the leading dimension of `xs`."""
 
     def __call__(
-        self, fn: Body, *, carry: Tensors, xs: Tensors, consts: Tensors = (), reverse: bool = False
+        self,
+        fn: Body,
+        *,
+        carry: Tensors,
+        xs: Tensors,
+        consts: Tensors = (),
+        reverse: bool = False,
+        rows: int | None = None,
     ) -> tuple[Tensors, Tensors]:
         """The last carry, and every y stacked along a new leading dimension, in the order of `xs`.
 
@@ -32,11 +39,19 @@ class Loop(Protocol):
             xs: at least one tensor; all have the same leading dimension, which is at least 1.
             consts: the same in every iteration.
             reverse: from the last index to the first; the order of the stacked ys stays that of `xs`.
+            rows: of the values that the loop works on, where there are such: a y whose first dimension is a multiple of
+                it holds so many, and lies on the devices as they do.
         """
 
 
 def python_loop(
-    fn: Body, *, carry: Tensors, xs: Tensors, consts: Tensors = (), reverse: bool = False
+    fn: Body,
+    *,
+    carry: Tensors,
+    xs: Tensors,
+    consts: Tensors = (),
+    reverse: bool = False,
+    rows: int | None = None,
 ) -> tuple[Tensors, Tensors]:
     """The loop in plain torch, on any device."""
     num = length_of(xs)

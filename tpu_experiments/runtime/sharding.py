@@ -19,28 +19,36 @@ class ShardingTable:
         self.max_replicated, self.num_devices = sharding.max_replicated_elements, num_devices
 
     def axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        """Mesh axis per dimension; a stack's axis of layers is never split.
+        """Mesh axis per dimension; a stack's axis of layers and a dimension of size 1 are never split.
+
+        Args:
+            name: of a parameter, or `<parameter>/<slot>` of optimizer state, which lies as its parameter does.
 
         Raises:
             ConfigError: the rule has another number of dimensions, or a split dimension is not divisible.
         """
-        if is_stack(name):
-            return (None, *self._axes(name, shape[1:]))
-        return self._axes(name, shape)
+        parameter = name.partition("/")[0]
+        if is_stack(parameter):
+            return (None, *self._axes(parameter, shape[1:]))
+        return self._axes(parameter, shape)
+
+    def split_dim(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The dimension that is split, None where there is none."""
+        return next((dim for dim, axis in enumerate(self.axes(name, shape)) if axis), None)
 
     def _axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
         for glob, axes in self.rules.items():
-            if not _matches(glob, name):
+            if not name or not _matches(glob, name):
                 continue
             if len(axes) != len(shape):
                 raise ConfigError(f"sharding.rules[{glob!r}]={axes} has {len(axes)} entries but {name} is {shape}.")
             for size, axis in zip(shape, axes, strict=True):
-                if axis and size % self.num_devices:
+                if axis and size > 1 and size % self.num_devices:
                     raise ConfigError(
                         f"sharding.rules[{glob!r}]={axes}; {name} is {shape} and {size} does not divide by the "
                         f"{self.num_devices} devices; split the other dimension."
                     )
-            return tuple(axes)
+            return tuple(axis if size > 1 else None for size, axis in zip(shape, axes, strict=True))
         return (None,) * len(shape)
 
     def check(self, names: Mapping[str, tuple[int, ...]]) -> None:

@@ -20,27 +20,33 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpu_experiments.runtime.attention_call import AttentionCall, Direction, Target
+from tpu_experiments.runtime.sharding import AXIS
+from tpu_experiments.runtime.splash_flat import flat_call, heads_beside, heads_first, turned
 
 jax.config.update("jax_platforms", "cpu")  # jax computes nothing here, and a TPU in this process is torch_xla's
 MOSAIC_VERSION = 7
 """libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8 where no TPU tells it otherwise."""
-AXIS = "fsdp"
+SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
 
 
 def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> bytes:
-    """Serialised HloModuleProto of forward (q, k, v, segments) -> (out, log-sum-exp) or backward
-    (q, k, v, segments, out, log-sum-exp, grad of out) -> (dq, dk, dv).
+    """Serialised HloModuleProto of forward (q, k, v, segments, rotation) -> (out, log-sum-exp) or backward
+    (q, k, v, segments, rotation, out, log-sum-exp, grad of out) -> (dq, dk, dv).
 
-    q, out (B, H, T, D); k, v (B, K, T, D); segments (B, T) int32; log-sum-exp (B, H, T) float32.
+    q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32; rotation (2, B, T, D), left out where nothing is
+    turned; log-sum-exp (B, H, T) float32.
     """
     tpu_custom_call.get_ir_version = lambda _: MOSAIC_VERSION
     jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla's programs are partitioned by GSPMD
     run = attention_function(call, direction=direction, target=target)
     if call.num_shards > 1:
         # Rows that do not divide are not split by the run either: then every chip computes all of them.
-        spec = PartitionSpec(AXIS) if call.rows % call.num_shards == 0 else PartitionSpec()
-        mesh = AbstractMesh((call.num_shards,), (AXIS,))
-        run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        by_rows = AXIS if call.rows % call.num_shards == 0 else None
+        spec, mesh = PartitionSpec(by_rows), AbstractMesh((call.num_shards,), (AXIS,))
+        specs = [spec] * len(_arguments(call, direction=direction))
+        if call.rotates:
+            specs[4] = PartitionSpec(None, by_rows)
+        run = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=spec, check_vma=False)
     traced = jax.jit(run, keep_unused=True).trace(*_arguments(call, direction=direction))
     module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
     return bytes(module.as_serialized_hlo_module_proto())
@@ -48,31 +54,43 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
 
 def _arguments(call: AttentionCall, *, direction: Direction) -> list[Any]:
     """Shapes of what `lowered` takes."""
-    rows, heads, length, size = call.rows, call.heads, call.length, call.head_dim
-    query = jax.ShapeDtypeStruct((rows, heads, length, size), call.dtype)
-    key = jax.ShapeDtypeStruct((rows, call.kv_heads, length, size), call.dtype)
+    rows, length, size = call.rows, call.length, call.head_dim
+    query = jax.ShapeDtypeStruct((rows, length, call.heads * size), call.dtype)
+    key = jax.ShapeDtypeStruct((rows, length, call.kv_heads * size), call.dtype)
     given = [query, key, key, jax.ShapeDtypeStruct((rows, length), jnp.int32)]
+    if call.rotates:
+        given.append(jax.ShapeDtypeStruct((2, rows, length, size), call.dtype))
     if direction == "backward":
-        given += [query, jax.ShapeDtypeStruct((rows, heads, length), jnp.float32), query]
+        given += [query, jax.ShapeDtypeStruct((rows, call.heads, length), jnp.float32), query]
     return given
 
 
 def attention_function(call: AttentionCall, *, direction: Direction, target: Target) -> Callable[..., Any]:
     """The jax function behind `lowered`, for the rows of one chip; `interpreted` runs the kernels on a CPU."""
+    extra = call.padded_length - call.length
     per_row = _forward if direction == "forward" else _backward
 
-    def run(query: Any, key: Any, value: Any, segments: Any, *saved: Any) -> Any:
-        kernel = _kernel(call, target=target)
-        extra = call.padded_length - call.length
-        scaled = (query.astype(jnp.float32) * call.scores.scale).astype(query.dtype)
-        tensors = [_padded(tensor, extra=extra, axis=2) for tensor in (scaled, key, value)]
-        tensors += [_padded(segments, extra=extra, axis=1), *(_padded(tensor, extra=extra, axis=2) for tensor in saved)]
-        with _stating_cost(call):
-            results = jax.vmap(functools.partial(per_row, kernel))(*tensors)
-        first, *others = (result[:, :, : call.length] for result in results)
+    def turn(flat: Any, rotation: Any, *, factor: float, backward: bool = False) -> Any:
+        if rotation is None:
+            return flat if factor == 1 else (flat.astype(jnp.float32) * factor).astype(flat.dtype)
+        return turned(flat, rotation, call=call, factor=factor, target=target, backward=backward)
+
+    def run(query: Any, key: Any, value: Any, segments: Any, *others: Any) -> Any:
+        rotation = _padded(others[0], extra=extra, axis=2) if call.rotates else None
+        flat = [_padded(tensor, extra=extra, axis=1) for tensor in (query, key, value)]
+        scaled, key = turn(flat[0], rotation, factor=call.scores.scale), turn(flat[1], rotation, factor=1.0)
+        tensors = [scaled, key, flat[2], _padded(segments, extra=extra, axis=1)]
         if direction == "backward":
-            first = (first.astype(jnp.float32) * call.scores.scale).astype(first.dtype)
-        return first, *others
+            out, log_sum, grad = others[-3:]
+            tensors += [_padded(out, extra=extra, axis=1), _padded(log_sum, extra=extra, axis=2)]
+            tensors.append(_padded(grad, extra=extra, axis=1))
+        with _as_wanted(call):
+            results = jax.vmap(functools.partial(per_row, _kernel(call, target=target), call))(*tensors)
+        if direction == "forward":
+            return results[0][:, : call.length], results[1][..., : call.length]
+        dq = turn(results[0], rotation, factor=call.scores.scale, backward=True)
+        dk = turn(results[1], rotation, factor=1.0, backward=True)
+        return tuple(grads[:, : call.length] for grads in (dq, dk, results[2]))
 
     return run
 
@@ -104,27 +122,55 @@ def _kernel(call: AttentionCall, *, target: Target) -> Any:
     )
 
 
-def _forward(kernel: Any, query: Any, key: Any, value: Any, segments: Any) -> Any:
-    """One row: output (H, T, D) and log-sum-exp (H, T)."""
+def _forward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any]:
+    """One row, (T, H D) and so on: output (T, H D) and log-sum-exp (H, T)."""
+    *qkv, segments = tensors
     settings = dict(kernel.kwargs, save_residuals=True)
+    query, key, value = (heads_first(tensor, head_dim=call.head_dim) for tensor in qkv)
     ids = kernels.SegmentIds(segments, segments)
     out, (log_sum,) = kernels._splash_attention_forward(kernel.fwd_mask_info, query, key, value, ids, None, **settings)
-    return out, log_sum
+    return heads_beside(out), log_sum
 
 
-def _backward(
-    kernel: Any, query: Any, key: Any, value: Any, segments: Any, out: Any, log_sum: Any, grad: Any
-) -> tuple[Any, Any, Any]:
-    """One row: gradients of the scaled query (H, T, D), the key and the value (K, T, D)."""
+def _backward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any, Any]:
+    """One row: gradients of the scaled query (T, H D), the key and the value (T, K D)."""
+    *qkv, segments, out, log_sum, grad = tensors
+    query, key, value, do = (heads_first(tensor, head_dim=call.head_dim) for tensor in (*qkv, grad))
+    settings = {name: kernel.kwargs[name] for name in SHARED_SETTINGS}
+    sizes = kernel.kwargs["block_sizes"]
+    layouts = {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
     ids = kernels.SegmentIds(segments, segments)
-    saved = (query, key, value, ids, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
-    grads = kernels._splash_attention_bwd(**kernel.kwargs, res=saved, do=grad)
-    return grads[3], grads[4], grads[5]
+    given = (query, key, value, ids, None, log_sum, do, _row_sums(out, grad, heads=call.heads))
+    fused = call.backward == "fused"
+    block = {"bq": call.block, "bkv": call.block}
+    dq, dk, dv = kernels._splash_attention_bwd_dkv(
+        *given,
+        **block,
+        bkv_compute=call.block,
+        mask_info=kernel.dkv_mask_info,
+        use_fused_bwd_kernel=fused,
+        **settings,
+        **layouts,
+    )
+    if not fused:
+        dq = kernels._splash_attention_bwd_dq(*given, **block, mask_info=kernel.dq_mask_info, **settings, **layouts)
+    return heads_beside(dq), heads_beside(dk), heads_beside(dv)
+
+
+def _row_sums(out: Any, grad: Any, *, heads: int) -> Any:
+    """Sum of out x grad over each head's features, (H, T) float32 (D of FlashAttention-2, arXiv 2307.08691).
+
+    As a product with ones in float32: a sum over part of a row's lanes would want another order of the tensor.
+    """
+    product = out.astype(jnp.float32) * grad.astype(jnp.float32)
+    ones = jnp.repeat(jnp.eye(heads), out.shape[1] // heads, axis=0)
+    return jnp.matmul(product, ones, precision="highest").T
 
 
 @contextmanager
-def _stating_cost(call: AttentionCall) -> Iterator[None]:
-    """Kernels built inside say how much they work: splash says nothing, and the compiler cannot see into a kernel."""
+def _as_wanted(call: AttentionCall) -> Iterator[None]:
+    """Kernels built inside take heads out of (T, H D) where they can, and say how much they work: splash says nothing,
+    and the compiler cannot see into a kernel."""
     real = kernels.pl
 
     def pallas_call(*args: Any, name: str, **settings: Any) -> Any:
@@ -132,7 +178,8 @@ def _stating_cost(call: AttentionCall) -> Iterator[None]:
         cost = real.CostEstimate(
             flops=call.flops(phase), transcendentals=call.exponentials, bytes_accessed=call.bytes_moved(phase)
         )
-        return real.pallas_call(*args, name=name, cost_estimate=cost, **settings)
+        build = flat_call(real.pallas_call, phase=phase) if call.is_flat else real.pallas_call
+        return build(*args, name=name, cost_estimate=cost, **settings)
 
     kernels.pl = SimpleNamespace(**vars(real) | {"pallas_call": pallas_call})
     try:

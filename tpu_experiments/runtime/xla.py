@@ -5,9 +5,8 @@ partitioned by XLA. `spawn`: one process per device, gradients summed in the gra
 """
 
 import itertools
-import logging
-import time
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.metrics as met
+import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
@@ -28,14 +27,14 @@ from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
 from tpu_experiments.runtime.feed import Dealer
-from tpu_experiments.runtime.layout import Lay, as_it_lies
-from tpu_experiments.runtime.loop import Loop
+from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.sharding import AXIS, ShardingTable, batch_axes
+from tpu_experiments.runtime.signature import Shape
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
 from tpu_experiments.runtime.xla_layout import lay_over
-from tpu_experiments.runtime.xla_loop import xla_loop
+from tpu_experiments.runtime.xla_loop import loop_for
+from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
 
-log = logging.getLogger(__name__)
 GIB = 2**30
 NEVER_SYNC = 2**62
 """Batches between two syncs of torch_xla's loader. A program syncs itself; a second sync for each batch took 1.5 ms."""
@@ -44,8 +43,13 @@ NEVER_SYNC = 2**62
 class XlaRuntime:
     """One process on torch_xla."""
 
-    def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
+    def __init__(
+        self, hw: HwConfig, *, sharding: ShardingConfig, on_recompile: str = "warn", compile_cache: str | None = None
+    ) -> None:
         self.mesh: xs.Mesh | None = None
+        if compile_cache is not None:  # torch_xla reads it when it makes its first computation
+            os.makedirs(compile_cache, exist_ok=True)
+            xr.initialize_cache(compile_cache, readonly=False)
         if hw.parallel == "spmd":
             xr.use_spmd()
         self.device = torch_xla.device()  # before any CPU backward: it starts autograd's XLA queue
@@ -62,12 +66,10 @@ class XlaRuntime:
         self.rank = xr.global_ordinal() if hw.parallel == "spawn" else 0
         self.world_size = xr.world_size() if hw.parallel == "spawn" else 1
         self._table = ShardingTable(sharding, num_devices=found)
-        self.loop: Loop = xla_loop
+        self.loop = loop_for(xr.device_type(), num_shards=found if hw.parallel == "spmd" else 1)
         self.lay: Lay = lay_over(num_devices=found) if hw.parallel == "spmd" else as_it_lies
-        self._first_call_compiles = 0
-        self._setup_compiles: int | None = None
-        self._warm = False
-        self._trace_seconds = 0.0
+        self.folding: Folding | None = Folding(self.loop, self.lay, self._table.split_dim)
+        self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache)
 
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.device))
@@ -133,30 +135,10 @@ class XlaRuntime:
                 loader._loader.close()
 
     def program(self, function: Callable[[Batch], Out], *, name: str) -> Program[Out]:
-        seen: set[tuple[tuple[int, ...], ...]] = set()
+        return XlaProgram(function, name=name, compiles=self.compiles)
 
-        def run(batch: Batch, *, then: Callable[[Out], None] | None = None) -> Out:
-            before = _num_compiles()
-            if self._setup_compiles is None:
-                self._setup_compiles = before
-            started = time.perf_counter()
-            out = function(batch)
-            self._trace_seconds += time.perf_counter() - started
-            if then is not None:
-                xm.add_step_closure(then, args=(out,), run_async=True)
-            torch_xla.sync()
-            shapes = tuple(tuple(t.shape) for t in batch.values())
-            compiled = _num_compiles() - before
-            self._warm = True
-            if shapes not in seen:
-                seen.add(shapes)
-                self._first_call_compiles += compiled
-                log.info("%s %s: compiled %d program(s)", name, _shape_text(batch), compiled)
-            elif compiled:
-                log.warning("%s %s compiled again after warm-up", name, _shape_text(batch))
-            return out
-
-        return run
+    def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
+        self.compiles.expect(shapes)
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
         if self.world_size == 1:
@@ -182,21 +164,27 @@ class XlaRuntime:
         torch_xla.sync()
         done.wait()
 
+    def start_profile(self, folder: str) -> None:
+        xp.start_trace(folder)
+        self.compiles.is_profiled = True
+
+    def stop_profile(self) -> None:
+        self.compiles.is_profiled = False
+        xp.stop_trace()
+
     def counters(self) -> Counters:
-        num = _num_compiles()
-        after = num - self._first_call_compiles - (self._setup_compiles or 0)
-        return Counters(
-            num_compiles=num,
-            compiles_after_warmup=after if self._warm else 0,
-            compile_seconds=_compile_seconds(),
-            trace_seconds=self._trace_seconds,
-        )
+        return self.compiles.counters()
 
     def memory_gib(self) -> float | None:
+        return self._memory("bytes_used")
+
+    def peak_memory_gib(self) -> float | None:
+        return self._memory("peak_bytes_used")
+
+    def _memory(self, kind: str) -> float | None:
         if self.device.type != "xla" or xr.device_type() != "TPU":
             return None
-        info = xm.get_memory_info(self.device)
-        return float(info["bytes_used"]) / GIB
+        return float(xm.get_memory_info(self.device)[kind]) / GIB
 
 
 def _arrivals(dealer: Dealer[Info, dict[str, Tensor]], loaders: list[Any]) -> Iterator[tuple[Info, dict[str, Tensor]]]:
@@ -207,18 +195,3 @@ def _arrivals(dealer: Dealer[Info, dict[str, Tensor]], loaders: list[Any]) -> It
             dealer.raise_if_early()
             return
         yield dealer.info(), tensors
-
-
-def _num_compiles() -> int:
-    data = met.metric_data("CompileTime")
-    return int(data[0]) if data else 0
-
-
-def _compile_seconds() -> float:
-    data = met.metric_data("CompileTime")
-    return float(data[1]) / 1e9 if data else 0.0  # the metric counts nanoseconds
-
-
-def _shape_text(batch: Batch) -> str:
-    shapes = {tuple(t.shape) for t in batch.values() if t.ndim > 1}
-    return " ".join("x".join(map(str, s)) for s in sorted(shapes, key=len))

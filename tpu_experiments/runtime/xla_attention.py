@@ -29,25 +29,26 @@ class XlaAttention:
     def __init__(self, *, num_shards: int, target: Target = "tpu") -> None:
         self.num_shards, self.target = num_shards, target
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, *, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output (B, H, T, D) and log-sum-exp (B, H, T)."""
-        out, log_sum = self._embedded(q, k, v, segments, scores=scores, direction="forward")
+    def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Output (B, T, H D) and log-sum-exp (B, H, T)."""
+        out, log_sum = self._embedded(*tensors, heads=heads, scores=scores, direction="forward")
         return out, log_sum
 
-    def backward(self, *saved: Tensor, grad: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *saved: Tensor, grad: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
-        dq, dk, dv = self._embedded(*saved, grad, scores=scores, direction="backward")
+        dq, dk, dv = self._embedded(*saved, grad, heads=heads, scores=scores, direction="backward")
         return dq, dk, dv
 
-    def _embedded(self, *tensors: Tensor, scores: Scores, direction: Direction) -> list[Tensor]:
-        q, k = tensors[:2]
-        rows, heads, length, head_dim = q.shape
-        sizes = (rows, heads, k.shape[1], length, head_dim)
-        call = AttentionCall(*sizes, dtype=DTYPES[q.dtype], scores=scores, num_shards=self.num_shards)
+    def _embedded(self, *tensors: Tensor, heads: int, scores: Scores, direction: Direction) -> list[Tensor]:
+        q, k, v, segments, rotation, *others = tensors
+        rows, length, width = q.shape
+        head_dim = width // heads
+        sizes = (rows, heads, k.shape[2] // head_dim, length, head_dim)
+        rotates = rotation.numel() > 0
+        given = [q, k, v, segments, *([rotation] if rotates else []), *others]
+        call = AttentionCall(*sizes, dtype=DTYPES[q.dtype], scores=scores, rotates=rotates, num_shards=self.num_shards)
         computation = _computation(call, direction=direction, target=self.target)
-        results: list[Tensor] = torch_xla._XLAC._xla_user_computation(
-            f"xla::attention_{direction}", list(tensors), computation
-        )
+        results: list[Tensor] = torch_xla._XLAC._xla_user_computation(f"xla::attention_{direction}", given, computation)
         return results
 
 

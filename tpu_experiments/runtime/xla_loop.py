@@ -5,17 +5,38 @@ program is traced, so it may hold autograd and loops of its own. torch_xla's `sc
 AOTAutograd, at every step unless the same function comes again, and decides what to keep for the backward pass.
 """
 
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch_xla.experimental.scan import _scan_impl_pytree
 
-from tpu_experiments.runtime.loop import Body, Tensors, detached, length_of
+from tpu_experiments.runtime.loop import Body, Loop, Tensors, detached, length_of
+from tpu_experiments.runtime.xla_buffer import StacksMadeBy, Unwritten, unwritten_for
+
+
+def loop_for(device: str, *, num_shards: int) -> Loop:
+    """The loop of programs for `device`, whose rows are split over `num_shards` chips."""
+    return functools.partial(xla_loop, unwritten=unwritten_for(device, num_shards=num_shards))
 
 
 def xla_loop(
-    fn: Body, *, carry: Tensors, xs: Tensors, consts: Tensors = (), reverse: bool = False
+    fn: Body,
+    *,
+    carry: Tensors,
+    xs: Tensors,
+    consts: Tensors = (),
+    reverse: bool = False,
+    rows: int | None = None,
+    unwritten: Callable[[int], Unwritten] | None = None,
 ) -> tuple[Tensors, Tensors]:
-    """As `Loop` says. `consts` are carried and come back unchanged, which XLA sees: they are not copied."""
+    """As `Loop` says. `consts` are carried and come back unchanged, which XLA sees: they are not copied.
+
+    Args:
+        unwritten: number of rows to the maker of stacks that are not filled first; None fills with zeros.
+    """
     length_of(xs)
     carry_types, x_types, const_types = ([t.dtype for t in tensors] for tensors in (carry, xs, consts))
 
@@ -25,7 +46,8 @@ def xla_loop(
         _check_types(new, carry_types)
         return (detached(new), fixed), detached(y)
 
-    with torch.no_grad():
+    stacks = StacksMadeBy(unwritten(rows)) if unwritten and rows else nullcontext()
+    with torch.no_grad(), stacks:
         state = (detached(carry), detached(consts))
         (carry, _), ys = _scan_impl_pytree(body, state, detached(xs), reverse=reverse)
     return carry, ys

@@ -28,9 +28,8 @@ from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.training.inputs import RunInputs, expected_programs, stage_rows, stage_steps
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
-from tpu_experiments.training.stop import STOPPED_EXIT_CODE
+from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest
 from tpu_experiments.training.summary import summary
-from tpu_experiments.training.trainer import StoppedByRequest
 from tpu_experiments.training.window import TrainingStopped
 
 log = logging.getLogger(__name__)

@@ -135,7 +135,20 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
     }
 
 
+def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
+    """Shapes of the token ids of one process for every program of a whole run, by the program's name.
+
+    Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window.
+    """
+    geometries = [stage.geometry for stage in inputs.stages]
+    rows = geometries[0].micro_rows * geometries[0].num_devices // world_size
+    return {
+        "train": {(g.accumulation, g.micro_rows * g.num_devices // world_size, g.seq_len) for g in geometries},
+        "evaluate": {(rows, inputs.eval_seq_len)},
+        "sample": {(1, config.sample.window)} if config.sample.max_new_tokens else set(),
+    }
+
+
 def expected_programs(inputs: RunInputs, config: Config) -> int:
     """Compiled programs of a whole run: one per training shape, one evaluation, one sample."""
-    shapes = {(s.geometry.accumulation, s.geometry.micro_rows, s.geometry.seq_len) for s in inputs.stages}
-    return len(shapes) + 1 + (1 if config.sample.max_new_tokens else 0)
+    return sum(len(shapes) for shapes in program_shapes(inputs, config, world_size=1).values())

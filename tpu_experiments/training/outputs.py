@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from tpu_experiments.config.schema import Config
@@ -40,7 +41,6 @@ class RunOutputs:
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.adapter_path: str | None = None
         self.sample_texts: dict[str, str] = {}
-        self._last_time: float | None = None
         self._steps: Counter[str] = Counter()
         self._tokens = 0
 
@@ -50,8 +50,8 @@ class RunOutputs:
         if loggers is not None:
             loggers.finish()
 
-    def training(self, reading: Reading, *, stage: str) -> None:
-        """One training record: mean loss of the interval, learning rate, gradient norm, throughput."""
+    def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
+        """One training record: mean loss of the interval, learning rate, norms, meters; `groups` names the norms."""
         if self.loggers is None:
             return
         values = {
@@ -60,18 +60,16 @@ class RunOutputs:
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
         }
-        if self._last_time is not None:  # the first interval holds the compilation
-            seconds = max(reading.time - self._last_time, 1e-9)
-            values["perf/tokens_per_second"] = reading.num_tokens / seconds
-            values["perf/step_seconds"] = seconds / len(reading.losses)
-        self._last_time = reading.time
+        every, first = self.config.trainer.norms_every_steps, reading.losses[0][0]
+        if every and reading.step // every > (first - 1) // every:
+            for kind, norms in zip(("grad", "update"), reading.norms, strict=True):
+                values |= {f"norms/{kind}_{group}": norm for group, norm in zip(groups, norms, strict=True)}
         self._steps[stage] += len(reading.losses)
         self._tokens += reading.num_tokens
-        self.loggers.scalars(reading.step, values)
+        self.loggers.scalars(reading.step, values | meters)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Held-out loss and perplexity, over all sources and for each."""
-        self._last_time = None
         if self.loggers is None:
             return
         values = {"eval/loss": evaluation.loss, "eval/perplexity": evaluation.perplexity}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.config.schema import SampleConfig
 from tpu_experiments.models.forward import logits_of
 from tpu_experiments.runtime.base import Runtime
 
@@ -23,12 +24,11 @@ class Sampler:
         runtime: Runtime,
         parameters: Mapping[str, Tensor],
         tokenizer: PreTrainedTokenizerBase,
-        window: int,
-        temperature: float,
+        settings: SampleConfig,
         seed: int,
     ) -> None:
         self.module, self.runtime, self.parameters = module, runtime, parameters
-        self.tokenizer, self.window, self.temperature = tokenizer, window, temperature
+        self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
         self.seed = seed
         self.program = runtime.program(self.next_token, name="sample")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.forward import hidden_of, logits_of, row_losses, target_weights
 from tpu_experiments.models.head import has_plain_head, soft_cap_of
 from tpu_experiments.models.loss import chunked_row_losses
@@ -37,6 +38,8 @@ class StepOutput:
     """Loss sum of every row of this process, nats; names the rows when it is not finite."""
     num_supervised: Tensor
     """Supervised tokens of the global batch, shape ()."""
+    norms: Tensor | None = None
+    """Norms of gradient (before clipping) and update of every group of parameters, shape (2, groups)."""
 
 
 def next_token_loss(
@@ -45,20 +48,23 @@ def next_token_loss(
     rows: Rows,
     *,
     chunk_tokens: int | None = None,
+    num_shards: int = 1,
     loop: Loop = python_loop,
     lay: Lay = as_it_lies,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the next token, summed per row.
 
     Args:
-        chunk_tokens: positions of every row whose logits exist at once; None makes all logits, and so does a model
-            whose head is more than a matrix product.
+        chunk_tokens: tokens of a device whose logits exist at once; None makes all logits, and so does a model whose
+            head is more than a matrix product.
+        num_shards: devices that the rows are split over.
     """
     if chunk_tokens is None or not has_plain_head(module):
         return row_losses(logits_of(module, parameters, rows), rows)
     hidden_BTH, head_VH = hidden_of(module, parameters, rows)
+    positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
     cap = soft_cap_of(module)
-    return chunked_row_losses(hidden_BTH, head_VH, rows, chunk_tokens=chunk_tokens, loop=loop, lay=lay, soft_cap=cap)
+    return chunked_row_losses(hidden_BTH, head_VH, rows, chunk_positions=positions, loop=loop, lay=lay, soft_cap=cap)
 
 
 class TrainStep:
@@ -73,7 +79,9 @@ class TrainStep:
         sum_over_processes: SumOverProcesses,
         row_loss: RowLoss = next_token_loss,
         loop: Loop = python_loop,
+        norm_groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        self.norm_groups = norm_groups
         self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
         self.sum_over_processes, self.row_loss, self.loop = sum_over_processes, row_loss, loop
 
@@ -98,7 +106,10 @@ class TrainStep:
             new_parameters, new_state = self.optimizer.update(
                 parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
             )
-        return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total)
+            norms = None
+            if self.norm_groups:
+                norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
+        return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms)
 
     def gradients(
         self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor

@@ -7,6 +7,10 @@ from types import FrameType
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command, given again, goes on
 
 
+class StoppedByRequest(Exception):
+    """The run was asked to stop, saved a checkpoint and did."""
+
+
 class StopFlag:
     """Set by SIGTERM and by the first Ctrl-C; a second Ctrl-C interrupts at once."""
 

@@ -26,6 +26,9 @@ class Ending:
     report: ParameterReport
     counters: Counters
     device_memory_gib: float | None
+    peak_device_memory_gib: float | None
+    meters: dict[str, float | None]
+    """Means over the measured steps of this process's life (training/meters.py)."""
     seconds: dict[str, float]
     """Exclusive wall seconds by activity; those of `counters` lie inside `train` and `eval`."""
     tokens_per_second: float
@@ -49,11 +52,14 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "num_parameters": ending.report.total,
         "tokens": progress.tokens,
         "tokens_per_second": ending.tokens_per_second,
+        "meters": ending.meters,
         "seconds": ending.seconds | {"trace": counters.trace_seconds, "compile": counters.compile_seconds},
         "num_compiles": counters.num_compiles,
         "compiles_after_warmup": counters.compiles_after_warmup,
+        "compile_cache": asdict(counters.cache) if counters.cache is not None else None,
         "peak_host_rss_gib": peak_host_rss_gib(),
         "device_memory_gib": ending.device_memory_gib,
+        "peak_device_memory_gib": ending.peak_device_memory_gib,
         "config_hash": config_hash(config),
         "git_commit": provenance["git_commit"],
         "versions": provenance["versions"],
@@ -95,7 +101,9 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s; seconds: {times}",
         *promise_line(result.get("plan")),
-        f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up",
+        *_step_lines(result["meters"]),
+        f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up"
+        + _cache_text(result["compile_cache"]),
         f"  sample before   {result['sample_before']!r}",
         f"  sample after    {result['sample_after']!r}",
         f"  run folder      {folder.path()}",
@@ -105,6 +113,26 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         "  python run.py " + shlex.quote(f"name={result['name']}_r32") + " lora=all_linear_r32   # rank 32 instead",
     ]
     return "\n".join(lines)
+
+
+def _step_lines(meters: dict[str, float | None]) -> list[str]:
+    """Where the time of a step went, and the share of the peak where the hardware has one."""
+    seconds = meters["step_seconds"]
+    if not seconds:
+        return []
+    parts = [
+        f"{100 * (meters[f'{name}_seconds'] or 0) / seconds:.0f} % {words}"
+        for name, words in (("trace", "tracing"), ("input_wait", "waiting for input"), ("rest", "device and rest"))
+    ]
+    shares = [f"{name.upper()} {100 * share:.1f} %" for name in ("mfu", "hfu") if (share := meters[name]) is not None]
+    return [f"  a step          {1000 * seconds:,.0f} ms: {', '.join([*parts, *shares])}"]
+
+
+def _cache_text(cache: dict[str, Any] | None) -> str:
+    if cache is None:
+        return ""
+    unreadable = f", {cache['unreadable']} could not be read" if cache["unreadable"] else ""
+    return f"; of the compile cache {cache['hits']} hits, {cache['misses']} misses{unreadable}"
 
 
 def _loss(value: float | None) -> str:

@@ -6,77 +6,35 @@ A trainer of your own subclasses `Trainer`, overrides what it needs among `row_l
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tpu_experiments.checkpoint.store import load_latest, save_checkpoint
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Stage
-from tpu_experiments.config.schema import Config
-from tpu_experiments.metrics.stopwatch import Stopwatch
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.training.evaluate import Evaluation, Evaluator
+from tpu_experiments.runtime.base import UnexpectedProgram
+from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import (
-    RunInputs,
     StepInfo,
-    evaluation_batches,
+    program_shapes,
     stage_rows,
     stage_steps,
     step_batches,
 )
-from tpu_experiments.training.outputs import RunOutputs
-from tpu_experiments.training.progress import Progress, StageRecord
-from tpu_experiments.training.sample import Sampler, prompt_ids
-from tpu_experiments.training.saved import flat, from_host, to_host
-from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss, seed_of
-from tpu_experiments.training.stop import StopFlag
+from tpu_experiments.training.parts import Parts
+from tpu_experiments.training.profiling import Profiler
+from tpu_experiments.training.progress import StageRecord
+from tpu_experiments.training.sample import prompt_ids
+from tpu_experiments.training.saved import read_state, write_state
+from tpu_experiments.training.step import StepOutput, seed_of
+from tpu_experiments.training.stop import StoppedByRequest
 from tpu_experiments.training.summary import Ending
-from tpu_experiments.training.window import Pending, Reading, Window
+from tpu_experiments.training.window import Pending, Reading, TrainingStopped
 
 log = logging.getLogger(__name__)
 
 
-class StoppedByRequest(Exception):
-    """The run was asked to stop, saved a checkpoint and did."""
-
-
-class Trainer:
+class Trainer(Parts):
     """One run in one process; with several processes each has one and only rank 0 writes."""
-
-    def __init__(
-        self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
-    ) -> None:
-        self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
-        self.stop = StopFlag()
-        self.progress = Progress(data=inputs.audit_hashes)
-        self.window = Window()
-        self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
-        self.train_tokens = 0  # of this process's life; `progress` counts those of earlier lives too
-
-    # ---- what a trainer of your own may override ------------------------------------------------------------
-
-    def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
-        """Loss sum in nats and number of supervised tokens of every row, both (R,)."""
-        chunk, runtime = self.config.trainer.loss_chunk_tokens, self.runtime
-        return next_token_loss(module, parameters, rows, chunk_tokens=chunk, loop=runtime.loop, lay=runtime.lay)
-
-    def build_optimizer(self) -> Optimizer:
-        """The optimizer that `optim._target_` names, with the settings of `optim`."""
-        settings = asdict(self.config.optim)
-        for name in ("_target_", "lr", "clip_norm"):
-            settings.pop(name)
-        optimizer: Optimizer = locate(self.config.optim._target_, key="optim")(**settings)
-        return optimizer
-
-    def evaluate(self) -> Evaluation:
-        """Held-out loss of the current parameters."""
-        return self.evaluator.run(evaluation_batches(self.inputs, self.config))
 
     # ---- the run --------------------------------------------------------------------------------------------
 
@@ -86,68 +44,17 @@ class Trainer:
         with self.watch.measure("load"):
             self.build()
             self.restore()
-        if self.progress.eval_loss_before is None:
-            self.look_before()
-        for stage in self.inputs.stages[self.progress.stage :]:
-            self.run_stage(stage)
-        self.look_after()
-
-    def build(self) -> None:
-        """Model and optimizer state on the device, and the three programs of a run."""
-        config, runtime = self.config, self.runtime
-        self.model = build_model(
-            self.model_source(),
-            lora=config.lora,
-            seed=config.seed,
-            place=runtime.place,
-            layer_loop=runtime.loop if runtime.device.type == "xla" else None,
-            lay=runtime.lay,
-        )
-        self.model.module.train()
-        self.parameters = self.model.trainable
-        self.optimizer = self.build_optimizer()
-        self.state = self.fresh_state()
-        self.step = TrainStep(
-            self.model.module,
-            optimizer=self.optimizer,
-            clip_norm=config.optim.clip_norm,
-            sum_over_processes=runtime.sum_over_processes,
-            row_loss=self.row_loss,
-            loop=runtime.loop,
-        )
-        self.step_program = runtime.program(self.step_in_place, name="train")
-        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
-        self.evaluator = Evaluator(self.model.module, row_loss=self.row_loss, **parts)
-        self.sampler = Sampler(
-            self.model.module,
-            tokenizer=self.inputs.tokenizer,
-            window=config.sample.window,
-            temperature=config.sample.temperature,
-            seed=config.seed,
-            **parts,
-        )
-        log.info("%s", self.model.report)
-
-    def model_source(self) -> HuggingFaceModel:
-        """Where the model's config, module and weights come from."""
-        source: HuggingFaceModel = locate(self.config.model._target_, key="model")(
-            self.config.model, seed=self.config.seed
-        )
-        return source
-
-    def fresh_state(self) -> State:
-        """Optimizer state at zero, each slot where its parameter lives."""
-        shapes = {name: torch.empty(p.shape, device="meta") for name, p in self.parameters.items()}
-        return {
-            name: {slot: self.runtime.zeros(t.shape, name=f"{name}/{slot}") for slot, t in slots.items()}
-            for name, slots in self.optimizer.init(shapes).items()
-        }
-
-    def step_in_place(self, batch: Mapping[str, Tensor]) -> StepOutput:
-        """One optimizer step on the tensors that live on the device."""
-        parameters, state, output = self.step(self.parameters, self.state, batch)
-        commit(self.parameters, self.state, new=(parameters, state))
-        return output
+        place = self.outputs.folder.path("profile")
+        self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
+        self.runtime.expect(program_shapes(self.inputs, self.config, world_size=self.runtime.world_size))
+        try:
+            if self.progress.eval_loss_before is None:
+                self.look_before()
+            for stage in self.inputs.stages[self.progress.stage :]:
+                self.run_stage(stage)
+            self.look_after()
+        except UnexpectedProgram as error:
+            self.stop_for(error)
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from where the progress stands to its last step."""
@@ -165,13 +72,15 @@ class Trainer:
         process = (self.runtime.rank, self.runtime.world_size)
         batches = step_batches(rows, stage, config=self.config, first=self.progress.stage_step, process=process)
         with self.watch.measure("train"):
+            self.meters.begin(stage.geometry)
             with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
-                for info, batch in feed:
+                for info, batch in self.meters.timed(feed):
+                    self.profile_from_here()
                     self.train_one(info, batch)
+                    self.profile_up_to_here(last=info.is_last)
                     self.between_steps(last=info.is_last)
             assert self.progress.stage_step == num_steps, "the feed ended before the stage"
-            self.runtime.wait()
-            self.record(self.window.drain())
+            self.settle()
         self.train_compile_seconds += self.runtime.counters().compile_seconds - compiling
         self.train_tokens += self.progress.tokens - tokens
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
@@ -182,7 +91,7 @@ class Trainer:
         self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.rank))
         step = self.progress.step + 1
         due = step % self.config.trainer.log_every_steps == 0 or info.is_last
-        pending = Pending(step, info.lr, info.labels, info.num_tokens)
+        pending = Pending(step, info.lr, info.labels, info.num_tokens, mark=self.meters.mark())
         self.window.pending.append(pending)
         steps = self.window.close() if due else []
 
@@ -201,7 +110,9 @@ class Trainer:
         self.record(self.window.drain())
         every = config.trainer.eval_every_steps
         if every and step % every == 0 and not last:
-            self.report_evaluation(self.timed_evaluation())
+            self.settle()
+            with self.meters.aside():
+                self.report_evaluation(self.timed_evaluation())
         due = step % config.trainer.log_every_steps == 0
         if (due or self.runtime.world_size == 1) and self.runtime.any_process(self.stop.requested):
             self.save()
@@ -216,7 +127,27 @@ class Trainer:
             if stage.first_train_loss is None:
                 stage.first_train_loss = reading.losses[0][1]
             stage.last_train_loss = reading.losses[-1][1]
-            self.outputs.training(reading, stage=stage.name)
+            meters = self.meters.values(reading)
+            self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
+
+    def settle(self) -> None:
+        """Wait for the device, and record what it has done."""
+        self.runtime.wait()
+        self.record(self.window.drain())
+
+    def profile_from_here(self) -> None:
+        """Begin the profile where the next step is its first."""
+        if self.profiler.starts_at(self.progress.step + 1):
+            self.settle()
+            with self.meters.aside():
+                self.profiler.start()
+
+    def profile_up_to_here(self, *, last: bool) -> None:
+        """Write the profile after its last step, or the stage's."""
+        if last or self.profiler.ends_after(self.progress.step):
+            self.settle()
+            with self.meters.aside():
+                self.profiler.stop()
 
     # ---- before and after -----------------------------------------------------------------------------------
 
@@ -244,6 +175,8 @@ class Trainer:
             report=self.model.report,
             counters=self.runtime.counters(),
             device_memory_gib=self.runtime.memory_gib(),
+            peak_device_memory_gib=self.runtime.peak_memory_gib(),
+            meters=self.meters.means(),
             seconds=seconds,
             tokens_per_second=self.train_tokens / max(seconds.get("train", 0) - self.train_compile_seconds, 1e-9),
         )
@@ -273,27 +206,33 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of everything that changes (rank 0) once all queued steps are done."""
-        with self.watch.measure("checkpoint"):
-            self.runtime.wait()
-            self.record(self.window.drain())
+        self.settle()
+        with self.watch.measure("checkpoint"), self.meters.aside():
             if self.runtime.rank == 0:
-                save_checkpoint(
-                    self.outputs.folder.path("checkpoints"),
-                    step=self.progress.step,
-                    groups={"parameters": to_host(self.parameters), "optimizer": to_host(flat(self.state))},
-                    progress=self.progress.to_dict(),
-                    keep_last=self.config.checkpoint.keep_last,
-                )
+                folder, keep_last = self.outputs.folder.path("checkpoints"), self.config.checkpoint.keep_last
+                changing: dict[str, Any] = {"parameters": self.parameters, "state": self.state}
+                write_state(folder, progress=self.progress, keep_last=keep_last, **changing)
             self.runtime.barrier("saved")
 
     def restore(self) -> None:
         """Go on from the newest complete checkpoint of the run folder, if there is one."""
-        found = load_latest(self.outputs.folder.path("checkpoints"))
-        if found is None:
-            return
-        values, tensors = found
-        self.progress = Progress.from_dict(values)
-        from_host(tensors, parameters=self.parameters, state=self.state, place=self.runtime.place)
-        log.info(
-            "resumed at step %d (stage %d, step %d)", self.progress.step, self.progress.stage, self.progress.stage_step
-        )
+        folder, place = self.outputs.folder.path("checkpoints"), self.runtime.place
+        found = read_state(folder, parameters=self.parameters, state=self.state, place=place)
+        if found is not None:
+            self.progress = found
+            log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
+
+    def stop_for(self, error: UnexpectedProgram) -> NoReturn:
+        """Save what is done, then end the run with what made the compiler work again.
+
+        Several processes may not all have met it, so they do not wait for each other to save.
+
+        Raises:
+            TrainingStopped: always.
+        """
+        step, kept = self.progress.step, "the checkpoints stay"
+        if step > 0 and self.runtime.world_size == 1:
+            self.save()
+            kept = "a checkpoint of this step is saved, and the same command goes on from it"
+        value = error.explain()
+        raise TrainingStopped(f"stopped after step {step}: {error}{value and f': {value}'}; {kept}.") from error

@@ -7,13 +7,31 @@ XLA, and puts the numbers into an inbox that the loop empties when it passes by.
 import math
 import queue
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from tpu_experiments.training.step import StepOutput
 
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment on the clocks of the host; seconds are since some start."""
+
+    seconds: float = 0.0
+    trace: float = 0.0
+    input_wait: float = 0.0
+    compiles: int = 0
+
+    def plus(self, other: "Mark") -> "Mark":
+        """Each clock and the other's added."""
+        return Mark(*(mine + yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
+
+    def minus(self, other: "Mark") -> "Mark":
+        """What has passed on each clock since `other`."""
+        return Mark(*(mine - yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass
@@ -27,6 +45,8 @@ class Pending:
     num_tokens: int
     output: StepOutput | None = None
     """Filled when the step is queued."""
+    mark: Mark = Mark()
+    """When it was queued."""
 
 
 @dataclass
@@ -41,6 +61,11 @@ class Reading:
     num_tokens: int
     time: float
     """Seconds on the monotonic clock when the values arrived."""
+    num_supervised: float = 0.0
+    mark: Mark = Mark()
+    """When the last of its steps was queued."""
+    norms: list[list[float]] = field(default_factory=list)
+    """Of the last step: norms of gradient and update by group; empty where none are computed."""
 
     @property
     def mean_loss(self) -> float:
@@ -62,7 +87,7 @@ class Window:
 
     def read(self, steps: list[Pending]) -> None:
         """Move the reports of `steps` to the host (waits for the device) into the inbox."""
-        losses = []
+        losses, supervised = [], 0.0
         for pending in steps:
             assert pending.output is not None
             loss = float(pending.output.loss.cpu())
@@ -70,11 +95,14 @@ class Window:
                 self.inbox.put(_non_finite(pending, loss, pending.output))
                 return
             losses.append((pending.step, loss))
+            supervised += float(pending.output.num_supervised.cpu())
         last = steps[-1]
         assert last.output is not None
         norm = float(last.output.grad_norm.cpu())
         tokens = sum(pending.num_tokens for pending in steps)
-        self.inbox.put(Reading(last.step, last.lr, losses, norm, tokens, time.perf_counter()))
+        norms = [] if last.output.norms is None else last.output.norms.cpu().tolist()
+        arrived = time.perf_counter()
+        self.inbox.put(Reading(last.step, last.lr, losses, norm, tokens, arrived, supervised, last.mark, norms))
 
     def drain(self) -> list[Reading]:
         """The readings that have arrived.

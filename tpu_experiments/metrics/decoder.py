@@ -100,11 +100,16 @@ class Decoder:
 
     def adapted(self, targets: Iterable[str]) -> list[tuple[int, int]]:
         """(in, out) of every Linear that `lora.targets` names, by the rule of models/lora.py: leaf name or glob."""
+        return [shape for _, shape in self.adapted_by_leaf(targets)]
+
+    def adapted_by_leaf(self, targets: Iterable[str]) -> list[tuple[str, tuple[int, int]]]:
+        """The same with the last part of each name."""
         wanted = list(targets)
+        named = ((name, name.rpartition(".")[2], shape) for name, shape in self._linears())
         return [
-            shape
-            for name, shape in self._linears()
-            if any(name.rpartition(".")[2] == target or fnmatch.fnmatchcase(name, target) for target in wanted)
+            (leaf, shape)
+            for name, leaf, shape in named
+            if any(leaf == target or fnmatch.fnmatchcase(name, target) for target in wanted)
         ]
 
     def adapter_parameters(self, *, rank: int, targets: Iterable[str]) -> int:
@@ -130,7 +135,7 @@ def read_decoder(arch: Any) -> Decoder:
     if family is None:
         raise ConfigError(
             f"model.arch.model_type={kind}; its FLOPs and bytes are not counted yet. {suggest(str(kind), FAMILIES)} A "
-            "dense decoder with the seven projections takes one line in tpu_experiments/planning/decoder.py."
+            "dense decoder with the seven projections takes one line in tpu_experiments/metrics/decoder.py."
         )
     missing = [name for name in REQUIRED if _value(arch, name) is None]
     if missing:

@@ -1,0 +1,69 @@
+"""The formulas against the matrix products that stand in the training program itself, recomputation included."""
+
+import pytest
+
+from tests.config.composing import composed
+from tests.training.tiny import Run, random_batch
+from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.metrics.flops import SAVED_BY, trained_flops, utilisation
+from tpu_experiments.models.layer_graph import SAVED
+
+ROWS, SEQ_LEN = 2, 64
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("model", "remat", "lora"),
+    [
+        *((model, "layer_inputs", "none") for model in ("mistral7b", "gemma3_270m")),
+        *(("qwen05b", remat, "all_linear_r8") for remat in ("none", "layer_inputs", "save_attention", "save_dots")),
+        *(("gemma3_270m", remat, "all_linear_r8") for remat in ("none", "layer_inputs", "save_dots")),
+    ],
+)
+def test_the_program_has_the_products_that_are_counted(model: str, remat: str, lora: str) -> None:
+    from tpu_experiments.planning.hlo import read_program
+    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla_programs import hlo_of
+
+    deeper = ["model.tiny_arch.num_hidden_layers=12"] if model == "gemma3_270m" else []
+    config = composed(
+        f"model={model}", "model.size=tiny", "model.dtype=float32", "model.attention=sdpa", f"model.remat={remat}",
+        f"lora={lora}", *deeper,
+    )  # fmt: skip
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    run = Run(config, runtime)
+    batch = runtime.put(random_batch(0, rows=ROWS, seq_len=SEQ_LEN), rows_dim=1)
+    found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops
+    arch = run.model.source.config
+    flops = trained_flops(config, arch, seq_len=SEQ_LEN)
+    sizes = read_decoder(arch)
+    # Plain attention computes all T x T scores, not the causal half.
+    causal = flops.attention / 3
+    every = 4.0 * sizes.num_heads * sizes.head_dim * sizes.num_layers * SEQ_LEN
+    again = {"none": 0.0, "layer_inputs": 1.0}.get(remat, 0.5)
+    expected = flops.total + (3 + again) * (every - causal)
+    assert found / (ROWS * SEQ_LEN) == pytest.approx(expected, rel=1e-9)
+    assert flops.model == pytest.approx(flops.total - flops.recomputation)
+
+
+def test_what_a_policy_saves_is_what_the_layers_save() -> None:
+    assert SAVED_BY == SAVED
+
+
+def test_a_named_projection_is_not_computed_again() -> None:
+    arch = composed("model=mistral7b").model.arch
+    plain = trained_flops(composed("model=mistral7b"), arch, seq_len=1024)
+    saved = trained_flops(composed("model=mistral7b", "model.saved=[up_proj]"), arch, seq_len=1024)
+    one = 2.0 * 32 * (4096 * 14336 + 16 * 14336)
+    assert plain.recomputation - saved.recomputation == pytest.approx(one)
+    assert plain.model == saved.model
+
+
+def test_unrolled_layers_are_computed_once() -> None:
+    config = composed("model=qwen05b", "model.stack=unrolled")
+    assert trained_flops(config, config.model.arch, seq_len=512).recomputation == 0
+
+
+def test_utilisation_is_the_share_of_all_chips_peak() -> None:
+    # 8 x 918 TFLOP/s for half a second are 3.672e15 FLOPs.
+    assert utilisation(0.918e15, seconds=0.5, peak_tflops=918.0, num_devices=8) == pytest.approx(0.25)

@@ -1,0 +1,70 @@
+"""Queries and keys turned by the kernel instead of the model: the same numbers, for models of every kind."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.plain_kernel import PlainKernel
+from tpu_experiments.models import turning
+from tpu_experiments.models.attention import FLASH
+from tpu_experiments.models.forward import logits_of
+from tpu_experiments.runtime.attention import install_attention_kernel
+
+pytestmark = pytest.mark.xla
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+LEFT = {"mistral": {}, "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "gemma3_text": {"head_dim": 8}}
+# normalised after turning; a quarter of each head turned; pairs of neighbours turned
+OWN = {"hunyuan_v1_dense": {"head_dim": 8}, "stablelm": {}, "cohere": {}}
+
+
+@pytest.fixture
+def kernel():
+    made = PlainKernel()
+    yield made
+    install_attention_kernel(None)
+
+
+def outcome(model_type, settings, kernel):
+    """Logits and the gradients of all weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SMALL, **settings)
+    config._attn_implementation = FLASH
+    module = AutoModelForCausalLM.from_config(config)
+    install_attention_kernel(kernel)
+    parameters = dict(module.named_parameters())
+    positions = torch.cat([torch.arange(9), torch.arange(7)])[None].expand(2, -1)
+    segments = (torch.arange(16) >= 9).int()[None].expand(2, -1) + 1
+    ids = torch.arange(32).view(2, 16) % 61
+    logits = logits_of(module, parameters, {"ids": ids, "positions": positions, "segments": segments})
+    grads = torch.autograd.grad(logits.square().sum(), list(parameters.values()))
+    return logits.detach(), *grads
+
+
+@pytest.mark.parametrize("model_type", [*LEFT, *OWN])
+def test_the_kernel_turns_where_the_model_would_and_only_there(model_type, kernel):
+    settings = LEFT | OWN
+    plain = outcome(model_type, settings[model_type], None)
+    kernels = outcome(model_type, settings[model_type], kernel)
+    for ours, theirs in zip(kernels, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-5)
+    assert set(kernel.turned[-2:]) == {model_type in LEFT}
+
+
+def test_what_stands_in_is_taken_away_again(kernel):
+    from transformers.models.mistral import modeling_mistral
+
+    before = modeling_mistral.apply_rotary_pos_emb
+    outcome("mistral", {}, kernel)
+    assert modeling_mistral.apply_rotary_pos_emb is before
+    assert not turning._waiting
+    with pytest.raises(ZeroDivisionError), turning._left_to_the_kernel([modeling_mistral]):
+        raise ZeroDivisionError
+    assert modeling_mistral.apply_rotary_pos_emb is before

@@ -1,0 +1,73 @@
+"""Compiled programs kept in a folder: the same run finds its own in another process, whatever its hash seed was.
+
+torch_xla 2.9 writes the programs of its CPU device and says `Deserializing serialized executable not supported` when it
+reads one, so here a program that is found counts as `unreadable`; on a TPU it is a hit.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.composing import composed
+from tests.training.runs import run
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime.env import compile_cache_folder
+
+COMMON = (
+    "model=gemma3_270m",
+    "data=[sample_text]",
+    "debug=smoke",
+    "lora=all_linear_r8",
+    "trainer.max_stage_steps=1",
+    "sample.max_new_tokens=0",
+)
+
+
+def result_of(tmp_path: Path, *, name: str, hash_seed: str) -> dict[str, Any]:
+    """result.json of a run that keeps its programs in one folder."""
+    own = (f"name={name}", f"hw.compile_cache={tmp_path / 'programs'}")
+    done = run(*COMMON, *own, output_dir=tmp_path, env={"PYTHONHASHSEED": hash_seed})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads((tmp_path / name / "result.json").read_text()))
+
+
+@pytest.mark.xla
+def test_the_same_run_in_another_process_finds_all_its_programs(tmp_path):
+    """Seeds 1 and 3 put the two layer types of Gemma 3 into a set in different orders, and its forward pass goes over
+    that set (transformers 5.23, modeling_gemma3.py:549): the graph is hashed from its outputs, so it stays the same."""
+    first = result_of(tmp_path, name="first", hash_seed="1")
+    stored = sorted(path.name for path in (tmp_path / "programs").iterdir())
+    second = result_of(tmp_path, name="second", hash_seed="3")
+    folder, programs = str(tmp_path / "programs"), first["expected_programs"]
+    assert first["compile_cache"] == {"folder": folder, "hits": 0, "misses": programs, "unreadable": 0}
+    assert len(stored) == programs
+    cache = second["compile_cache"]
+    assert (cache["misses"], cache["hits"] + cache["unreadable"]) == (0, programs)
+    assert second["num_compiles"] == programs - cache["hits"]
+    assert sorted(path.name for path in (tmp_path / "programs").iterdir()) == stored
+    assert second["eval_loss"] == first["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "folder"),
+    [
+        (["hw=cpu"], None),
+        (["hw=v6e8"], "outputs/compile_cache"),
+        (["hw=v6e8", "hw.parallel=spawn"], "outputs/compile_cache/3"),
+        (["hw=v6e8", "hw.compile_cache=none"], None),
+        (["hw=v6e8", "hw.compile_cache=/disk/programs"], "/disk/programs"),
+        (["hw=v6e8", "output_dir=gs://bucket/runs"], "/home/me/.cache/tpu_experiments/compile_cache"),
+        (["hw=cpu", "hw.compile_cache=/disk/programs"], "/disk/programs"),
+        (["hw=cpu", "hw.compile_cache=/disk/programs", "hw.runtime=eager"], None),
+    ],
+)
+def test_where_programs_are_kept(monkeypatch, overrides, folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/.cache")
+    assert compile_cache_folder(composed(*overrides), process=3) == folder
+
+
+def test_a_bucket_is_refused():
+    with pytest.raises(ConfigError, match=r"hw.compile_cache=gs://bucket/programs; torch_xla reads"):
+        composed("hw.compile_cache=gs://bucket/programs")

@@ -1,0 +1,81 @@
+"""Which value was baked into a program: the texts of two of them (HLO), compared instruction by instruction.
+
+A number that Python computes becomes part of a program where it decides a shape or an attribute (a slice, a shift, a
+power), and as a constant where it is 0 or 1: other factors and summands torch_xla hands to the program as inputs.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.*)$")
+KIND = re.compile(r"^(\S+) ([\w-]+)\(")
+METADATA = re.compile(r", metadata=\{[^}]*\}")
+PLACE = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
+OPERAND = re.compile(r"%[\w.-]+")
+FOLLOWERS = {"tuple", "get-tuple-element", "while", "call", "conditional"}
+"""Their types hold those of everything that goes through them, so they change with any other instruction."""
+MAX_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO without names, so that those of two programs can be compared."""
+
+    type: str
+    opcode: str
+    text: str
+
+
+def changed_values(before: str, now: str) -> str:
+    """What stands in one HLO text and not in the other: `f32[] constant(2.5) became f32[] constant(3.5) (lab.py:14)`.
+
+    Empty where nothing differs. The place is from the metadata of `now`, which torch_xla writes when asked to; one in
+    an installed package is left out, since it says only which operation it was.
+    """
+    old, new = instructions(before), instructions(now)
+    gone, come = Counter(i for i, _ in old), Counter(i for i, _ in new)
+    places = {instruction: place for instruction, place in new if place}
+    added = sorted((come - gone).elements(), key=_rank)
+    removed = sorted((gone - come).elements(), key=_rank)
+    shown = []
+    for instruction in added:
+        place = f" ({places[instruction]})" if instruction in places else ""
+        partner = next((i for i in removed if (i.type, i.opcode) == (instruction.type, instruction.opcode)), None)
+        if partner is not None:
+            removed.remove(partner)
+        said = f"{partner.text} became {instruction.text}" if partner else f"{instruction.text} is new"
+        shown.append((_rank(instruction)[0], not place, f"{said}{place}"))
+    shown += [(_rank(instruction)[0], True, f"{instruction.text} is gone") for instruction in removed]
+    return "; ".join([said for *_, said in sorted(dict.fromkeys(shown))][:MAX_SHOWN])
+
+
+def instructions(hlo: str) -> list[tuple[Instruction, str]]:
+    """Every instruction that says something by itself, and where in the Python code it comes from."""
+    found = []
+    for line in hlo.splitlines():
+        match = INSTRUCTION.match(line)
+        kind = KIND.match(match[1]) if match else None
+        if match is None or kind is None or kind[2] in FOLLOWERS:
+            continue
+        text = " ".join(OPERAND.sub("", METADATA.sub("", match[1])).replace(" ,", ",").replace(" )", ")").split())
+        if kind[2] == "parameter":
+            text = f"an input {kind[1]}"
+        found.append((Instruction(kind[1], kind[2], text), _place(match[1])))
+    return found
+
+
+def _place(line: str) -> str:
+    """`folder/file.py:14` of code that is not installed, else empty."""
+    found = PLACE.search(line)
+    if found is None or "site-packages" in found[1]:
+        return ""
+    return f"{'/'.join(found[1].split('/')[-2:])}:{found[2]}"
+
+
+def _rank(instruction: Instruction) -> tuple[int, str]:
+    """Constants say most, then what has attributes, and inputs least."""
+    has_attributes = "={" in instruction.text or "=[" in instruction.text
+    order = 0 if instruction.opcode == "constant" else 1 if has_attributes else 2
+    order = 3 if instruction.opcode == "parameter" else order
+    return order, instruction.text

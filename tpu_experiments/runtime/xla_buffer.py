@@ -1,0 +1,96 @@
+"""A tensor of a TPU's program whose numbers are yet to be written, where torch would fill it with zeros.
+
+Filling the stacks of what 32 layers of Mistral 7B save took 160 ms of a step of 880 (libtpu 0.0.21 for v6e, estimate).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.experimental.scan as torch_xla_scan
+from torch import Tensor
+
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.uint8: "ui8",
+    torch.int32: "i32",
+}
+"""StableHLO's names."""
+Unwritten = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
+"""Shape of a stack and its type to a tensor for it, None where zeros are wanted."""
+
+
+def unwritten_for(device: str, *, num_shards: int) -> Callable[[int], Unwritten] | None:
+    """Number of rows to the maker of stacks; None for a device other than a TPU, whose compilers do not know of it.
+
+    Args:
+        num_shards: chips that rows are split over; a stack of values of rows is split as they are.
+    """
+    if device.lower() != "tpu":
+        return None
+
+    def for_rows(rows: int) -> Unwritten:
+        def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+            if len(shape) < 2 or shape[1] % rows or rows % num_shards or dtype not in NAMES:
+                return None
+            anchor = torch.zeros((), dtype=torch.int32, device=torch_xla.device())  # an operation needs an input
+            made: list[Tensor] = torch_xla._XLAC._xla_user_computation(
+                "xla::unwritten", [anchor], _computation(shape, dtype, num_shards)
+            )
+            return made[0]
+
+        return make
+
+    return for_rows
+
+
+@functools.cache
+def _computation(shape: tuple[int, ...], dtype: torch.dtype, num_shards: int) -> object:
+    from jax._src.lib import xla_client
+
+    text = stablehlo(shape, NAMES[dtype], num_shards=num_shards)
+    computation = xla_client._xla.mlir.mlir_module_to_xla_computation(text, use_tuple_args=False, return_tuple=False)
+    return xb.computation_from_module_proto("unwritten", computation.as_serialized_hlo_module_proto())
+
+
+def stablehlo(shape: tuple[int, ...], dtype: str, *, num_shards: int) -> str:
+    """A buffer of this shape, split along its second dimension: made by each chip for itself, as shard_map would."""
+
+    def typed(second: int) -> str:
+        return f"tensor<{'x'.join(map(str, (shape[0], second, *shape[2:])))}x{dtype}>"
+
+    whole, part = typed(shape[1]), typed(shape[1] // num_shards)
+    tiles = ",".join(str(num_shards if dim == 1 else 1) for dim in range(len(shape)))
+    manual = ' {mhlo.sharding = "{manual}"}' if num_shards > 1 else ""
+    split = f'{{mhlo.sharding = "{{devices=[{tiles}]<=[{num_shards}]}}"}}'
+    lines = [f"%0 = stablehlo.custom_call @AllocateBuffer(){manual} : () -> {part}"]
+    if num_shards > 1:
+        lines.append(f"%1 = stablehlo.custom_call @SPMDShardToFullShape(%0) {split} : ({part}) -> {whole}")
+    lines.append(f"return %{len(lines) - 1} : {whole}")
+    return f"module {{ func.func @main(%arg0: tensor<i32>) -> {whole} {{\n" + "\n".join(lines) + "\n} }"
+
+
+class StacksMadeBy:
+    """While it lasts, torch_xla's scan makes the stacks of its results by `make`; it fills no other with zeros."""
+
+    def __init__(self, make: Unwritten) -> None:
+        self.make = make
+
+    def __enter__(self) -> None:
+        self.before = torch_xla_scan.torch
+        torch_xla_scan.torch = self
+
+    def __exit__(self, *_: object) -> None:
+        torch_xla_scan.torch = self.before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """In place of torch.zeros."""
+        made = self.make(tuple(shape), dtype)
+        return torch.zeros(shape, device=device, dtype=dtype) if made is None else made

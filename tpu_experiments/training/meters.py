@@ -1,0 +1,174 @@
+"""What a step costs: tokens a second, where the host's time goes, and the share of the chips' peak.
+
+The host's time of a step has three parts. `trace`: Python builds the program's graph and hands it over. `input_wait`:
+the loop waits for a batch. `rest`: it waits for the device, or does something else; a device that is kept busy shows as
+a large rest. An interval between two log records in which something was compiled counts for nothing.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.metrics.flops import FlopsPerToken, utilisation
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.training.window import Mark, Reading
+
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+TRACING_BOUND, INPUT_BOUND = 0.5, 0.1
+"""Shares of a step that tracing and waiting for input may take before the log warns."""
+RATES = (
+    "tokens_per_second", "supervised_tokens_per_second", "step_seconds", "trace_seconds", "input_wait_seconds",
+    "rest_seconds", "mfu", "hfu",
+)  # fmt: skip
+STEADY_STEPS = 10
+"""Measured steps after which it may."""
+
+
+@dataclass
+class Totals:
+    """Sums over measured intervals."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    trace: float = 0.0
+    input_wait: float = 0.0
+    tokens: int = 0
+    supervised: float = 0.0
+    model_flops: float = 0.0
+    executed_flops: float = 0.0
+
+    def add(self, other: "Totals") -> None:
+        """Add each sum."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass
+class Meters:
+    """The meters of one process's run."""
+
+    runtime: Runtime
+    hw: HwConfig
+    flops: Mapping[int, FlopsPerToken]
+    """By row length; empty for a model that is not counted."""
+    totals: Totals = field(default_factory=Totals)
+    """Over the measured intervals of this process's life."""
+
+    def __post_init__(self) -> None:
+        self._input_wait = 0.0
+        self._aside = Mark()
+        self._last = Mark()
+        self._geometry: Geometry | None = None
+        self._warned: set[str] = set()
+
+    def begin(self, geometry: Geometry) -> None:
+        """The steps of a stage begin now."""
+        self._geometry, self._last = geometry, self.mark()
+
+    def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """The same batches; the time that each is waited for counts as input wait."""
+        while True:
+            started = time.perf_counter()
+            item = next(batches, None)
+            self._input_wait += time.perf_counter() - started
+            if item is None:
+                return
+            yield item
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside is no part of a step; every reading before it must have been taken."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            self._aside = self._aside.plus(self._now().minus(before))
+
+    def mark(self) -> Mark:
+        """This moment on the clock of the steps, which stands still while something is aside."""
+        return self._now().minus(self._aside)
+
+    def _now(self) -> Mark:
+        counters = self.runtime.counters()
+        trace = counters.trace_seconds + counters.dispatch_seconds
+        return Mark(time.perf_counter(), trace, self._input_wait, counters.num_compiles)
+
+    def values(self, reading: Reading) -> dict[str, float]:
+        """Meters of one log record by name. Empty where its interval holds a compilation; what the hardware or the
+        model cannot tell is left out."""
+        # Its values arrived when the device was done; the host's clocks stood before its last step was queued.
+        end = replace(reading.mark, seconds=reading.time - self._aside.seconds)
+        span, compiles = end.minus(self._last), self.mark().compiles - self._last.compiles
+        self._last = end
+        if compiles or span.seconds <= 0:
+            return {}
+        part = self._part(reading, span)
+        self.totals.add(part)
+        self._warn()
+        return {f"perf/{name}": value for name, value in self._rates(part).items()} | self._memory()
+
+    def means(self) -> dict[str, float | None]:
+        """The same over all measured steps, None where there is no telling."""
+        known = self._rates(self.totals) if self.totals.steps else {}
+        return {"measured_steps": float(self.totals.steps)} | {name: known.get(name) for name in RATES}
+
+    def _part(self, reading: Reading, span: Mark) -> Totals:
+        steps, geometry = len(reading.losses), self._geometry
+        assert geometry is not None, "a stage has begun"
+        part = Totals(steps, span.seconds, span.trace, span.input_wait, reading.num_tokens, reading.num_supervised)
+        flops = self.flops.get(geometry.seq_len)
+        if flops is not None:
+            part.model_flops = flops.model * reading.num_tokens
+            part.executed_flops = flops.total * steps * geometry.global_rows * geometry.seq_len
+        return part
+
+    def _rates(self, part: Totals) -> dict[str, float]:
+        """Per second and per step; utilisation as metrics/flops.py defines it."""
+        rates = {
+            "tokens_per_second": part.tokens / part.seconds,
+            "supervised_tokens_per_second": part.supervised / part.seconds,
+            "step_seconds": part.seconds / part.steps,
+            "trace_seconds": part.trace / part.steps,
+            "input_wait_seconds": part.input_wait / part.steps,
+            "rest_seconds": max(0.0, part.seconds - part.trace - part.input_wait) / part.steps,
+        }
+        if self.hw.chip is not None and part.model_flops:
+            settings = {"seconds": part.seconds, "peak_tflops": self.hw.chip.peak_tflops_bf16}
+            rates["mfu"] = utilisation(part.model_flops, **settings, num_devices=self.hw.num_devices)
+            rates["hfu"] = utilisation(part.executed_flops, **settings, num_devices=self.hw.num_devices)
+        return rates
+
+    def _memory(self) -> dict[str, float]:
+        """GiB in use and at the peak, where the device tells."""
+        values = {"perf/hbm_gib": self.runtime.memory_gib(), "perf/hbm_peak_gib": self.runtime.peak_memory_gib()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _warn(self) -> None:
+        """Say once what keeps the device waiting."""
+        total = self.totals
+        if total.steps < STEADY_STEPS or self.runtime.rank != 0:
+            return
+        each = {name: getattr(total, name) / total.steps for name in ("seconds", "trace", "input_wait")}
+        if each["trace"] > TRACING_BOUND * each["seconds"] and "trace" not in self._warned:
+            self._warned.add("trace")
+            log.warning(
+                "tracing-bound: of %.3f s a step the host traces for %.3f s, and the device may wait for it; "
+                "model.stack=scanned traces one layer for all, and more rows a step (trainer.global_batch_rows) take "
+                "no longer",
+                each["seconds"],
+                each["trace"],
+            )
+        if each["input_wait"] > INPUT_BOUND * each["seconds"] and "input" not in self._warned:
+            self._warned.add("input")
+            log.warning(
+                "input-bound: of %.3f s a step the loop waits %.3f s for a batch; try loader.loader_prefetch_size or "
+                "loader.host_to_device_transfer_threads, and prepared data on a local disk",
+                each["seconds"],
+                each["input_wait"],
+            )

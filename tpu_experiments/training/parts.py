@@ -1,0 +1,126 @@
+"""What a trainer is made of: model, optimizer, the step and its programs, meters; and what a subclass may change."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpu_experiments.config.build import locate
+from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.flops import flops_by_length
+from tpu_experiments.metrics.norms import grouped
+from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.models.build import build_model
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.stacked import is_stack
+from tpu_experiments.training.evaluate import Evaluation, Evaluator
+from tpu_experiments.training.inputs import RunInputs, evaluation_batches
+from tpu_experiments.training.meters import Meters
+from tpu_experiments.training.outputs import RunOutputs
+from tpu_experiments.training.progress import Progress
+from tpu_experiments.training.sample import Sampler
+from tpu_experiments.training.saved import zero_state
+from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss
+from tpu_experiments.training.stop import StopFlag
+from tpu_experiments.training.window import Window
+
+log = logging.getLogger(__name__)
+
+
+class Parts:
+    """Base of `Trainer`: makes everything, runs nothing. The plan builds the same parts on placeholders."""
+
+    def __init__(
+        self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
+    ) -> None:
+        self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
+        self.stop = StopFlag()
+        self.progress = Progress(data=inputs.audit_hashes)
+        self.window = Window()
+        self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
+        self.train_tokens = 0  # of this process's life; `progress` counts those of earlier lives too
+
+    # ---- what a trainer of your own may override ------------------------------------------------------------
+
+    def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """Loss sum in nats and number of supervised tokens of every row, both (R,)."""
+        runtime, chunk = self.runtime, self.config.trainer.loss_chunk_tokens
+        shards = runtime.num_devices // runtime.world_size
+        return next_token_loss(
+            module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
+        )
+
+    def build_optimizer(self) -> Optimizer:
+        """The optimizer that `optim._target_` names, with the settings of `optim`."""
+        settings = asdict(self.config.optim)
+        for name in ("_target_", "lr", "clip_norm"):
+            settings.pop(name)
+        optimizer: Optimizer = locate(self.config.optim._target_, key="optim")(**settings)
+        return optimizer
+
+    def evaluate(self) -> Evaluation:
+        """Held-out loss of the current parameters."""
+        return self.evaluator.run(evaluation_batches(self.inputs, self.config))
+
+    # ---- building -------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Model and optimizer state on the device, and the three programs of a run."""
+        config, runtime = self.config, self.runtime
+        self.model = build_model(
+            self.model_source(),
+            lora=config.lora,
+            seed=config.seed,
+            place=runtime.place,
+            folding=runtime.folding,
+        )
+        self.model.module.train()
+        self.parameters = self.model.trainable
+        self.optimizer = self.build_optimizer()
+        self.state = self.fresh_state()
+        self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
+        lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
+        is_folded = any(map(is_stack, self.parameters))
+        flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_folded=is_folded)
+        self.meters = Meters(runtime, config.hw, flops)
+        self.step = TrainStep(
+            self.model.module,
+            optimizer=self.optimizer,
+            clip_norm=config.optim.clip_norm,
+            sum_over_processes=runtime.sum_over_processes,
+            row_loss=self.row_loss,
+            loop=runtime.loop,
+            norm_groups=self.norm_groups,
+        )
+        self.step_program = runtime.program(self.step_in_place, name="train")
+        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
+        self.evaluator = Evaluator(self.model.module, row_loss=self.row_loss, **parts)
+        self.sampler = Sampler(
+            self.model.module,
+            tokenizer=self.inputs.tokenizer,
+            settings=config.sample,
+            seed=config.seed,
+            **parts,
+        )
+        log.info("%s", self.model.report)
+
+    def model_source(self) -> HuggingFaceModel:
+        """Where the model's config, module and weights come from."""
+        source: HuggingFaceModel = locate(self.config.model._target_, key="model")(
+            self.config.model, seed=self.config.seed
+        )
+        return source
+
+    def fresh_state(self) -> State:
+        """Optimizer state at zero, each slot where its parameter lives."""
+        return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
+
+    def step_in_place(self, batch: Mapping[str, Tensor]) -> StepOutput:
+        """One optimizer step on the tensors that live on the device."""
+        parameters, state, output = self.step(self.parameters, self.state, batch)
+        commit(self.parameters, self.state, new=(parameters, state))
+        return output
