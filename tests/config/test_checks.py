@@ -91,6 +91,7 @@ CASES = {
     "eager on a TPU": (["hw=v5e8", "hw.runtime=eager", "hw.parallel=spawn"], ["hw.device=tpu; plain torch cannot"]),
     "eager and spmd": (["hw.runtime=eager", "hw.parallel=spmd"], ["plain torch has no SPMD; use hw.parallel=spawn"]),
     "inline on four": (["hw.num_devices=4"], ["hw.num_devices=4 with hw.parallel=inline; ", "use hw.parallel=spmd"]),
+    "blocks of 200 tokens": (["hw.attention_block=200"], ["hw.attention_block=200; ", "use 128 or 256"]),
     "spawn on torch_xla's CPU": (
         ["hw.parallel=spawn", "hw.num_devices=4"],
         ["hw.num_devices=4 with hw.parallel=spawn on torch_xla's CPU device", "use hw.parallel=spmd"],

@@ -88,6 +88,22 @@ def test_dropout_is_drawn_once_for_forward_and_backward(gradients_of):
     assert all(torch.isfinite(g).all() for g in grads.values())
 
 
+def test_several_layers_in_one_iteration(gradients_of):
+    """Five layers by two: two iterations, and one layer left over."""
+    overrides = ("lora=all_linear_r8", "model.tiny_arch.num_hidden_layers=5")
+    grouped = gradients_of("mistral7b", *overrides, "model.stack_group=2")
+    names = {name for name in grouped[2].parameters if "up_proj.lora_A" in name}
+    assert names == {f"model.layers.{stack}.mlp.up_proj.lora_A" for stack in ("0:4:2", "1:4:2", "4")}
+    agree(grouped, gradients_of("mistral7b", *overrides, eager=True))
+
+
+@pytest.mark.parametrize(("group", "taken"), [(1, 1), (2, 2), (3, 3), (4, 3), (99, 3)])
+def test_an_iteration_holds_half_of_the_layers_at_most(make_config, group, taken):
+    config = make_config("model=mistral7b", "model.size=tiny", "model.tiny_arch.num_hidden_layers=6")
+    module = HuggingFaceModel(config.model, seed=0).empty()
+    assert fold(module, Folding(python_loop), remat="none", group=group) == taken
+
+
 def test_layers_that_do_not_repeat_stay_as_they_are(make_config):
     config = make_config("model=gemma3_270m", "model.size=tiny")  # six layers are one period
     module = HuggingFaceModel(config.model, seed=0).empty()

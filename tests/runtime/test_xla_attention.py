@@ -95,7 +95,9 @@ def test_only_a_tpu_has_a_kernel():
     hw = HwConfig(parallel="spmd", num_devices=8)
     assert attention_kernel_for(hw, device="CPU") is None
     assert attention_kernel_for(hw, device="TPU").num_shards == 8
-    assert attention_kernel_for(HwConfig(parallel="spawn", num_devices=8), device="tpu").num_shards == 1
+    spawned = HwConfig(parallel="spawn", num_devices=8, attention_block=256)
+    kernel = attention_kernel_for(spawned, device="tpu")
+    assert (kernel.num_shards, kernel.max_block) == (1, 256)
 
 
 def test_dropout_is_refused(interpreted):

@@ -97,7 +97,7 @@ def _stages(config: Config) -> list[str]:
 
 def _hardware(config: Config) -> list[str]:
     hw = config.hw
-    problems = []
+    problems = _block(hw.attention_block)
     if hw.runtime == "xla" and hw.device == "cuda":
         problems.append("hw.runtime=xla with hw.device=cuda; torch_xla 2.9 has no CUDA device; use hw.runtime=eager.")
     if hw.runtime == "eager" and hw.device == "tpu":
@@ -125,6 +125,15 @@ def _hardware(config: Config) -> list[str]:
             "which only task=plan knows so far; use hw=v5e8 or hw=v6e8."
         )
     return problems
+
+
+def _block(tokens: int) -> list[str]:
+    below = tokens // 128 * 128
+    if tokens == below:
+        return []
+    return [
+        f"hw.attention_block={tokens}; the kernel's blocks are multiples of 128 tokens; use {below} or {below + 128}."
+    ]
 
 
 def _sharding(config: Config) -> list[str]:

@@ -97,5 +97,8 @@ class HwConfig:
     compile_cache: str = "auto"
     """Local folder of compiled programs that later processes load instead of compiling; `none` keeps none. `auto`:
     `<output_dir>/compile_cache` on a TPU, none elsewhere: torch_xla 2.9's CPU device cannot read what it wrote."""
+    attention_block: int = number(default=1024, at_least=128)
+    """Tokens in the largest block of queries and of keys of the attention kernel, a multiple of 128: what fits into the
+    chip's VMEM. Shorter rows are one block."""
     num_threads: int | None = number(default=None, at_least=1)
     """CPU threads of one process of the eager runtime; null shares the usable cores among the processes."""

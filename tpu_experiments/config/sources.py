@@ -55,6 +55,9 @@ class ModelConfig:
     stack: str = choice("scanned", "unrolled", default="scanned")
     """`scanned`: on torch_xla, equal layers are folded into one that a loop runs, so that one layer is compiled.
     `unrolled`: every layer is compiled, and everything is saved for the backward pass, as in plain torch."""
+    stack_group: int = number(default=1, at_least=1)
+    """Periods of equal layers in one iteration of that loop (a period is one layer, of Gemma 3 six). More are a longer
+    program; at most half of them are taken, and layers left over are compiled on their own."""
     remat: str = choice("none", "layer_inputs", "save_attention", "save_dots", default="layer_inputs")
     """What scanned layers save for the backward pass, which computes the rest again: `none` everything, `layer_inputs`
     the input of each layer, `save_attention` also what goes into o_proj, `save_dots` also every projection's result."""

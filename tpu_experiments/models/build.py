@@ -64,7 +64,8 @@ def build_model(
     adapted = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, LoraLinear)}
     source.require_weights(shapes_of_base(module))
     if folding is not None and source.model.stack == "scanned":
-        fold(module, folding, remat=source.model.remat, saved=source.model.saved)
+        chosen = source.model
+        fold(module, folding, remat=chosen.remat, saved=chosen.saved, group=chosen.stack_group)
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial)
     trainable = _placed(module, weights, place=place)

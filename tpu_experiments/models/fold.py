@@ -21,18 +21,21 @@ from tpu_experiments.runtime.layout import Folding
 log = logging.getLogger(__name__)
 
 
-def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str] = ()) -> int:
-    """Fold the decoder layers of a module on the meta device, in place; returns the period, 0 where none repeats.
+def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str] = (), group: int = 1) -> int:
+    """Fold the decoder layers of a module on the meta device, in place; returns the layers of one iteration, 0 where
+    none repeats.
 
     Args:
         remat: what the backward pass finds saved (layer_graph.py).
         saved: names saved beside that.
+        group: periods in one iteration, as far as there are two iterations then.
     """
     path, layers = _decoder_layers(module)
     period = _period(layers)
     if not period:
         log.info("%d layers of %s do not repeat: each is compiled on its own", len(layers), path or "the model")
         return 0
+    period *= max(1, min(group, len(layers) // (2 * period)))
     folded = FoldedLayers(layers, path=path, period=period, folding=folding, remat=remat, saved=tuple(saved))
     parent, _, leaf = path.rpartition(".")
     setattr(module.get_submodule(parent), leaf, folded)

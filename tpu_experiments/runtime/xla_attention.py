@@ -13,7 +13,7 @@ from torch import Tensor
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.attention import Scores
-from tpu_experiments.runtime.attention_call import AttentionCall, Direction, Target
+from tpu_experiments.runtime.attention_call import MAX_BLOCK, AttentionCall, Direction, Target
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -24,10 +24,11 @@ class XlaAttention:
     Args:
         num_shards: chips that the rows of a tensor are split over.
         target: `interpreted` runs the kernel's steps as plain XLA, for tests on a CPU.
+        max_block: tokens in the largest block.
     """
 
-    def __init__(self, *, num_shards: int, target: Target = "tpu") -> None:
-        self.num_shards, self.target = num_shards, target
+    def __init__(self, *, num_shards: int, target: Target = "tpu", max_block: int = MAX_BLOCK) -> None:
+        self.num_shards, self.target, self.max_block = num_shards, target, max_block
 
     def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output (B, T, H D) and log-sum-exp (B, H, T)."""
@@ -46,7 +47,14 @@ class XlaAttention:
         sizes = (rows, heads, k.shape[2] // head_dim, length, head_dim)
         rotates = rotation.numel() > 0
         given = [q, k, v, segments, *([rotation] if rotates else []), *others]
-        call = AttentionCall(*sizes, dtype=DTYPES[q.dtype], scores=scores, rotates=rotates, num_shards=self.num_shards)
+        call = AttentionCall(
+            *sizes,
+            dtype=DTYPES[q.dtype],
+            scores=scores,
+            rotates=rotates,
+            num_shards=self.num_shards,
+            max_block=self.max_block,
+        )
         computation = _computation(call, direction=direction, target=self.target)
         results: list[Tensor] = torch_xla._XLAC._xla_user_computation(f"xla::attention_{direction}", given, computation)
         return results
@@ -55,7 +63,7 @@ class XlaAttention:
 def attention_kernel_for(hw: HwConfig, *, device: str) -> XlaAttention | None:
     """The kernel of programs for `device`, `tpu` in capitals or not; None where it has none."""
     num_shards = hw.num_devices if hw.parallel == "spmd" else 1
-    return XlaAttention(num_shards=num_shards) if device.lower() == "tpu" else None
+    return XlaAttention(num_shards=num_shards, max_block=hw.attention_block) if device.lower() == "tpu" else None
 
 
 @functools.cache

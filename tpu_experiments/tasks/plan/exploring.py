@@ -115,7 +115,7 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
 def axes_of(config: Config, settings: PlanTaskConfig) -> dict[str, list[Any]]:
     """The axes that have values and make a difference on this machine."""
     idle = set() if config.hw.parallel == "spmd" else {"sharding"}
-    idle |= set() if config.model.stack == "scanned" else {"model.remat"}
+    idle |= set() if config.model.stack == "scanned" else {"model.remat", "model.stack_group"}
     axes = settings.search.axes
     return {key: values for key, values in axes.items() if values and idle.isdisjoint({key, key.partition(".")[0]})}
 
