@@ -7,6 +7,7 @@ import pytest
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS, example_plan
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.metrics.flops import flops_of_token
 from tpu_experiments.planning.compare import SHARE_OF_PEAK, datasheet_comparison
 from tpu_experiments.planning.money import (
     Dollars,
@@ -16,7 +17,6 @@ from tpu_experiments.planning.money import (
     usd_per_million_tokens,
 )
 from tpu_experiments.planning.timing import Calibration, datasheet_time
-from tpu_experiments.planning.work import flops_of_token
 
 V5E8 = composed("hw=v5e8").hw
 STAGES = (StageLength("text", 100, 90.0, 3_000_000, 3.0), StageLength("chat", 50, 90.0, 1_000_000, 1.0))

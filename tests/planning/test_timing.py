@@ -7,6 +7,7 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import CalibrationConfig
+from tpu_experiments.metrics.flops import flops_of_token
 from tpu_experiments.planning.operations import Kernel, Transfer
 from tpu_experiments.planning.timing import (
     HOP_SECONDS,
@@ -17,7 +18,6 @@ from tpu_experiments.planning.timing import (
     step_time,
     transfer_seconds,
 )
-from tpu_experiments.planning.work import flops_of_token
 
 V5E, V6E = composed("hw=v5e8").hw, composed("hw=v6e8").hw
 WORK = StepWork(cycles=1.5e9, dot_flops=150e12, model_flops=100e12, tokens=8192)

@@ -12,7 +12,7 @@ from tpu_experiments.config.build import target_problems
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import SAVABLE
+from tpu_experiments.config.sources import AXIS, SAVABLE
 
 CHIPS_OF_A_HOST = 8  # the most that one v5e or v6e machine has
 
@@ -140,8 +140,8 @@ def _sharding(config: Config) -> list[str]:
     problems = []
     for glob, axes in config.sharding.rules.items():
         for axis in axes:
-            if axis not in (None, "fsdp"):
-                problems.append(f"sharding.rules[{glob!r}]; there is no mesh axis {axis!r}; write fsdp or null.")
+            if axis not in (None, AXIS):
+                problems.append(f"sharding.rules[{glob!r}]; there is no mesh axis {axis!r}; write {AXIS} or null.")
     return problems
 
 

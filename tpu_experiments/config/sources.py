@@ -22,6 +22,11 @@ ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SAVABLE = ("attention", *ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
 """Values of a layer that the forward pass can be told to save."""
+SAVED: dict[str, tuple[str, ...]] = {"layer_inputs": (), "save_attention": ("attention",), "save_dots": SAVABLE}
+"""Those that each `model.remat` saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
+saves for its own backward pass."""
+AXIS = "fsdp"
+"""The mesh axis of `sharding.rules`."""
 
 
 @dataclass

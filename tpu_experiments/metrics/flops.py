@@ -12,12 +12,10 @@ from typing import Any, Literal
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import SAVABLE
+from tpu_experiments.config.sources import SAVED
 from tpu_experiments.metrics.decoder import Decoder, read_decoder
 
 Trainable = Literal["lora", "full"]
-SAVED_BY: dict[str, tuple[str, ...]] = {"layer_inputs": (), "save_attention": ("attention",), "save_dots": SAVABLE}
-"""What each `model.remat` saves beside the layers' inputs, as models/layer_graph.py does."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
         lora_rank=config.lora.r,
         targets=config.lora.targets,
         recompute=recomputes(config),
-        saved=(*SAVED_BY.get(config.model.remat, ()), *config.model.saved),
+        saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
         kernel=config.model.attention == "flash",
     )
 

@@ -20,18 +20,11 @@ from torch._functorch.partitioners import (
     default_partition,
 )
 
-from tpu_experiments.config.sources import SAVABLE
+from tpu_experiments.config.sources import SAVABLE, SAVED
 
 DRAWN = "drawn"
 """Name of what is made of random numbers: always saved."""
 PROJECTIONS = SAVABLE[1:]
-SAVED: dict[str, tuple[str, ...]] = {
-    "layer_inputs": (),
-    "save_attention": ("attention",),
-    "save_dots": SAVABLE,
-}
-"""Names whose values each policy saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
-saves for its own backward pass."""
 
 
 @torch.library.custom_op("tpu_experiments::named", mutates_args=())

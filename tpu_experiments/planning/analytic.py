@@ -4,13 +4,12 @@ from typing import Any
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
 from tpu_experiments.config.schema import Config
-from tpu_experiments.metrics.flops import FlopsPerToken, recomputes, trainable, trained_flops
+from tpu_experiments.metrics.flops import recomputes, trainable, trained_flops
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
 from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory, plan_of
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
 from tpu_experiments.planning.work import StepSettings, analytic_memory
 
-__all__ = ["FlopsPerToken", "trained_flops"]
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 

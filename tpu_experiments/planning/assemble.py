@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.compiled import Compiled
 from tpu_experiments.planning.hlo import ProgramCost, read_program
 from tpu_experiments.planning.kernels import with_flops
@@ -14,7 +15,7 @@ from tpu_experiments.planning.oom import classify
 from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chip_limit_gib
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.trace import BATCH, Argument, Lowered
-from tpu_experiments.planning.work import GIB, FlopsPerToken
+from tpu_experiments.planning.work import GIB
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "float64": 8, "bool": 1, "uint8": 1}
 

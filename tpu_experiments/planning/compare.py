@@ -6,11 +6,11 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, cost_of, usd_per_million_tokens
 from tpu_experiments.planning.plan import Comparison, Plan
 from tpu_experiments.planning.saved import saved_plans
 from tpu_experiments.planning.timing import Calibration, datasheet_time
-from tpu_experiments.planning.work import FlopsPerToken
 
 SHARE_OF_PEAK = 0.35
 """Assumed for a machine of which only the datasheet is known; nothing published tells it for LoRA on a T4."""

@@ -19,10 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tpu_experiments.config.sources import AXIS
+
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
 MOSAIC_VERSION = 7
 """libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8."""
-AXIS = "fsdp"
 
 
 @dataclass(frozen=True)

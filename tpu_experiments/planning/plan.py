@@ -7,10 +7,11 @@ from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.identity import job_hash
 from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
 from tpu_experiments.planning.saved import programs_key
 from tpu_experiments.planning.timing import Calibration, StepTime, StepWork
-from tpu_experiments.planning.work import GIB, FlopsPerToken, MemoryEstimate
+from tpu_experiments.planning.work import GIB, MemoryEstimate
 
 
 @dataclass(frozen=True)

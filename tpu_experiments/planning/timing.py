@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import ChipConfig, HwConfig
+from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.operations import Kernel, Transfer
-from tpu_experiments.planning.work import FlopsPerToken
 
 # Pallas attention at this share of peak makes two published MaxText steps on v6e-8 come out at 1.02 and 0.98 of the
 # estimate (shared/design/tpu_without_a_tpu.md); it was chosen because it fits.

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpu_experiments.metrics.decoder import Decoder, read_decoder
-from tpu_experiments.metrics.flops import FlopsPerToken, Trainable, flops_of_token, mean_keys
+from tpu_experiments.metrics.flops import Trainable
 
-__all__ = ["FlopsPerToken", "Trainable", "flops_of_token", "mean_keys"]
 GIB = 2**30
 
 

@@ -5,10 +5,8 @@ import math
 from collections.abc import Mapping
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.config.sources import AXIS, ShardingConfig
 from tpu_experiments.runtime.stacked import is_stack
-
-AXIS = "fsdp"
 
 
 class ShardingTable:

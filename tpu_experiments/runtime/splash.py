@@ -19,8 +19,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from tpu_experiments.config.sources import AXIS
 from tpu_experiments.runtime.attention_call import AttentionCall, Direction, Target
-from tpu_experiments.runtime.sharding import AXIS
 from tpu_experiments.runtime.splash_flat import flat_call, heads_beside, heads_first, turned
 
 jax.config.update("jax_platforms", "cpu")  # jax computes nothing here, and a TPU in this process is torch_xla's

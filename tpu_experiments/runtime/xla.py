@@ -23,12 +23,12 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.preparing import LoaderConfig
-from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.config.sources import AXIS, ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
 from tpu_experiments.runtime.feed import Dealer
 from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
-from tpu_experiments.runtime.sharding import AXIS, ShardingTable, batch_axes
+from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.signature import Shape
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
 from tpu_experiments.runtime.xla_layout import lay_over

@@ -12,7 +12,7 @@ from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
-from tpu_experiments.planning.analytic import trained_flops
+from tpu_experiments.metrics.flops import trained_flops
 from tpu_experiments.planning.assemble import Planned, planned, shortage_of
 from tpu_experiments.planning.compiled import Compiled, Compilers
 from tpu_experiments.planning.length import Beside
