@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.headroom
 
-The global batch of each recipe is raised to 96 rows a chip, so that there are micro-batches which do not fit.
+The global batch of each recipe is raised until there are micro-batches which do not fit; its divisors are the rungs.
 """
 
 import argparse
@@ -10,10 +10,8 @@ from pathlib import Path
 
 from tests.benchmarks.recipes import planned
 
-ROWS = 96
-"""Its divisors are the rungs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96."""
-RECIPES = {"mistral7b_ro": (8, 8), "qwen05b_uk_law": (8, 4), "gemma3_270m_chat": (1, 32)}
-"""Name to (chips, rows of the first micro-batch)."""
+RECIPES = {"mistral7b_ro": (8, 96, 8), "qwen05b_uk_law": (8, 96, 4), "gemma3_270m_chat": (1, 768, 32)}
+"""Name to (chips, rows per chip of the global batch, rows per chip of the first micro-batch)."""
 
 
 def main() -> None:
@@ -24,8 +22,8 @@ def main() -> None:
     given = parser.parse_args()
     print("| recipe | rows per chip: GiB, predicted GiB, fits | verdict |\n|---|---|---|")
     for recipe in given.recipes:
-        chips, micro = RECIPES[recipe]
-        rows = (f"trainer.global_batch_rows={ROWS * chips}", f"trainer.micro_batch_rows={micro}")
+        chips, total, micro = RECIPES[recipe]
+        rows = (f"trainer.global_batch_rows={total * chips}", f"trainer.micro_batch_rows={micro}")
         plan = planned(recipe, f"experiment={recipe}", "task.explore=ladder", *rows, output=given.output)
         rungs = []
         for rung in plan["micro_batch_ladder"]:

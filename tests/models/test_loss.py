@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tpu_experiments.models import loss
 from tpu_experiments.models.forward import row_losses, target_weights
 from tpu_experiments.models.loss import chunked_row_losses
 from tpu_experiments.runtime.loop import python_loop
@@ -21,6 +22,11 @@ B, T, H, V = 3, 20, 8, 80
 # Every case in plain torch and few on XLA, where each is compiled for seconds.
 CHUNKS = [("python", 1), ("python", 4), ("python", 7), ("python", 20), ("python", 64), ("xla", 7)]
 TERMS = ({"soft_cap": 2.0}, {"z_loss": 0.1}, {"soft_cap": 2.0, "z_loss": 0.1})
+
+
+@pytest.fixture(autouse=True)
+def _few_first_entries(monkeypatch):
+    monkeypatch.setattr(loss, "NUM_FIRST", 8)
 
 
 def sample(*, dtype=torch.float32, length=T, rows=B):
@@ -167,7 +173,7 @@ def test_no_array_of_a_program_holds_all_logits(trained):
     assert largest(hlo) == max(B * 4 * V, B * T * H)
 
 
-def test_a_frozen_head_costs_two_products_with_the_vocabulary_and_no_transfer():
+def test_a_frozen_head_costs_two_products_with_the_vocabulary_one_with_its_beginning_and_no_transfer():
     import torch_xla.debug.metrics as met
 
     from tpu_experiments.runtime.xla_loop import xla_loop
@@ -175,8 +181,46 @@ def test_a_frozen_head_costs_two_products_with_the_vocabulary_and_no_transfer():
     met.clear_counters()
     hlo = lowered(chunked(xla_loop, 4), trained=False)
     assert [name for name in met.counter_names() if name.startswith("aten::")] == []
-    assert hlo.count(" dot(") == 2
-    assert lowered(chunked(xla_loop, 4), trained=True).count(" dot(") == 4
+    assert hlo.count(" dot(") == 3
+    assert lowered(chunked(xla_loop, 4), trained=True).count(" dot(") == 5
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("above", [20.0, 60.0])
+def test_a_target_far_below_the_best_entry_is_exact(above, trained):
+    hidden, head, batch = sample()
+    head[50] = head[50] * 0.01 + above * hidden[0, 3] / hidden[0, 3].norm() ** 2
+    found = with_gradients(chunked(python_loop, 7), hidden, head, batch, trained=trained)
+    assert_same(found, with_gradients(plain, hidden, head, batch, trained=trained))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_logit_out_of_reach_counts_as_75_above_and_all_stays_finite(trained):
+    hidden, head, batch = sample()
+    batch["segments"][:], batch["learn"][:] = 1, 0
+    batch["learn"][0, 4] = 1
+    batch["ids"][0, 4] = 30
+    head[50] = 500 * hidden[0, 3] / hidden[0, 3].norm() ** 2
+    sums, _, grad_hidden, *_ = with_gradients(chunked(python_loop, 7), hidden, head, batch, trained=trained)
+    assert 75 <= sums[0] < 80
+    slope = (grad_hidden[0, 3] * hidden[0, 3]).sum()  # along the logit that is too high
+    assert 0 < slope < 1000
+    assert torch.isfinite(grad_hidden).all()
+
+
+def test_a_position_that_is_nearly_learnt_keeps_its_small_gradient_in_bf16():
+    hidden, head, batch = sample(dtype=torch.bfloat16)
+    hidden = head[batch["ids"].roll(-1, 1).long()] * 2  # targets' logits lead by some nats
+    exact = with_gradients(plain, hidden.float(), head.float(), batch, trained=False)[2]
+    ours, theirs = (
+        with_gradients(function, hidden, head, batch, trained=False)[2].float()
+        for function in (chunked(python_loop, 7), plain)
+    )
+    small = exact.norm(dim=-1) < 0.05
+    assert small.sum() > 5
+    errors = [((grad - exact)[small].norm() / exact[small].norm()).item() for grad in (ours, theirs)]
+    assert errors[0] < 0.02
+    assert errors[0] < 1.2 * errors[1]
 
 
 def test_rows_and_head_split_over_devices_give_the_same():

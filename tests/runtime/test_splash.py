@@ -105,6 +105,12 @@ def test_rows_of_any_length_are_cut_into_large_blocks(length, padded, block):
     assert (call.padded_length, call.block) == (padded, block)
 
 
+@pytest.mark.parametrize(("length", "block"), [(300, 384), (512, 512), (1024, 512), (8192, 512)])
+def test_blocks_of_wide_heads_are_shorter(length, block):
+    assert AttentionCall(8, 4, 1, length, 256, "bfloat16", Scores(1.0)).block == block
+    assert AttentionCall(8, 4, 1, length, 192, "bfloat16", Scores(1.0)).block == block
+
+
 def test_a_window_as_long_as_the_row_is_none():
     assert dataclasses.replace(MISTRAL, scores=Scores(1.0, window=256)).window is None
     assert dataclasses.replace(MISTRAL, scores=Scores(1.0, window=255)).window == 255

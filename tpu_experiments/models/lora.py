@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.models.dropout import random_mask
 from tpu_experiments.models.huggingface import Named
-from tpu_experiments.models.layer_graph import DRAWN, named
 
 A, B = "lora_A", "lora_B"
 
@@ -41,12 +41,11 @@ class LoraLinear(nn.Module):
         return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype))
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """As F.dropout, whose mask and result a recomputed layer would save; of this, a byte for each number."""
+        """As F.dropout."""
         if not self.dropout or not self.training:
             return x
         keep = 1 - self.dropout
-        mask = named(torch.rand(x.shape, device=x.device) < keep, DRAWN)
-        return torch.where(mask, x / keep, 0.0)
+        return torch.where(random_mask(x, keep=keep), x / keep, 0.0)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,12 @@ from tpu_experiments.models.forward import target_weights
 from tpu_experiments.runtime.layout import Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, Tensors
 
+NUM_FIRST = 1024
+"""Entries of the vocabulary (a tokenizer's first are its commonest) whose logits are looked at beforehand."""
+MAX_EXPONENT = 75.0
+"""262,144 times e^75 is still a float32. A logit that is further above the target's and all of the first entries'
+counts as if it were this far: the loss of such a position is told as 75 nats or little more."""
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -59,7 +65,7 @@ def chunked_row_losses(
     terms = Terms(chunk_positions, loop, lay, soft_cap, z_loss)
     inputs = (hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
-        sums_B = _sums(*inputs)
+        sums_B, _ = _sums(*inputs)
     elif head_VH.requires_grad:
         sums_B = _TrainedHead.apply(*inputs)
     else:
@@ -67,26 +73,29 @@ def chunked_row_losses(
     return sums_B, weights_BT.sum(1)
 
 
-def _sums(hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms) -> Tensor:
-    """The loss alone: one product with the vocabulary."""
+def _sums(
+    hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """The loss alone (B,), and the log-partition (B, T): one product with the vocabulary."""
 
     def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
         chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
-        return (carry[0] + (chunk.losses() * x[2]).sum(1),), ()
+        return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.log_z_BC,)
 
     xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
-    return terms.loop(body, carry=(torch.zeros_like(weights_BT[:, 0]),), xs=xs, consts=consts)[0][0]
+    (sums_B,), (log_z_NBC,) = terms.loop(body, carry=(torch.zeros_like(weights_BT[:, 0]),), xs=xs, consts=consts)
+    return sums_B, _joined(log_z_NBC, hidden_BTH.shape[1])
 
 
 def _given(
-    hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
+    hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms, *more_BT: Tensor
 ) -> tuple[Tensors, Tensors]:
     """What every chunk gets of its own, and what all of them get.
 
     Split over devices, the head is made whole once, before the loop, and rows stay where they are. Left to itself XLA
     gathered the head in every chunk and split the gradient of the hidden states along H (compiled for v6e-8).
     """
-    parts = (terms.lay(hidden_BTH, split_dim=0), targets_BT, weights_BT)
+    parts = (terms.lay(hidden_BTH, split_dim=0), targets_BT, weights_BT, *more_BT)
     head = terms.lay(head_VH.to(hidden_BTH.dtype), split_dim=None)
     return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, _numbers(head_VH))
 
@@ -100,8 +109,7 @@ class _FrozenHead(torch.autograd.Function):
     ) -> Tensor:
         def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
             chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
-            grad_BCH = (chunk.slope() * x[2][..., None]).to(x[0].dtype) @ consts[0]
-            return (carry[0] + (chunk.losses() * x[2]).sum(1),), (grad_BCH,)
+            return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.gradient(x[2]),)
 
         xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
         carry = (torch.zeros_like(weights_BT[:, 0]),)
@@ -125,23 +133,24 @@ class _TrainedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
     ) -> Tensor:
+        sums_B, log_z_BT = _sums(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
         ctx.terms = terms
-        ctx.save_for_backward(hidden_BTH, head_VH, targets_BT, weights_BT)
-        return _sums(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+        ctx.save_for_backward(hidden_BTH, head_VH, targets_BT, weights_BT, log_z_BT)
+        return sums_B
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_BTH, head_VH, targets_BT, weights_BT = ctx.saved_tensors
+        hidden_BTH, head_VH, targets_BT, weights_BT, log_z_BT = ctx.saved_tensors
         terms: Terms = ctx.terms
 
         def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
-            grad_BCV = (chunk.slope() * x[2][..., None]).to(x[0].dtype)
+            slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
+            grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
             grad_VH = grad_BCV.flatten(0, 1).T @ x[0].flatten(0, 1)
             return (carry[0] + grad_VH.float(),), (grad_BCV @ consts[0],)
 
-        xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms)
+        xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms, log_z_BT)
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
         rows = hidden_BTH.shape[0]
         (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
@@ -150,33 +159,71 @@ class _TrainedHead(torch.autograd.Function):
 
 
 class _Chunk:
-    """Float32 logits of one chunk, their log-partition and what follows from them."""
+    """Loss of one chunk, and its gradient for a head that has none.
+
+    The exponentials of the logits are all that a product with the vocabulary leaves behind, and their sum is formed
+    as they are made: XLA does both with the product's own results, where a log-sum-exp would read them twice more. It
+    takes a number that no logit is far above before any is known. The target's own is left out of the sum and of the
+    gradient's product and added by itself: softmax - 1 would lose its last digits in bf16 where the softmax is near 1.
+    """
 
     def __init__(
         self, hidden_BCH: Tensor, head_VH: Tensor, index_V: Tensor, *, targets_BC: Tensor, terms: Terms
     ) -> None:
-        logits_BCV = torch.matmul(hidden_BCH, head_VH.T).float()
-        if terms.soft_cap is not None:
-            logits_BCV = terms.soft_cap * torch.tanh(logits_BCV / terms.soft_cap)
-        self.terms, self.logits_BCV = terms, logits_BCV
-        self.log_z_BC = torch.logsumexp(logits_BCV, dim=-1)
-        # A comparison, not a gather: elementwise work stays with the product it follows, and rows stay where they are.
-        self.is_target_BCV = targets_BC[..., None] == index_V
+        self.terms, self.head_VH, self.dtype = terms, head_VH, hidden_BCH.dtype
+        self.row_BCH = F.embedding(targets_BC, head_VH).float()
+        self.target_BC = _capped((hidden_BCH.float() * self.row_BCH).sum(-1), terms.soft_cap)
+        some_BCV = _capped(torch.matmul(hidden_BCH, head_VH[:NUM_FIRST].T).float(), terms.soft_cap)
+        shift_BC = torch.maximum(self.target_BC, some_BCV.amax(-1))
+        logits_BCV = _capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
+        exp_BCV = torch.exp(torch.clamp(logits_BCV - shift_BC[..., None], max=MAX_EXPONENT))
+        # A comparison, not a scatter: elementwise work stays with the product it follows, and rows stay where they are.
+        exp_BCV = torch.where(targets_BC[..., None] == index_V, 0.0, exp_BCV)
+        self.others_BC = exp_BCV.sum(-1)
+        self.sum_BC = self.others_BC + torch.exp(self.target_BC - shift_BC)
+        self.log_z_BC = torch.log(self.sum_BC) + shift_BC
+        self.pull_BCV = exp_BCV if terms.soft_cap is None else exp_BCV * _cap_slope(logits_BCV, terms.soft_cap)
 
     def losses(self) -> Tensor:
         """Of every position (B, C), in nats."""
-        losses_BC = self.log_z_BC - torch.where(self.is_target_BCV, self.logits_BCV, 0.0).sum(-1)
+        losses_BC = self.log_z_BC - self.target_BC
         return losses_BC + self.terms.z_loss * self.log_z_BC**2 if self.terms.z_loss else losses_BC
 
-    def slope(self) -> Tensor:
-        """Derivative (B, C, V) of every position's loss by the logits as they come from the product."""
-        slope_BCV = torch.exp(self.logits_BCV - self.log_z_BC[..., None])
+    def gradient(self, weights_BC: Tensor) -> Tensor:
+        """Of the weighted losses by the hidden states, (B, C, H)."""
+        others_BCH = (self.pull_BCV.to(self.dtype) @ self.head_VH).float()
+        of_target_BC = -self.others_BC
         if self.terms.z_loss:
-            slope_BCV = slope_BCV * (1 + 2 * self.terms.z_loss * self.log_z_BC[..., None])
-        slope_BCV = slope_BCV - self.is_target_BCV.to(torch.float32)
+            slope_BC = 2 * self.terms.z_loss * self.log_z_BC
+            others_BCH = others_BCH * (1 + slope_BC)[..., None]
+            of_target_BC = of_target_BC + slope_BC * (self.sum_BC - self.others_BC)
         if self.terms.soft_cap is not None:
-            slope_BCV = slope_BCV * (1 - (self.logits_BCV / self.terms.soft_cap) ** 2)
-        return slope_BCV
+            of_target_BC = of_target_BC * _cap_slope(self.target_BC, self.terms.soft_cap)
+        scale_BC = weights_BC / self.sum_BC
+        grad_BCH = others_BCH * scale_BC[..., None] + (of_target_BC * scale_BC)[..., None] * self.row_BCH
+        return grad_BCH.to(self.dtype)
+
+
+def _slope(
+    hidden_BCH: Tensor, head_VH: Tensor, index_V: Tensor, *, targets_BC: Tensor, log_z_BC: Tensor, terms: Terms
+) -> Tensor:
+    """Derivative (B, C, V) of every position's loss by the logits as they come from the product."""
+    logits_BCV = _capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
+    # The clamp is for a position whose log-partition is of clamped exponents.
+    slope_BCV = torch.exp(torch.clamp(logits_BCV - log_z_BC[..., None], max=0.0))
+    if terms.z_loss:
+        slope_BCV = slope_BCV * (1 + 2 * terms.z_loss * log_z_BC[..., None])
+    slope_BCV = slope_BCV - (targets_BC[..., None] == index_V).to(torch.float32)
+    return slope_BCV if terms.soft_cap is None else slope_BCV * _cap_slope(logits_BCV, terms.soft_cap)
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _cap_slope(capped: Tensor, cap: float) -> Tensor:
+    """Derivative of `_capped` where it has this value."""
+    return 1 - (capped / cap) ** 2
 
 
 def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.help import choices
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.config.variants import machine
 from tpu_experiments.planning.analytic import estimated_memory
 from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
@@ -40,12 +40,16 @@ def correction(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geome
 
 
 def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, Geometry]]:
-    """Overrides with the config and batch that they lead to: a smaller micro-batch, splitting, shorter rows."""
+    """Overrides with the config and batch that they lead to: a loss in chunks, fewer rows at a time, splitting, ..."""
     per_device = geometry.micro_rows * geometry.accumulation
     smaller = [n for n in range(geometry.micro_rows - 1, 0, -1) if per_device % n == 0]
     cuts = [replace(geometry, micro_rows=n, accumulation=per_device // n) for n in smaller]
     split = replace(config, sharding=replace(config.sharding, name="fsdp"))
     can_split = config.hw.parallel == "spmd" and config.sharding.name == "replicated"
+    if config.trainer.loss_chunk_tokens is None:
+        tokens = TrainerConfig.loss_chunk_tokens
+        chunked = replace(config, trainer=replace(config.trainer, loss_chunk_tokens=tokens))
+        yield f"trainer.loss_chunk_tokens={tokens}", chunked, geometry
     for cut in cuts:
         yield f"trainer.micro_batch_rows={cut.micro_rows}", config, cut
     for cut in [geometry, *cuts] if can_split else []:
