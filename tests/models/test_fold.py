@@ -1,5 +1,7 @@
 """Folded layers compute what the layers one by one compute: same loss, same gradients, same names outside."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from tests.training.tiny import Run, random_batch
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.layer_graph import SAVED
-from tpu_experiments.runtime.layout import Folding
+from tpu_experiments.runtime.layout import Folding, HostMemory
 from tpu_experiments.runtime.loop import python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 
@@ -30,10 +32,14 @@ def gradients_of(make_config):
     from tpu_experiments.runtime.eager import EagerRuntime
     from tpu_experiments.runtime.xla import XlaRuntime
 
-    def compute(model: str, *overrides: str, eager: bool = False) -> tuple[Tensor, dict[str, Tensor], Run]:
+    def compute(
+        model: str, *overrides: str, eager: bool = False, host: HostMemory | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], Run]:
         tiny = ("model.size=tiny", "model.dtype=float32", *MODELS[model])
         config = make_config(f"model={model}", *tiny, *(["hw.runtime=eager"] if eager else []), *overrides)
         runtime = EagerRuntime(config.hw) if eager else XlaRuntime(config.hw, sharding=config.sharding)
+        if host is not None:
+            runtime.folding = replace(runtime.folding, host=host)
         run = Run(config, runtime)
         for name, parameter in run.parameters.items():  # B is zero at the start, and then A has no gradient
             if name.endswith("lora_B"):
@@ -76,8 +82,23 @@ def test_every_policy_gives_the_same_and_saves_more_than_the_last(gradients_of):
         agree(ours, plain)
         (graph,) = ours[2].model.module.model.layers.graphs.values()
         saved.append(sum(source is None for source in graph.saved_inputs))
-    assert saved[0] == 0
+    offloaded, *saved = saved
+    assert offloaded == saved[0] == 0
     assert saved == sorted(set(saved)), "each policy saves more than the one before"
+
+
+def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):
+    moved = []
+
+    def place(tensor):
+        moved.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    host = HostMemory(put=place, take=place)
+    ours = gradients_of("mistral7b", "lora=all_linear_r8", "model.remat=offload", host=host)
+    agree(ours, gradients_of("mistral7b", "lora=all_linear_r8", eager=True))
+    assert len(moved) == 2, "once in the body of each loop"
+    assert {shape[-1] for shape in moved} == {ours[2].model.module.config.hidden_size}
 
 
 def test_dropout_is_drawn_once_for_forward_and_backward(gradients_of):

@@ -7,7 +7,13 @@ from tpu_experiments.planning.hlo import read_program
 from tpu_experiments.runtime.attention import Scores
 from tpu_experiments.runtime.attention_call import AttentionCall
 
-OVERRIDES = ("hw=v6e8", "model=mistral7b", "model.size=tiny", "model.tiny_arch.num_hidden_layers=1")
+OVERRIDES = (
+    "hw=v6e8",
+    "model=mistral7b",
+    "model.size=tiny",
+    "model.tiny_arch.num_hidden_layers=2",
+    "model.remat=offload",
+)
 BATCH = ("trainer.seq_len=256", "trainer.micro_batch_rows=1", "trainer.global_batch_rows=8")
 
 
@@ -21,8 +27,10 @@ def test_each_chip_runs_the_kernel_on_its_rows(tmp_path):
     call = AttentionCall(1, 4, 2, 256, 16, "bfloat16", Scores(0.25, window=48))
     work = {"_splash_attention_forward": call.flops("fwd"), "_splash_attention_bwd_dkv": call.flops("dkv")}
     assert {name: kernel.flops for name, kernel in kernels.items()} == work
-    assert {kernel.count for kernel in kernels.values()} == {1}
+    counts = {"_splash_attention_forward": 4, "_splash_attention_bwd_dkv": 2}  # two layers, computed again backward
+    assert {name: kernel.count for name, kernel in kernels.items()} == counts
     forward = kernels["_splash_attention_forward"]
     assert forward.operand_shapes[2:5] == ("bf16[4,256,16]", "bf16[2,256,16]", "bf16[2,256,16]")
-    # What the layers save is written into a buffer that nothing was written into before: of one layer, one row's input.
-    assert re.search(r"bf16\[1,1,256,64\]\S* custom-call\(\), custom_call_target=\"AllocateBuffer\"", text)
+    # What the layers save is written into a buffer that nothing was written into before, here in the host's memory
+    # (space 5): of two layers, one row's input.
+    assert re.search(r"bf16\[2,1,256,64\]\{\S*S\(5\)\} custom-call\(\), custom_call_target=\"AllocateBuffer\"", text)

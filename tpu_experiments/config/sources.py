@@ -22,7 +22,12 @@ ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SAVABLE = ("attention", *ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
 """Values of a layer that the forward pass can be told to save."""
-SAVED: dict[str, tuple[str, ...]] = {"layer_inputs": (), "save_attention": ("attention",), "save_dots": SAVABLE}
+SAVED: dict[str, tuple[str, ...]] = {
+    "offload": (),
+    "layer_inputs": (),
+    "save_attention": ("attention",),
+    "save_dots": SAVABLE,
+}
 """Those that each `model.remat` saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
 saves for its own backward pass."""
 AXIS = "fsdp"
@@ -63,9 +68,10 @@ class ModelConfig:
     stack_group: int = number(default=1, at_least=1)
     """Periods of equal layers in one iteration of that loop (a period is one layer, of Gemma 3 six). More are a longer
     program; at most half of them are taken, and layers left over are compiled on their own."""
-    remat: str = choice("none", "layer_inputs", "save_attention", "save_dots", default="layer_inputs")
+    remat: str = choice("none", "offload", "layer_inputs", "save_attention", "save_dots", default="layer_inputs")
     """What scanned layers save for the backward pass, which computes the rest again: `none` everything, `layer_inputs`
-    the input of each layer, `save_attention` also what goes into o_proj, `save_dots` also every projection's result."""
+    the input of each layer, `offload` the same in the memory of the TPU's host, `save_attention` also what goes into
+    o_proj, `save_dots` also every projection's result."""
     saved: list[str] = field(default_factory=list)
     """Saved beside that, by name: `attention` or projections (`q_proj`, `up_proj`, ...)."""
     lr: float = number(default=2e-4, above=0)

@@ -140,7 +140,13 @@ class FoldedLayers(nn.Module):
             return self._loop_forward(hidden, weights, constants=constants, specs=specs)
         graphs = [self._graph(j, hidden, weights[j], constants=constants, spec=specs[j]) for j in range(self.period)]
         return scan_layers(
-            hidden, weights, constants, graphs=graphs, splits=self._splits(weights), folding=self.folding
+            hidden,
+            weights,
+            constants,
+            graphs=graphs,
+            splits=self._splits(weights),
+            folding=self.folding,
+            offload=self.remat == "offload",
         )
 
     def _splits(self, weights: list[dict[str, Tensor]]) -> list[int | None]:

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.runtime.layout import Folding, Lay
+from tpu_experiments.runtime.layout import Folding, HostMemory, Lay
+
+LAYER_INPUT = 0
+"""Its number among the inputs of a layer's graph."""
 
 
 def scan_layers(
@@ -18,6 +21,7 @@ def scan_layers(
     graphs: Sequence[LayerGraph],
     splits: Sequence[int | None],
     folding: Folding,
+    offload: bool = False,
 ) -> Tensor:
     """Hidden states after all layers.
 
@@ -25,17 +29,21 @@ def scan_layers(
         weights: of every layer of the period, stacks by name.
         graphs: of every layer of the period.
         splits: of every weight of one layer, the dimension along which the devices split it.
+        offload: whether the layers' inputs wait for the backward pass in the memory of the host.
     """
     flat = [p for own in weights for p in own.values()]
-    out: Tensor = _Layers.apply(_Scan(graphs, splits, folding), constants, hidden, *flat)
+    out: Tensor = _Layers.apply(_Scan(graphs, splits, folding, offload), constants, hidden, *flat)
     return out
 
 
 class _Scan:
     """The bodies of the two loops."""
 
-    def __init__(self, graphs: Sequence[LayerGraph], splits: Sequence[int | None], folding: Folding) -> None:
+    def __init__(
+        self, graphs: Sequence[LayerGraph], splits: Sequence[int | None], folding: Folding, offload: bool
+    ) -> None:
         self.graphs, self.splits, self.loop, self.lay = graphs, splits, folding.loop, folding.lay
+        self.host = folding.host if offload else HostMemory()
 
     def split(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
         """What belongs to each layer of the period."""
@@ -50,7 +58,11 @@ class _Scan:
         saved: list[Tensor] = []
         for graph, weights in zip(self.graphs, self.split(gathered(xs, self.splits, lay=self.lay)), strict=True):
             out, *values = graph.forward(self.lay(hidden, split_dim=0), *weights, *constants)
-            saved += [_kept(v) for v, source in zip(values, graph.saved_inputs, strict=True) if not source]
+            for value, source in zip(values, graph.saved_inputs, strict=True):
+                if source == LAYER_INPUT:
+                    saved.append(self.host.put(value))
+                elif source is None:
+                    saved.append(_kept(value))
             hidden = out
         return (self.lay(hidden, split_dim=0),), tuple(saved)
 
@@ -64,7 +76,10 @@ class _Scan:
             inputs = (None, *own, *constants)
             values = []
             for source in reversed(graph.saved_inputs):
-                values.append(inputs[source] if source else _unkept(saved.pop()))
+                if source == LAYER_INPUT:
+                    values.append(self.host.take(saved.pop()))
+                else:
+                    values.append(_unkept(saved.pop()) if source is None else inputs[source])
             grad, *others = graph.backward(*reversed(values), self.lay(grad, split_dim=0))
             of_weights = zip(others[: graph.num_weights], split, strict=True)
             grads = [g if dim is None else self.lay(g, split_dim=dim) for g, dim in of_weights if g is not None] + grads

@@ -25,6 +25,7 @@ from tpu_experiments.runtime.base import Counters, Program
 from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
+from tpu_experiments.runtime.xla_host import host_memory_for
 from tpu_experiments.runtime.xla_layout import lay_over
 from tpu_experiments.runtime.xla_loop import loop_for
 
@@ -82,7 +83,7 @@ class TracingRuntime:
         self.table = ShardingTable(sharding, num_devices=hw.num_devices)
         self.loop = loop_for(hw.device, num_shards=hw.num_devices if self.is_sharded else 1)
         self.lay: Lay = lay_over(num_devices=hw.num_devices) if self.is_sharded else as_it_lies
-        self.folding: Folding | None = Folding(self.loop, self.lay, self.table.split_dim)
+        self.folding: Folding | None = Folding(self.loop, self.lay, self.table.split_dim, host_memory_for(hw.device))
         self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None:

@@ -26,6 +26,19 @@ def nothing_split(name: str, shape: tuple[int, ...]) -> int | None:
     return None
 
 
+def same(tensor: Tensor) -> Tensor:
+    """Where it is."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The way of an intermediate value into the memory of the host and back; without one it stays on the device."""
+
+    put: Callable[[Tensor], Tensor] = same
+    take: Callable[[Tensor], Tensor] = same
+
+
 @dataclass(frozen=True)
 class Folding:
     """What layers that are folded into one need of the device that runs them."""
@@ -34,3 +47,4 @@ class Folding:
     lay: Lay = as_it_lies
     split_dim: Callable[[str, tuple[int, ...]], int | None] = nothing_split
     """Name and shape of a parameter to the dimension along which the devices split it, None where each holds it."""
+    host: HostMemory = HostMemory()

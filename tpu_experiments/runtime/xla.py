@@ -31,6 +31,7 @@ from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.signature import Shape
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
+from tpu_experiments.runtime.xla_host import host_memory_for
 from tpu_experiments.runtime.xla_layout import lay_over
 from tpu_experiments.runtime.xla_loop import loop_for
 from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
@@ -68,7 +69,8 @@ class XlaRuntime:
         self._table = ShardingTable(sharding, num_devices=found)
         self.loop = loop_for(xr.device_type(), num_shards=found if hw.parallel == "spmd" else 1)
         self.lay: Lay = lay_over(num_devices=found) if hw.parallel == "spmd" else as_it_lies
-        self.folding: Folding | None = Folding(self.loop, self.lay, self._table.split_dim)
+        host = host_memory_for(xr.device_type())
+        self.folding: Folding | None = Folding(self.loop, self.lay, self._table.split_dim, host)
         self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache)
 
     def seed(self, value: int) -> None:
