@@ -25,6 +25,8 @@ from tpu_experiments.config.sources import SAVABLE, SAVED
 DRAWN = "drawn"
 """Name of what is made of random numbers: always saved."""
 PROJECTIONS = SAVABLE[1:]
+AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
+SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
 
 
 @torch.library.custom_op("tpu_experiments::named", mutates_args=())
@@ -38,6 +40,7 @@ def _(x: Tensor, name: str) -> Tensor:
     return torch.empty_like(x)
 
 
+SAME_NUMBERS.add(torch.ops.tpu_experiments.named.default)
 named.register_autograd(lambda ctx, grad: (grad, None))
 
 
@@ -138,6 +141,7 @@ def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphM
         forward = ancestors(outputs)
         kept = [node for node in joint.graph.nodes if node in forward and (_is_primal(node) or is_kept(node, names))]
         values = [v for node in kept for v in (node.users if is_tuple(node) else [node])]
+        values = [v for v in values if origin(v) is v or origin(v) not in values]
         return _extract_fwd_bwd_modules(joint, values, saved_sym_nodes=[], num_fwd_outputs=num_fwd_outputs)
 
     return cut
@@ -165,6 +169,13 @@ def is_kept(node: fx.Node, names: set[str]) -> bool:
     if target is torch.ops.tpu_experiments.named.default:
         return node.args[1] in names
     return "attention" in names and "attention" in target.name()
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """The node whose numbers these are, in the same order: what goes into o_proj is what a kernel gave, say."""
+    while node.target in SAME_NUMBERS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_tuple(node: fx.Node) -> bool:
