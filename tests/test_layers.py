@@ -21,7 +21,17 @@ LAYER_OF = {
     "planning": 4,
     "tasks": 5,
 }
-XLA_FILES = ("xla", "xla_loop", "xla_layout", "xla_attention", "xla_buffer", "xla_host", "xla_programs", "launch")
+XLA_FILES = (
+    "xla",
+    "xla_loop",
+    "xla_layout",
+    "xla_attention",
+    "xla_buffer",
+    "xla_host",
+    "xla_programs",
+    "xla_recording",
+    "launch",
+)
 NAMES_TORCH_XLA = {f"runtime/{name}.py" for name in XLA_FILES} | {"planning/trace.py"}
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "tokenizers", "safetensors", "pyarrow"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -18,11 +18,11 @@ def rows(length: int, *, width: int = 3, dtype: torch.dtype = torch.float32) -> 
     return {"ids": torch.ones(width, length, dtype=dtype).to(torch_xla.device())}
 
 
-def make(function, *, policy: str = "error", shapes=None):
-    compiles = Compiles(policy=policy)
+def make(function, *, policy: str = "error", shapes=None, every: int = 1, held=dict):
+    compiles = Compiles(policy=policy, trace_every=every)
     if shapes is not None:
         compiles.expect({"train": shapes})
-    return compiles, XlaProgram(function, name="train", compiles=compiles)
+    return compiles, XlaProgram(function, name="train", compiles=compiles, held=held)
 
 
 def rolled(python: SimpleNamespace):

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "trainer.plan_check",
     "trainer.norms_every_steps",
     "trainer.on_recompile",
+    "trainer.trace_every_steps",
     "trainer.profile.",
 )
 

@@ -154,6 +154,9 @@ class TrainerConfig:
     does not fit into the chips of `hw`: it is refused, it is logged, or nobody looks."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Steps that are profiled into `<run>/profile`."""
+    trace_every_steps: int = number(default=50, at_least=1)
+    """Calls of a program between two for which Python builds its graph anew (xla runtime); the others run the graph of
+    before. A value that Python computes and that changes is found that late; 1 builds it for every call."""
     on_recompile: str = choice("error", "warn", default="error")
     """When a program is compiled that the run was not known to need (xla runtime): `error` saves a checkpoint and stops
     with what changed, `warn` says it once and goes on."""

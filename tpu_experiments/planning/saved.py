@@ -45,6 +45,7 @@ SHAPES_NOTHING = (
     "trainer.log_every_steps",
     "trainer.norms_every_steps",
     "trainer.on_recompile",
+    "trainer.trace_every_steps",
     "trainer.profile.",
     "trainer.eval_every_steps",
     "trainer.max_eval_rows",

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
-from tpu_experiments.runtime.base import Counters, Program
+from tpu_experiments.runtime.base import Counters, Held, Program
 from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
@@ -104,7 +104,7 @@ class TracingRuntime:
     def feed(self, batches: Any, *, rows_dim: int, settings: Any) -> Iterator[Iterator[Any]]:
         raise NotImplementedError("a plan has no data")
 
-    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str) -> Program[Any]:
+    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str, held: Held = dict) -> Program[Any]:
         return function  # type: ignore[return-value]
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:

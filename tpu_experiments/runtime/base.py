@@ -18,6 +18,8 @@ from tpu_experiments.runtime.loop import Loop
 from tpu_experiments.runtime.signature import Shape
 
 Batch = Mapping[str, Tensor]
+Held = Callable[[], Mapping[str, Tensor]]
+"""The tensors of now, by name, that a program reads or writes and that other code changes or replaces between calls."""
 Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
 Info = TypeVar("Info")
@@ -104,8 +106,17 @@ class Runtime(Protocol):
         threads, wherever the consumer is; it waits for the batch that is being assembled.
         """
 
-    def program(self, function: Callable[[Batch], Out], *, name: str) -> "Program[Out]":
-        """`function` as one compiled program per batch shape."""
+    def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> "Program[Out]":
+        """`function` as one compiled program per batch shape.
+
+        On XLA the function runs for the first calls and for one in `trainer.trace_every_steps`; the others run the
+        graph that it built, with the batch, the held tensors and the random state of now. So what it computes must
+        depend on tensors alone.
+
+        Args:
+            held: every tensor that the function writes, which gives up its buffer to its new value, and those it reads
+                that other code writes or replaces. Without those it writes, every call is traced.
+        """
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
         """Say which shapes of token ids the programs of these names take; with `trainer.on_recompile=error` they take

@@ -17,7 +17,7 @@ from torch import Tensor
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.preparing import LoaderConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
-from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
+from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program
 from tpu_experiments.runtime.feed import Ahead
 from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, python_loop
@@ -67,7 +67,7 @@ class EagerRuntime:
         """Only from page-locked memory does a copy to CUDA run beside the host."""
         return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
 
-    def program(self, function: Callable[[Batch], Out], *, name: str) -> Program[Out]:
+    def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
         def run(batch: Batch, *, then: Callable[[Out], None] | None = None) -> Out:
             with torch.profiler.record_function(name):
                 out = function(batch)

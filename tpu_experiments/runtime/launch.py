@@ -46,8 +46,13 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
         from tpu_experiments.runtime.xla import XlaRuntime
 
         cache = compile_cache_folder(config, process=process)
-        policy = config.trainer.on_recompile
-        return XlaRuntime(config.hw, sharding=config.sharding, on_recompile=policy, compile_cache=cache)
+        return XlaRuntime(
+            config.hw,
+            sharding=config.sharding,
+            on_recompile=config.trainer.on_recompile,
+            compile_cache=cache,
+            trace_every=config.trainer.trace_every_steps,
+        )
     from tpu_experiments.runtime.eager import EagerRuntime
 
     return EagerRuntime(config.hw)

@@ -25,7 +25,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.preparing import LoaderConfig
 from tpu_experiments.config.sources import AXIS, ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
-from tpu_experiments.runtime.base import Batch, Counters, Info, Out, Program
+from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program
 from tpu_experiments.runtime.feed import Dealer
 from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
@@ -45,7 +45,13 @@ class XlaRuntime:
     """One process on torch_xla."""
 
     def __init__(
-        self, hw: HwConfig, *, sharding: ShardingConfig, on_recompile: str = "warn", compile_cache: str | None = None
+        self,
+        hw: HwConfig,
+        *,
+        sharding: ShardingConfig,
+        on_recompile: str = "warn",
+        compile_cache: str | None = None,
+        trace_every: int = 1,
     ) -> None:
         self.mesh: xs.Mesh | None = None
         if compile_cache is not None:  # torch_xla reads it when it makes its first computation
@@ -71,7 +77,7 @@ class XlaRuntime:
         self.lay: Lay = lay_over(num_devices=found) if hw.parallel == "spmd" else as_it_lies
         host = host_memory_for(xr.device_type())
         self.folding: Folding | None = Folding(self.loop, self.lay, self._table.split_dim, host)
-        self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache)
+        self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache, trace_every=trace_every)
 
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.device))
@@ -136,8 +142,8 @@ class XlaRuntime:
             for loader in loaders:
                 loader._loader.close()
 
-    def program(self, function: Callable[[Batch], Out], *, name: str) -> Program[Out]:
-        return XlaProgram(function, name=name, compiles=self.compiles)
+    def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
+        return XlaProgram(function, name=name, compiles=self.compiles, held=held)
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
         self.compiles.expect(shapes)

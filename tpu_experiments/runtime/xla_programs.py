@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from tpu_experiments.runtime.baked import changed_values
-from tpu_experiments.runtime.base import Batch, CompileCache, Counters, Out, UnexpectedProgram
+from tpu_experiments.runtime.base import Batch, CompileCache, Counters, Held, Out, UnexpectedProgram
+from tpu_experiments.runtime.replay import Calls, Change
 from tpu_experiments.runtime.signature import (
     Shape,
     Signature,
@@ -28,6 +29,7 @@ from tpu_experiments.runtime.signature import (
     signature_of,
     signature_text,
 )
+from tpu_experiments.runtime.xla_recording import Recording, Trace, differs, named_tensors
 
 log = logging.getLogger(__name__)
 REMEDY = "let it compile with trainer.on_recompile=warn"
@@ -36,8 +38,8 @@ REMEDY = "let it compile with trainer.on_recompile=warn"
 class Compiles:
     """What was compiled in this process, and what of it was to be expected."""
 
-    def __init__(self, *, policy: str, cache_folder: str | None = None) -> None:
-        self.policy, self.cache_folder = policy, cache_folder
+    def __init__(self, *, policy: str, cache_folder: str | None = None, trace_every: int = 1) -> None:
+        self.policy, self.cache_folder, self.trace_every = policy, cache_folder, trace_every
         self.shapes: dict[str, set[Shape]] = {}
         self.trace_seconds = self.dispatch_seconds = 0.0
         self.is_profiled = False
@@ -70,6 +72,11 @@ class Compiles:
             found, self._waiting = self._waiting, None
             raise found
         return num
+
+    @property
+    def last(self) -> str:
+        """Name of the program that was called last."""
+        return self._last[0]
 
     def after(self, name: str, *, num_before: int, is_warmup: bool) -> int:
         """Count what a call compiled."""
@@ -115,11 +122,17 @@ OUTSIDE = (
 class XlaProgram(Generic[Out]):
     """A function of a batch as one compiled program per signature."""
 
-    def __init__(self, function: Callable[[Batch], Out], *, name: str, compiles: Compiles) -> None:
-        self.function, self.name, self.compiles = function, name, compiles
+    def __init__(self, function: Callable[[Batch], Out], *, name: str, compiles: Compiles, held: Held = dict) -> None:
+        self.function, self.name, self.compiles, self.held = function, name, compiles, held
         self._texts: dict[Signature, bytes] = {}
+        self._calls: dict[Signature, Calls[Recording]] = {}
         self._num_calls = 0
         self._is_told = self._is_explained = False
+
+    @property
+    def num_traced(self) -> int:
+        """Calls so far for which the function ran."""
+        return sum(calls.num_traced for calls in self._calls.values())
 
     def __call__(self, batch: Batch, *, then: Callable[[Any], None] | None = None) -> Out:
         if not self.compiles.is_profiled:
@@ -129,22 +142,26 @@ class XlaProgram(Generic[Out]):
             return self._call(batch, then=then)
 
     def _call(self, batch: Batch, *, then: Callable[[Any], None] | None) -> Out:
+        is_alone = self.compiles.last == self.name
         num_before = self.compiles.before(self.name)
         signature = signature_of(batch)
         is_first = signature not in self._texts
         is_warmup = is_first and self._is_admitted(signature)
-        out = self._traced(batch, signature)
-        if then is not None:
-            xm.add_step_closure(then, args=(out,), run_async=True)
-        started = time.thread_time()
-        torch_xla.sync()
-        self.compiles.dispatch_seconds += time.thread_time() - started
+        calls = self._calls.setdefault(signature, Calls(every=self.compiles.trace_every, differ=differs))
+        held = self.held()
+        named = named_tensors(batch, held)
+        known, change = calls.replayable() if is_alone else None, None
+        if known is not None and known.fits(named):
+            out = self._replayed(known, named, then=then)
+            calls.replayed()
+        else:
+            out, change = self._traced(batch, calls, Trace(named, held=list(held)), then=then)
         self._num_calls += 1
         compiled = self.compiles.after(self.name, num_before=num_before, is_warmup=is_warmup)
         if is_first:
             log.info("%s %s: compiled %d program(s)", self.name, shape_text(leading_shape(signature)), compiled)
-        elif compiled and not self._is_told:
-            self._tell(batch, signature)
+        elif compiled or change is not None:
+            self._tell(batch, signature, compiled=compiled, change=change)
         return out
 
     def _is_admitted(self, signature: Signature) -> bool:
@@ -163,7 +180,35 @@ class XlaProgram(Generic[Out]):
         log.warning("%s", text)
         return False
 
-    def _traced(self, batch: Batch, signature: Signature) -> Out:
+    def _replayed(self, known: Recording, named: Batch, *, then: Callable[[Any], None] | None) -> Out:
+        """Run the graph of an earlier trace."""
+        started = time.thread_time()
+        out: Out = known.replay(named, device=str(torch_xla.device()))
+        if then is not None:
+            xm.add_step_closure(then, args=(out,), run_async=True)
+            xm._run_step_closures()
+        self.compiles.dispatch_seconds += time.thread_time() - started
+        return out
+
+    def _traced(
+        self, batch: Batch, calls: Calls[Recording], trace: Trace, *, then: Callable[[Any], None] | None
+    ) -> tuple[Out, Change | None]:
+        """Trace and run; what was otherwise than at the last trace."""
+        out = self._pending(batch, signature_of(batch))
+        started = time.thread_time()
+        is_first = calls.num_traced == 0
+        found = trace.recorded(out, looks_for_strays=is_first) if calls.is_recorded else None
+        change = calls.traced(None if found is None else found[0])
+        if found is not None:
+            recording, inputs = found
+            out = recording.run(trace.named, inputs)
+        if then is not None:
+            xm.add_step_closure(then, args=(out,), run_async=True)
+        torch_xla.sync()
+        self.compiles.dispatch_seconds += time.thread_time() - started
+        return out, change
+
+    def _pending(self, batch: Batch, signature: Signature) -> Out:
         """Trace; the first time keep the program's text, after a complaint that only warned compare with it."""
         is_known = signature in self._texts
         if is_known and self._is_told and not self._is_explained:
@@ -188,15 +233,35 @@ class XlaProgram(Generic[Out]):
             torch_xla._XLAC._set_ir_debug(False)
         return out, changed_values(zlib.decompress(self._texts[signature]).decode(), now)
 
-    def _tell(self, batch: Batch, signature: Signature) -> None:
-        """Say once that the program was compiled again; with `warn` the next call says which value it was."""
-        self._is_told = True
-        text = (
-            f"{self.name} was compiled again at its call {self._num_calls} though its inputs are as before "
-            f"({signature_text(signature)}), so a value that Python computes is part of the program and has changed; "
-            "make it a tensor of the batch or of the device"
+    def _tell(self, batch: Batch, signature: Signature, *, compiled: int, change: Change | None) -> None:
+        """Say once that the program is another one than it was; with `warn` the next call says which value it was."""
+        num_replayed = change.num_replayed if change is not None else 0
+        late = f"; the {num_replayed} calls before it were not traced and ran with the former" if num_replayed else ""
+        if change is not None and change.number:
+            self._tell_number(change.number, late=late)
+        elif not self._is_told and (compiled or late):
+            self._is_told = True
+            text = (
+                f"{self.name} was {'compiled again' if compiled else 'another program'} at its call {self._num_calls} "
+                f"though its inputs are as before ({signature_text(signature)}), so a value that Python computes is "
+                f"part of the program and has changed{late}; make it a tensor of the batch or of the device"
+            )
+            self.compiles.complain(text, explain=lambda: self._compared(batch, signature)[1])
+
+    def _tell_number(self, number: str, *, late: str) -> None:
+        """A number that Python hands to the program needs no other program, but a trace."""
+        text = f"a number that Python hands to {self.name} has changed at its call {self._num_calls} ({number})"
+        if late:
+            self.compiles.complain(
+                f"{text}{late}; make it a tensor of the batch or of the device, or trace every call with "
+                "trainer.trace_every_steps=1"
+            )
+            return
+        log.warning(
+            "%s, so every call of it is traced; make it a tensor of the batch or of the device, and one call in %d is",
+            text,
+            self.compiles.trace_every,
         )
-        self.compiles.complain(text, explain=lambda: self._compared(batch, signature)[1])
 
 
 def hlo_of(out: Any) -> str:

@@ -33,7 +33,7 @@ class Evaluator:
         self, module: nn.Module, *, runtime: Runtime, row_loss: RowLoss, parameters: Mapping[str, Tensor]
     ) -> None:
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
-        self.program = runtime.program(self.sums, name="evaluate")
+        self.program = runtime.program(self.sums, name="evaluate", held=lambda: parameters)
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
         """Evaluate every source's batches; all processes take part."""

@@ -23,7 +23,7 @@ from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.progress import Progress
 from tpu_experiments.training.sample import Sampler
-from tpu_experiments.training.saved import zero_state
+from tpu_experiments.training.saved import flat, zero_state
 from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss
 from tpu_experiments.training.stop import StopFlag
 from tpu_experiments.training.window import Window
@@ -96,7 +96,7 @@ class Parts:
             loop=runtime.loop,
             norm_groups=self.norm_groups,
         )
-        self.step_program = runtime.program(self.step_in_place, name="train")
+        self.step_program = runtime.program(self.step_in_place, name="train", held=self.held)
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
         self.evaluator = Evaluator(self.model.module, row_loss=self.row_loss, **parts)
         self.sampler = Sampler(
@@ -118,6 +118,10 @@ class Parts:
     def fresh_state(self) -> State:
         """Optimizer state at zero, each slot where its parameter lives."""
         return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
+
+    def held(self) -> dict[str, Tensor]:
+        """What a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
+        return {**self.parameters, **flat(self.state)}
 
     def step_in_place(self, batch: Mapping[str, Tensor]) -> StepOutput:
         """One optimizer step on the tensors that live on the device."""

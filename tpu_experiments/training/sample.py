@@ -30,7 +30,7 @@ class Sampler:
         self.module, self.runtime, self.parameters = module, runtime, parameters
         self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
         self.seed = seed
-        self.program = runtime.program(self.next_token, name="sample")
+        self.program = runtime.program(self.next_token, name="sample", held=lambda: parameters)
 
     def run(self, prompt_ids: list[int], *, max_new_tokens: int) -> str:
         """Continue `prompt_ids` (its last `window - max_new_tokens` tokens) up to the end of sequence."""

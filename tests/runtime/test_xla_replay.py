@@ -1,0 +1,176 @@
+"""Calls that run the graph of an earlier trace, on the CPU device: same numbers, same buffers, same watch."""
+
+import logging
+import queue
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runtime.test_xla_programs import make, rolled, rows
+from tpu_experiments.runtime.base import UnexpectedProgram
+from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
+
+pytestmark = pytest.mark.xla
+
+
+@dataclass
+class Report:
+    """A view of a value, a value, an input as it came, and what is no tensor."""
+
+    rows: Tensor
+    loss: Tensor
+    same: Tensor
+    note: str | None = None
+
+
+class Lab:
+    """A weight and its momentum on the device, moved by a random step."""
+
+    def __init__(self, *, width: int, every: int, holds: bool = True, policy: str = "error") -> None:
+        import torch_xla
+
+        self.device = torch_xla.device()
+        self.state = {name: torch.full((4, width), value).to(self.device) for name, value in (("w", 1.0), ("m", 0.0))}
+        self.frozen = torch.linspace(-1, 1, width).to(self.device)
+        self.factor = 0.5
+        held = (lambda: self.state) if holds else dict
+        self.compiles, self.program = make(self.step, every=every, held=held, policy=policy)
+
+    def step(self, batch: dict[str, Tensor]) -> Report:
+        w, m = self.state["w"], self.state["m"]
+        rows_4 = (batch["ids"] * w * self.frozen).sum(1) + torch.rand(4, device=self.device)
+        new = m * 0.9 + rows_4.mean() * self.factor
+        m.copy_(new)
+        w.copy_(w - 0.01 * new)
+        return Report(rows_4.detach()[None], rows_4.sum(), batch["ids"], "as it was")
+
+    def run(self, num: int, **kwargs: Any) -> list[list[float]]:
+        """Losses, rows and the sum of the weight after each of `num` steps with their own input and seed."""
+        import torch_xla.core.xla_model as xm
+
+        found = []
+        for index in range(num):
+            xm.set_rng_state(100 + index, str(self.device))
+            ids = torch.full(self.state["w"].shape, 1.0 + index).to(self.device)
+            report = self.program({"ids": ids}, **kwargs)
+            assert torch.equal(report.same.cpu(), ids.cpu())
+            assert (report.rows.shape, report.note) == ((1, 4), "as it was")
+            found.append([float(report.loss.cpu()), *report.rows.cpu()[0].tolist(), float(self.state["w"].cpu()[0, 0])])
+        return found
+
+
+def test_replayed_calls_give_the_numbers_of_traced_ones_bit_for_bit():
+    traced, replayed = Lab(width=31, every=1), Lab(width=31, every=50)
+    assert replayed.run(20) == traced.run(20)
+    assert (traced.program.num_traced, replayed.program.num_traced) == (20, 3)
+    assert traced.compiles.counters().compiles_after_warmup == 0
+
+
+def test_one_call_in_n_is_traced_again_and_every_one_after_another_program():
+    lab = Lab(width=33, every=6)
+    lab.run(3 + 5 + 1 + 5)
+    assert lab.program.num_traced == 4
+    other = XlaProgram(lambda batch: {"sum": batch["ids"].sum()}, name="evaluate", compiles=lab.compiles)
+    other({"ids": torch.ones(4, 33).to(lab.device)})
+    lab.run(2)
+    assert lab.program.num_traced == 5
+
+
+def test_state_is_donated_by_every_call_traced_or_not():
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    lab, places = Lab(width=1024, every=50), []
+    for _ in range(6):
+        lab.run(1)
+        xm.wait_device_ops()
+        places.append([torch_xla._XLAC._unsafe_buffer_pointer(t) for t in lab.state.values()])
+    assert lab.program.num_traced == 3
+    assert places == [places[0]] * 6, "new values lie where the old ones lay"
+
+
+def test_the_random_state_moves_on_as_after_a_trace():
+    import torch_xla.core.xla_model as xm
+
+    drawn = []
+    for every in (1, 50):
+        compiles = Compiles(policy="error", trace_every=every)
+        program = XlaProgram(lambda b: {"x": torch.rand_like(b["x"])}, name="draw", compiles=compiles)
+        batch = {"x": torch.zeros(35).to("xla")}
+        xm.set_rng_state(7, str(batch["x"].device))
+        numbers = []
+        for _ in range(8):
+            batch = program(batch)
+            numbers.append(batch["x"].cpu().tolist())
+        drawn.append(numbers)
+    assert drawn[0] == drawn[1]
+    assert len({tuple(numbers) for numbers in drawn[1]}) == 8
+
+
+def test_a_closure_gets_the_outputs_of_its_own_call():
+    lab, seen = Lab(width=36, every=50), queue.SimpleQueue()
+    losses = [loss for loss, *_ in lab.run(8, then=lambda report: seen.put(float(report.loss.cpu())))]
+    assert [seen.get(timeout=60) for _ in range(8)] == losses
+    assert lab.program.num_traced == 3
+
+
+def test_a_tensor_that_is_written_and_not_held_keeps_the_program_traced():
+    held = Lab(width=37, every=50).run(8)
+    lab = Lab(width=37, every=50, holds=False)
+    for one, other in zip(lab.run(8), held, strict=True):  # it is another program: its outputs are more
+        assert one == pytest.approx(other, rel=1e-5)
+    assert lab.program.num_traced == 8
+
+
+def test_a_held_tensor_that_is_replaced_is_read_anew():
+    lab = Lab(width=38, every=50)
+    lab.run(5)
+    lab.state |= {name: torch.full((4, 38), 2.0).to(lab.device) for name in lab.state}
+    fresh = Lab(width=38, every=1)
+    fresh.state |= {name: torch.full((4, 38), 2.0).to(lab.device) for name in lab.state}
+    assert lab.run(3) == fresh.run(3)
+    assert lab.program.num_traced == 3
+
+
+def test_a_number_that_changes_from_the_first_calls_on_is_told_and_right(caplog):
+    def losses(lab: Lab) -> list[list[float]]:
+        found = []
+        for index in range(6):
+            lab.factor = 0.5 + index / 16
+            found += lab.run(1)
+        return found
+
+    expected, lab = losses(Lab(width=39, every=1)), Lab(width=39, every=50)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert losses(lab) == expected
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("a number that Python hands to train has changed at its call 2 (0.5 became 0.5625), so every")
+    assert lab.program.num_traced == 6
+
+
+def test_a_number_that_changes_later_stops_the_program_with_its_values():
+    lab = Lab(width=40, every=5)
+    lab.run(4)
+    lab.factor = 2.5
+    lab.run(4)  # three that are replayed with 0.5, and one that is traced
+    with pytest.raises(
+        UnexpectedProgram,
+        match=r"a number that Python hands to train has changed at its call 8 \(0.5 became 2.5\); the 4 calls before",
+    ):
+        lab.run(1)
+
+
+def test_a_baked_value_that_changes_later_is_found_and_its_line_named():
+    python = SimpleNamespace(shift=1)
+    _, program = make(rolled(python), every=5)
+    for index in range(8):
+        python.shift = 1 if index < 4 else 5
+        program(rows(141))
+    with pytest.raises(UnexpectedProgram, match=r"train was compiled again at its call 8 .*; the 4 calls") as found:
+        program(rows(141))
+    assert "s64[] constant(140) became s64[] constant(136) (runtime/test_xla_programs.py:" in found.value.explain()

@@ -1,0 +1,232 @@
+"""One trace of a program, kept so that its graph can run again without Python building it.
+
+The graph is compiled and run by its hash, as torch_xla's bridge for torch.compile does (torch_xla 2.9,
+_dynamo/dynamo_bridge.py). `torch_xla.sync()` compiles under a hash that it tells nobody, and what it finds alive on the
+device is part of its program; here a program is what its function returns and the held tensors that it writes.
+"""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+Named = Mapping[str, Tensor]
+SEED = "(seed)"
+CONSTANT = "(constant)"
+BATCH = "batch/"
+SMALL = 16
+"""Elements up to which two constants are the same by value; torch_xla sends a Python number anew in every trace."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A graph, where its inputs come from and where its outputs go."""
+
+    hash: bytes
+    inputs: tuple[str, ...]
+    """In the graph's order: name of a tensor, SEED or CONSTANT."""
+    constants: tuple[Tensor | None, ...] = field(repr=False)
+    """On the device, for each input that is a constant."""
+    numbers: tuple[Tensor | None, ...] = field(repr=False)
+    """On the host, for each constant that is small."""
+    shardings: tuple[str, ...]
+    """Of the named tensors, in their order (spmd)."""
+    written: tuple[str, ...]
+    """Held tensors that get the first outputs of the graph; they are donated."""
+    leaves: tuple[Any, ...] = field(repr=False)
+    """Of the function's result: an output's index, the name of an input, or what is the same in every call."""
+    build: Callable[[list[Any]], Any] = field(repr=False)
+    """From leaves to the function's result."""
+
+    def run(self, named: Named, inputs: Sequence[Tensor]) -> Any:
+        """Queue the graph; held tensors are written. The function's result."""
+        results = torch_xla._XLAC._run_cached_graph(self.hash, list(inputs))
+        for name, new in zip(self.written, results, strict=False):
+            # Not copy_, which leaves an operation pending that the next trace of another program would take in.
+            torch_xla._XLAC._replace_xla_tensor(named[name], new)
+        return self.build([self._leaf(leaf, results, named) for leaf in self.leaves])
+
+    def _leaf(self, leaf: Any, results: Sequence[Tensor], named: Named) -> Any:
+        if isinstance(leaf, Output):
+            return results[leaf.index]
+        return named[leaf.name] if isinstance(leaf, Passed) else leaf
+
+    def replay(self, named: Named, *, device: str) -> Any:
+        """As `run`, with the tensors of now and the random state of now, which then moves on as after a trace."""
+        state = torch_xla._XLAC
+        values = [
+            constant
+            if constant is not None
+            else state._get_base_seed_as_tensor(device)
+            if name == SEED
+            else named[name]
+            for name, constant in zip(self.inputs, self.constants, strict=True)
+        ]
+        out = self.run(named, values)
+        # What torch_xla.sync() does after every program (torch/csrc/lazy/core/lazy_graph_executor.cpp, MarkStep).
+        xm.set_rng_state((1012031 + state._xla_get_rng_seed() * 7012063) % 2**64, device)
+        return out
+
+    def fits(self, named: Named) -> bool:
+        """Whether the tensors lie on the devices as in the trace."""
+        return self.shardings == shardings_of(named)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A leaf that the graph computes."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A leaf that is an input as it came."""
+
+    name: str
+
+
+class Trace:
+    """What is known before a program is traced."""
+
+    def __init__(self, named: Named, *, held: Sequence[str]) -> None:
+        self.named, self.held = named, held
+        self.handles = dict(zip(named, handles_of(list(named.values())), strict=True))
+        self.names = {handle: name for name, handle in self.handles.items()}
+
+    def recorded(self, out: Any, *, looks_for_strays: bool) -> tuple[Recording, list[Tensor]] | None:
+        """The graph that is pending, and its inputs; compiled where it is in no cache.
+
+        None where the graph is not all of the program: the function changed a tensor on the device that is not held.
+        """
+        leaves, build = opened(out)
+        written = [name for name, is_new in zip(self.held, pending(self._held_tensors()), strict=True) if is_new]
+        ordered = {_id(self.named[name]): self.named[name] for name in written}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        ordered |= {_id(t): t for t, is_new in zip(tensors, pending(tensors), strict=True) if is_new}
+        if len(ordered) == 0 or self._is_moved(written) or (looks_for_strays and strays(ordered)):
+            return None
+        ids, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(ordered.values()))
+        names = [self._name(number, handle) for number, handle in zip(ids, handles_of(values), strict=True)]
+        for name, value in zip(names, values, strict=True):
+            if name in written:
+                torch_xla._XLAC._set_buffer_donation(value, True)
+        with alias_with_buffer_donor_config():
+            graph = torch_xla._XLAC._get_graph_hash(list(ordered.values()))
+            torch_xla._XLAC._xla_warm_up_cache(list(ordered.values()), [])
+        constants = tuple(v if name == CONSTANT else None for name, v in zip(names, values, strict=True))
+        places = {number: index for index, number in enumerate(ordered)}
+        recording = Recording(
+            graph,
+            inputs=tuple(names),
+            constants=constants,
+            numbers=on_host(constants),
+            shardings=shardings_of(self.named),
+            written=tuple(written),
+            leaves=tuple(self._leaf(leaf, places) for leaf in leaves),
+            build=build,
+        )
+        return recording, values
+
+    def _held_tensors(self) -> list[Tensor]:
+        return [self.named[name] for name in self.held]
+
+    def _is_moved(self, written: Sequence[str]) -> bool:
+        """Whether a held tensor holds the data of another without an operation."""
+        still = [name for name in self.held if name not in set(written)]
+        return handles_of([self.named[name] for name in still]) != [self.handles[name] for name in still]
+
+    def _name(self, number: int, handle: int) -> str:
+        if number == torch_xla._XLAC._get_seed_info_id():
+            return SEED
+        return self.names.get(handle, CONSTANT)
+
+    def _leaf(self, leaf: Any, places: Mapping[int, int]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if _id(leaf) in places:
+            return Output(places[_id(leaf)])
+        name = self.names.get(handles_of([leaf])[0])
+        return leaf if name is None else Passed(name)
+
+
+def named_tensors(batch: Named, held: Named) -> dict[str, Tensor]:
+    """All that a program may read and that differs between calls, with nothing pending on it."""
+    named = {**held, **{BATCH + name: tensor for name, tensor in batch.items()}}
+    if any(pending(list(named.values()))):
+        torch_xla.sync()
+    return named
+
+
+def differs(before: Recording, now: Recording) -> str | None:
+    """What differs between two traces so that one does not stand for the other: empty for the graph, else a number."""
+    if before.hash != now.hash or before.inputs != now.inputs or before.written != now.written:
+        return ""
+    for old, new, was, is_now in zip(before.constants, now.constants, before.numbers, now.numbers, strict=True):
+        if was is not None and is_now is not None:
+            if not torch.equal(was, is_now):
+                return f"{_shown(was)} became {_shown(is_now)}"
+        elif old is not None and new is not None and handles_of([old]) != handles_of([new]):
+            return f"another tensor of shape {tuple(new.shape)}"
+    return None
+
+
+def opened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Leaves of a result and what makes one of them; a dataclass is opened by its fields."""
+    kind = type(out) if hasattr(out, "__dataclass_fields__") else None
+    leaves, spec = tree_flatten(vars(out) if kind else out)
+
+    def build(new: list[Any]) -> Any:
+        made = tree_unflatten(new, spec)
+        return kind(**made) if kind else made
+
+    return leaves, build
+
+
+def strays(known: Mapping[int, Tensor]) -> bool:
+    """Whether tensors on the device that Python holds wait for a program, are none of `known`, and none of their bases,
+    which are alive as long as a view of them is."""
+    bases = {_id(tensor._base) for tensor in known.values() if tensor._base is not None}
+    found = [o for o in gc.get_objects() if type(o) in (Tensor, torch.nn.Parameter) and o.device.type == "xla"]
+    return any(
+        is_new and _id(tensor) not in {*known, *bases} for tensor, is_new in zip(found, pending(found), strict=True)
+    )
+
+
+def pending(tensors: list[Tensor]) -> list[bool]:
+    """Of each, whether an operation waits to be run for it."""
+    return list(torch_xla._XLAC._check_tensor_need_materialization(tensors))
+
+
+def handles_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers of the data on the device, equal where the data is the same."""
+    return list(torch_xla._XLAC._get_tensors_handle(list(tensors)))
+
+
+def on_host(constants: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The values of those that are small, brought in one transfer."""
+    small = [c for c in constants if c is not None and c.numel() <= SMALL]
+    values = iter(torch_xla._XLAC._xla_get_cpu_tensors(small) if small else ())
+    return tuple(None if c is None or c.numel() > SMALL else next(values) for c in constants)
+
+
+def shardings_of(named: Named) -> tuple[str, ...]:
+    """Of each tensor, where it lies; empty outside of spmd."""
+    return tuple(torch_xla._XLAC._get_xla_sharding_specs(list(named.values()))) if xr.is_spmd() else ()
+
+
+def _id(tensor: Tensor) -> int:
+    return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
+
+
+def _shown(value: Tensor) -> str:
+    shown = value.tolist()
+    return f"{shown:.6g}" if isinstance(shown, float) else str(shown)
