@@ -1,7 +1,10 @@
 """Calls that run the graph of an earlier trace, on the CPU device: same numbers, same buffers, same watch."""
 
+import json
 import logging
 import queue
+import subprocess
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.test_xla_programs import make, rolled, rows
+from tests.training.runs import REPOSITORY
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
 
@@ -149,7 +153,9 @@ def test_a_number_that_changes_from_the_first_calls_on_is_told_and_right(caplog)
     with caplog.at_level(logging.WARNING):
         assert losses(lab) == expected
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("a number that Python hands to train has changed at its call 2 (0.5 became 0.5625), so every")
+    assert told.startswith(
+        "a number that Python hands to train has changed at its call 2 (0.5 became 0.5625), so every"
+    )
     assert lab.program.num_traced == 6
 
 
@@ -174,3 +180,19 @@ def test_a_baked_value_that_changes_later_is_found_and_its_line_named():
     with pytest.raises(UnexpectedProgram, match=r"train was compiled again at its call 8 .*; the 4 calls") as found:
         program(rows(141))
     assert "s64[] constant(140) became s64[] constant(136) (runtime/test_xla_programs.py:" in found.value.explain()
+
+
+def test_state_that_is_split_over_devices_is_donated_and_stays_where_it_is():
+    command = [sys.executable, "-m", "tests.runtime.donated_state", "4"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    is_gone, sums, shardings, num_traced, num_compiles = json.loads(done.stdout.splitlines()[-1])
+    assert is_gone == [[True, True]] * 6
+    assert num_traced == 3
+    assert num_compiles == 1
+    assert shardings == [["{devices=[4,1]0,1,2,3}"] * 2] * 6
+    w = m = 1.0
+    for index, found in enumerate(sums):
+        m = m * 0.9 + 1 + index
+        w -= 0.1 * m
+        assert found == pytest.approx(64 * w, rel=1e-5)

@@ -127,7 +127,7 @@ class XlaProgram(Generic[Out]):
         self._texts: dict[Signature, bytes] = {}
         self._calls: dict[Signature, Calls[Recording]] = {}
         self._num_calls = 0
-        self._is_told = self._is_explained = False
+        self._is_told = self._is_explained = self._is_replayed = False
 
     @property
     def num_traced(self) -> int:
@@ -182,6 +182,9 @@ class XlaProgram(Generic[Out]):
 
     def _replayed(self, known: Recording, named: Batch, *, then: Callable[[Any], None] | None) -> Out:
         """Run the graph of an earlier trace."""
+        if not self._is_replayed:
+            self._is_replayed = True
+            log.info("%s: one call in %d is traced from here on", self.name, self.compiles.trace_every)
         started = time.thread_time()
         out: Out = known.replay(named, device=str(torch_xla.device()))
         if then is not None:

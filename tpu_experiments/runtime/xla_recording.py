@@ -99,8 +99,12 @@ class Trace:
 
     def __init__(self, named: Named, *, held: Sequence[str]) -> None:
         self.named, self.held = named, held
+        xm.wait_device_ops()  # until the call before is handed to the device, its outputs have no data
         self.handles = dict(zip(named, handles_of(list(named.values())), strict=True))
         self.names = {handle: name for name, handle in self.handles.items()}
+        # By its data, not by the number that torch_xla gives it: a loop that reads it numbers it as a tensor.
+        self.seed = torch_xla._XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
+        self.names |= {handles_of([self.seed])[0]: SEED}
 
     def recorded(self, out: Any, *, looks_for_strays: bool) -> tuple[Recording, list[Tensor]] | None:
         """The graph that is pending, and its inputs; compiled where it is in no cache.
@@ -114,8 +118,8 @@ class Trace:
         ordered |= {_id(t): t for t, is_new in zip(tensors, pending(tensors), strict=True) if is_new}
         if len(ordered) == 0 or self._is_moved(written) or (looks_for_strays and strays(ordered)):
             return None
-        ids, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(ordered.values()))
-        names = [self._name(number, handle) for number, handle in zip(ids, handles_of(values), strict=True)]
+        _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(ordered.values()))
+        names = [self.names.get(handle, CONSTANT) for handle in handles_of(values)]
         for name, value in zip(names, values, strict=True):
             if name in written:
                 torch_xla._XLAC._set_buffer_donation(value, True)
@@ -143,11 +147,6 @@ class Trace:
         """Whether a held tensor holds the data of another without an operation."""
         still = [name for name in self.held if name not in set(written)]
         return handles_of([self.named[name] for name in still]) != [self.handles[name] for name in still]
-
-    def _name(self, number: int, handle: int) -> str:
-        if number == torch_xla._XLAC._get_seed_info_id():
-            return SEED
-        return self.names.get(handle, CONSTANT)
 
     def _leaf(self, leaf: Any, places: Mapping[int, int]) -> Any:
         if not isinstance(leaf, Tensor):

@@ -1,8 +1,9 @@
 """What a step costs: tokens a second, where the host's time goes, and the share of the chips' peak.
 
-The host's time of a step has three parts. `trace`: Python builds the program's graph and hands it over. `input_wait`:
-the loop waits for a batch. `rest`: it waits for the device, or does something else; a device that is kept busy shows as
-a large rest. An interval between two log records in which something was compiled counts for nothing.
+The host's time of a step has three parts. `trace`: Python builds the program's graph, or takes that of before, and
+hands it over. `input_wait`: the loop waits for a batch. `rest`: it waits for the device, or does something else; a
+device that is kept busy shows as a large rest. An interval between two log records in which something was compiled
+counts for nothing.
 """
 
 import logging
@@ -159,8 +160,9 @@ class Meters:
             self._warned.add("trace")
             log.warning(
                 "tracing-bound: of %.3f s a step the host traces for %.3f s, and the device may wait for it; "
-                "model.stack=scanned traces one layer for all, and more rows a step (trainer.global_batch_rows) take "
-                "no longer",
+                "trainer.trace_every_steps=50 traces one step in 50 (the log says so where a program cannot be left "
+                "untraced), model.stack=scanned traces one layer for all, and more rows a step "
+                "(trainer.global_batch_rows) take no longer",
                 each["seconds"],
                 each["trace"],
             )
