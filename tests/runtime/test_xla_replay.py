@@ -140,6 +140,21 @@ def test_a_held_tensor_that_is_replaced_is_read_anew():
     assert lab.program.num_traced == 3
 
 
+def test_a_held_tensor_that_is_given_its_own_value_keeps_the_program_traced():
+    state = {"w": torch.ones(4, 43).to("xla"), "still": torch.ones(4, 43).to("xla")}
+
+    def step(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        state["w"].copy_(state["w"] + batch["ids"] * state["still"])
+        state["still"].copy_(state["still"])
+        return {"sum": state["w"].sum()}
+
+    compiles, program = make(step, every=50, held=lambda: state)
+    sums = [float(program({"ids": torch.ones(4, 43).to("xla")})["sum"].cpu()) for _ in range(6)]
+    assert sums == [4.0 * 43 * (2 + index) for index in range(6)]
+    assert program.num_traced == 6
+    assert compiles.counters().compiles_after_warmup == 0
+
+
 def test_a_number_that_changes_from_the_first_calls_on_is_told_and_right(caplog):
     def losses(lab: Lab) -> list[list[float]]:
         found = []

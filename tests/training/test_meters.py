@@ -85,6 +85,16 @@ def test_a_step_is_split_and_its_share_of_the_peak_told(made, clock):
     assert (values["perf/hbm_gib"], values["perf/hbm_peak_gib"]) == (9.5, 12.25)
 
 
+def test_what_the_host_traced_ahead_of_the_device_is_no_more_than_the_interval(made, clock):
+    device, meters = made
+    waited(meters, clock, 0.5)
+    device.trace += 7.0
+    clock[0] = 105.0
+    values = meters.values(reading(meters, step=10, time=105.0))
+    parts = [values[f"perf/{name}_seconds"] for name in ("trace", "input_wait", "rest")]
+    assert parts == pytest.approx([0.45, 0.05, 0.0])
+
+
 def test_an_interval_with_a_compilation_counts_for_nothing(made, clock):
     device, meters = made
     device.compiles = 1

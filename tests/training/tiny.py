@@ -13,6 +13,7 @@ from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import State
+from tpu_experiments.training.saved import flat
 from tpu_experiments.training.step import TrainStep, commit
 
 ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
@@ -69,7 +70,10 @@ class Run:
             sum_over_processes=runtime.sum_over_processes,
             loop=runtime.loop,
         )
-        self.program = runtime.program(self._in_place, name="train")
+        self.program = runtime.program(self._in_place, name="train", held=self._held)
+
+    def _held(self) -> dict[str, Tensor]:
+        return {**self.parameters, **flat(self.state)}
 
     def _in_place(self, batch: Mapping[str, Tensor]) -> Any:
         parameters, state, output = self.step(self.parameters, self.state, batch)

@@ -155,7 +155,8 @@ class XlaProgram(Generic[Out]):
             out = self._replayed(known, named, then=then)
             calls.replayed()
         else:
-            out, change = self._traced(batch, calls, Trace(named, held=list(held)), then=then)
+            trace = Trace(named, held=list(held)) if calls.is_recorded else None
+            out, change = self._traced(batch, calls, trace, then=then)
         self._num_calls += 1
         compiled = self.compiles.after(self.name, num_before=num_before, is_warmup=is_warmup)
         if is_first:
@@ -194,15 +195,15 @@ class XlaProgram(Generic[Out]):
         return out
 
     def _traced(
-        self, batch: Batch, calls: Calls[Recording], trace: Trace, *, then: Callable[[Any], None] | None
+        self, batch: Batch, calls: Calls[Recording], trace: Trace | None, *, then: Callable[[Any], None] | None
     ) -> tuple[Out, Change | None]:
         """Trace and run; what was otherwise than at the last trace."""
         out = self._pending(batch, signature_of(batch))
         started = time.thread_time()
         is_first = calls.num_traced == 0
-        found = trace.recorded(out, looks_for_strays=is_first) if calls.is_recorded else None
+        found = trace.recorded(out, looks_for_strays=is_first) if trace is not None else None
         change = calls.traced(None if found is None else found[0])
-        if found is not None:
+        if trace is not None and found is not None:
             recording, inputs = found
             out = recording.run(trace.named, inputs)
         if then is not None:

@@ -99,12 +99,12 @@ class Trace:
 
     def __init__(self, named: Named, *, held: Sequence[str]) -> None:
         self.named, self.held = named, held
-        xm.wait_device_ops()  # until the call before is handed to the device, its outputs have no data
-        self.handles = dict(zip(named, handles_of(list(named.values())), strict=True))
-        self.names = {handle: name for name, handle in self.handles.items()}
+        xm.wait_device_ops()  # until the call before is handed to the device, its outputs have no data to look at
+        self.names = dict(zip(handles_of(list(named.values())), named, strict=True))
+        self.versions = [named[name]._version for name in held]
         # By its data, not by the number that torch_xla gives it: a loop that reads it numbers it as a tensor.
         self.seed = torch_xla._XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
-        self.names |= {handles_of([self.seed])[0]: SEED}
+        self.names |= dict.fromkeys(handles_of([self.seed]), SEED)
 
     def recorded(self, out: Any, *, looks_for_strays: bool) -> tuple[Recording, list[Tensor]] | None:
         """The graph that is pending, and its inputs; compiled where it is in no cache.
@@ -144,9 +144,9 @@ class Trace:
         return [self.named[name] for name in self.held]
 
     def _is_moved(self, written: Sequence[str]) -> bool:
-        """Whether a held tensor holds the data of another without an operation."""
-        still = [name for name in self.held if name not in set(written)]
-        return handles_of([self.named[name] for name in still]) != [self.handles[name] for name in still]
+        """Whether a held tensor was written without an operation, with what is on the device already."""
+        versions = zip(self.held, self.versions, strict=True)
+        return any(self.named[name]._version != before for name, before in versions if name not in written)
 
     def _leaf(self, leaf: Any, places: Mapping[int, int]) -> Any:
         if not isinstance(leaf, Tensor):
@@ -206,7 +206,7 @@ def pending(tensors: list[Tensor]) -> list[bool]:
 
 
 def handles_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Numbers of the data on the device, equal where the data is the same."""
+    """Of each, where its data lies on the device."""
     return list(torch_xla._XLAC._get_tensors_handle(list(tensors)))
 
 

@@ -131,13 +131,16 @@ class Meters:
 
     def _rates(self, part: Totals) -> dict[str, float]:
         """Per second and per step; utilisation as metrics/flops.py defines it."""
+        # The host is ahead of the device: what it traced while an earlier interval's values were computed is cut off.
+        input_wait = min(part.input_wait, part.seconds)
+        trace = min(part.trace, part.seconds - input_wait)
         rates = {
             "tokens_per_second": part.tokens / part.seconds,
             "supervised_tokens_per_second": part.supervised / part.seconds,
             "step_seconds": part.seconds / part.steps,
-            "trace_seconds": part.trace / part.steps,
-            "input_wait_seconds": part.input_wait / part.steps,
-            "rest_seconds": max(0.0, part.seconds - part.trace - part.input_wait) / part.steps,
+            "trace_seconds": trace / part.steps,
+            "input_wait_seconds": input_wait / part.steps,
+            "rest_seconds": (part.seconds - trace - input_wait) / part.steps,
         }
         if self.hw.chip is not None and part.model_flops:
             settings = {"seconds": part.seconds, "peak_tflops": self.hw.chip.peak_tflops_bf16}
