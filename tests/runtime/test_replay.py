@@ -1,8 +1,10 @@
 """Which calls of a program are traced."""
 
+import threading
+
 import pytest
 
-from tpu_experiments.runtime.replay import NUM_FIRST, Calls, Change
+from tpu_experiments.runtime.replay import NUM_FIRST, Calls, Change, Reader
 
 
 def calls_of(graphs: str, *, every: int) -> tuple[str, list[Change]]:
@@ -48,3 +50,28 @@ def test_what_cannot_be_kept_is_traced_every_time():
         assert calls.traced(None) is None
     assert not calls.is_recorded
     assert calls.num_traced == 6
+
+
+def test_calls_are_one_ahead_of_what_is_read_and_no_more():
+    reader, seen = Reader(), []
+    for call in range(5):
+        reader.wait(call)  # nothing is read, nothing is waited for
+    read = reader.of(5, seen.append)
+    reader.wait(6)
+    ahead = threading.Thread(target=lambda: (reader.wait(7), seen.append("call 7")))
+    ahead.start()
+    assert seen == []
+    read("outputs of 5")
+    ahead.join(60)
+    assert seen == ["outputs of 5", "call 7"]
+
+
+def test_a_reader_that_fails_is_not_waited_for():
+    reader = Reader()
+
+    def fails(out: str) -> None:
+        raise ValueError(out)
+
+    with pytest.raises(ValueError, match="lost"):
+        reader.of(1, fails)("lost")
+    reader.wait(9)

@@ -4,14 +4,16 @@ A trace costs the host far more than running the graph that it builds. Python wo
 nothing but tensors changes; that is looked at every n-th time.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Kept = TypeVar("Kept")
 NUM_FIRST = 3
 """Traces in a row that must be the same before a call is not traced. The second may find tensors that the first wrote,
 the third is the first that comes after two calls of one kind."""
+MAX_READING_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,33 @@ class Calls(Generic[Kept]):
             return None
         self._is_steady = False
         return Change(number, num_replayed)
+
+
+class Reader:
+    """Keeps the calls of a program at most one ahead of what another thread reads of them.
+
+    Reading needs torch_xla's lock of the device, which calls that are not traced take again at once: the loss of ten
+    steps was read ten steps late. The call after the one that is read is queued meanwhile, so the device has work.
+    """
+
+    def __init__(self) -> None:
+        self._call, self._done = 0, threading.Event()
+        self._done.set()
+
+    def wait(self, call: int) -> None:
+        """Before the call of this number. A thread that failed is told of at the next reading; it is not waited for."""
+        if call > self._call + 1:
+            self._done.wait(MAX_READING_SECONDS)
+
+    def of(self, call: int, then: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`then` for the outputs of the call of this number."""
+        self._call, done = call, threading.Event()
+        self._done = done
+
+        def read(out: Any) -> None:
+            try:
+                then(out)
+            finally:
+                done.set()
+
+        return read

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from tpu_experiments.runtime.baked import changed_values
 from tpu_experiments.runtime.base import Batch, CompileCache, Counters, Held, Out, UnexpectedProgram
-from tpu_experiments.runtime.replay import Calls, Change
+from tpu_experiments.runtime.replay import Calls, Change, Reader
 from tpu_experiments.runtime.signature import (
     Shape,
     Signature,
@@ -127,6 +127,7 @@ class XlaProgram(Generic[Out]):
         self._texts: dict[Signature, bytes] = {}
         self._calls: dict[Signature, Calls[Recording]] = {}
         self._num_calls = 0
+        self._reader = Reader()
         self._is_told = self._is_explained = self._is_replayed = False
 
     @property
@@ -142,6 +143,8 @@ class XlaProgram(Generic[Out]):
             return self._call(batch, then=then)
 
     def _call(self, batch: Batch, *, then: Callable[[Any], None] | None) -> Out:
+        self._reader.wait(self._num_calls)
+        then = then and self._reader.of(self._num_calls, then)
         is_alone = self.compiles.last == self.name
         num_before = self.compiles.before(self.name)
         signature = signature_of(batch)
