@@ -41,6 +41,17 @@ CASES = {
         "model.init=random model.arch.vocab_size=1000",
         ["data.sample_text has token id", "model=tiny has 1000 embeddings", "model.tokenizer_path"],
     ),
+    "more devices than heads of keys": (
+        "hw.parallel=spmd hw.num_devices=4 sharding=fsdp_tensor sharding.mesh.tensor=4",
+        [
+            "sharding.mesh.tensor=4; the model has 4 heads and 2 heads of keys and values",
+            "use sharding.mesh.tensor=1 or",
+        ],
+    ),
+    "a mesh that splits no weight": (
+        "hw.parallel=spmd hw.num_devices=4 sharding.mesh={{data:4,fsdp:1}} sharding.max_replicated_elements=1000",
+        ["sharding=fsdp leaves model.embed_tokens.weight with", "elements whole on every device"],
+    ),
     "row longer than the checkpoint allows": (
         "model.path={tmp}/short ~model.arch.max_position_embeddings",
         ["trainer.seq_len=128 (stage text) is longer than model.path={tmp}/short allows (max_position_embeddings=64)"],

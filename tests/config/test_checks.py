@@ -166,11 +166,27 @@ def test_the_problems_of_all_stages_are_reported_once_each() -> None:
 
 def test_an_unknown_mesh_axis_is_refused() -> None:
     config = composed()
-    config.sharding.rules["*.norm.weight"] = ["tensor"]
+    config.sharding.rules["*.norm.weight"] = ["model"]
     with pytest.raises(
-        ConfigError, match=r"^sharding.rules\['\*.norm.weight'\]; there is no mesh axis 'tensor'; write"
+        ConfigError,
+        match=r"^sharding.rules\['\*.norm.weight'\]; there is no mesh axis 'model'; write data, fsdp, tensor or null.$",
     ):
         check(config)
+
+
+def test_an_axis_splits_one_dimension() -> None:
+    config = composed()
+    config.sharding.rules["*.o_proj.weight"] = [["fsdp", "tensor"], "fsdp"]
+    with pytest.raises(ConfigError, match=r"names fsdp 2 times; an axis splits one dimension of a tensor.$"):
+        check(config)
+
+
+def test_a_mesh_of_other_devices_is_refused_once() -> None:
+    message = refusal("hw.parallel=spmd", "hw.num_devices=4", "sharding=hsdp", "sharding.mesh.data=3")
+    assert message == (
+        "sharding.mesh has data=3, fsdp=-1, tensor=1 and hw.num_devices=4; 3 does not divide 4; choose sizes whose "
+        "product is 4, one of them -1 for what the others leave."
+    )
 
 
 @pytest.mark.parametrize(

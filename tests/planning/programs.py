@@ -98,7 +98,7 @@ def signatures_of_plan(config: Config) -> dict[str, Signature]:
     for program in trace_run(config, which="train").programs:
         arguments: Counter[str] = Counter()
         for argument in program.arguments:
-            split = _split_of(sharding_text(list(argument.axes), num_partitions=program.num_partitions))
+            split = _split_of(sharding_text(list(argument.axes), mesh=program.mesh))
             arguments[f"{SHORT[argument.dtype]}[{','.join(map(str, argument.shape))}] {split}"] += 1
         outputs = Program(hlo_text(program.hlo)).signature()["outputs"]
         found[f"{program.name} {program.shape}"] = {"arguments": dict(sorted(arguments.items())), "outputs": outputs}
@@ -125,7 +125,7 @@ def lowered_by_run(config: Config) -> dict[str, bytes]:
     )
     trainer.build()
     geometry = inputs.stages[0].geometry
-    rows = geometry.micro_rows * (geometry.num_devices if config.hw.parallel == "spmd" else 1)
+    rows = geometry.micro_rows * (geometry.num_shards if config.hw.parallel == "spmd" else 1)
     host = random_batch(0, accumulation=geometry.accumulation, rows=rows, seq_len=geometry.seq_len)
     batch = runtime.put(host, rows_dim=1)
     torch_xla.sync()

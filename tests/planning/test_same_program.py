@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 SHARDED = ("hw.parallel=spmd", "hw.num_devices=4", "trainer.micro_batch_rows=2")
+MESHES = ((), ("sharding=hsdp",), ("sharding=fsdp_tensor",))
 
 
 def signatures(kind: str, *overrides: str) -> dict[str, Any]:
@@ -17,8 +20,9 @@ def signatures(kind: str, *overrides: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_the_plans_training_program_is_the_runs() -> None:
-    planned, run = signatures("plan", *SHARDED), signatures("run", *SHARDED)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_plans_training_program_is_the_runs(mesh: tuple[str, ...]) -> None:
+    planned, run = signatures("plan", *SHARDED, *mesh), signatures("run", *SHARDED, *mesh)
     [name] = run
     assert len(run[name]["outputs"]) > 40, "outputs that differ have hashes that differ"
     assert planned[name]["arguments"] == run[name]["arguments"]

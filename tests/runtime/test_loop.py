@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.loop import python_loop
 
 pytestmark = pytest.mark.xla
@@ -233,8 +234,9 @@ def test_stacks_need_not_be_filled_first():
 def test_only_stacks_of_rows_are_left_unwritten_and_only_on_a_tpu(num_shards):
     from tpu_experiments.runtime.xla_buffer import stablehlo, unwritten_for
 
-    assert unwritten_for("CPU", num_shards=num_shards) is None
-    make = unwritten_for("TPU", num_shards=num_shards)(8)
+    assert unwritten_for("CPU", mesh=Mesh(fsdp=num_shards)) is None
+    assert unwritten_for("TPU", mesh=Mesh(fsdp=num_shards, tensor=2)) is None
+    make = unwritten_for("TPU", mesh=Mesh(fsdp=num_shards))(8)
     assert make((3,), torch.float32) is None
     assert make((3, 6), torch.float32) is None
     assert make((3, 8), torch.bool) is None

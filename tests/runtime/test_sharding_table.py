@@ -7,12 +7,15 @@ import torch
 
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.sources import ShardingConfig
-from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.sharding import ShardingTable, check_heads
+
+FOUR = Mesh(fsdp=4)
 
 
-def table(rules, *, num_devices=4, limit=0):
-    return ShardingTable(ShardingConfig("mine", rules, limit), num_devices=num_devices)
+def table(rules, *, mesh=FOUR, limit=0):
+    return ShardingTable(ShardingConfig("mine", rules, limit), mesh=mesh)
 
 
 def test_the_first_matching_rule_decides():
@@ -80,6 +83,81 @@ def test_a_large_parameter_that_stays_whole_is_refused():
     table({"embed*": [None, "fsdp"]}, limit=1199).check(names)
 
 
+def test_several_axes_split_a_tensor():
+    rules = {"*.q_proj.weight": ["tensor", "fsdp"], "*": [["fsdp", "tensor"], None]}
+    sharding = table(rules, mesh=Mesh(fsdp=4, tensor=2))
+    assert sharding.axes("layers.0.q_proj.weight", (6, 8)) == ("tensor", "fsdp")
+    assert sharding.axes("model.layers.0:2:1.q_proj.weight", (2, 6, 8)) == (None, "tensor", "fsdp")
+    assert sharding.axes("embed.weight", (16, 3)) == (("fsdp", "tensor"), None)
+    assert sharding.axes("layers.0.q_proj.weight/exp_avg", (6, 8)) == ("tensor", "fsdp")
+    with pytest.raises(ConfigError, match=r"embed.weight is \(12, 3\) and 12 does not divide by the 8 devices; split"):
+        sharding.axes("embed.weight", (12, 3))
+    with pytest.raises(ConfigError, match=r"is \(6, 6\) and 6 does not divide by the 4 devices of sharding.mesh.fsdp;"):
+        sharding.axes("layers.0.q_proj.weight", (6, 6))
+
+
+def test_an_axis_with_one_device_splits_nothing():
+    sharding = table({"*": ["tensor", "fsdp"]}, mesh=Mesh(fsdp=4))
+    assert sharding.axes("a", (7, 8)) == (None, "fsdp")
+
+
+def test_a_weight_claimed_by_an_axis_with_one_device_is_whole_and_refused():
+    names = {"embed.weight": (100, 12)}
+    with pytest.raises(ConfigError, match=r"leaves embed.weight with 1,200 elements whole"):
+        table({"embed*": [None, "fsdp"]}, mesh=Mesh(data=4), limit=1199).check(names)
+    table({"embed*": [None, ["data", "fsdp"]]}, mesh=Mesh(data=4), limit=1199).check(names)
+
+
+def test_a_rule_for_adapters_needs_their_projection_only():
+    names = {"layers.0.q_proj.weight": (8, 8)}
+    table({"*.[qk]_proj.lora_B|*.up_proj.lora_B": ["tensor", None]}).check(names)
+    with pytest.raises(ConfigError, match=r"rule '\*\.qproj\.lora_B' matches no parameter"):
+        table({"*.qproj.lora_B": ["tensor", None]}).check(names)
+
+
+class Arch:
+    """Of a model with 4 heads of queries and 2 of keys and values."""
+
+    num_attention_heads, num_key_value_heads = 4, 2
+
+    def get_text_config(self):
+        return self
+
+
+def test_heads_divide_over_the_devices_that_share_them():
+    check_heads(Mesh(fsdp=4, tensor=2), Arch())
+    with pytest.raises(ConfigError) as caught:
+        check_heads(Mesh(fsdp=2, tensor=4), Arch())
+    assert str(caught.value) == (
+        "sharding.mesh.tensor=4; the model has 4 heads and 2 heads of keys and values, which do not divide by it; use "
+        "sharding.mesh.tensor=1 or 2."
+    )
+
+
+@pytest.mark.parametrize("model", ["mistral7b", "gemma3_270m", "qwen05b"])
+@pytest.mark.parametrize("lora", ["all_linear_r8", "none"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("hsdp", Mesh(2, 4)), ("fsdp_tensor", Mesh(1, 4, 2)), ("fsdp_tensor", Mesh(4, 8, 8)), ("hsdp", Mesh(16, 16))],
+)
+@pytest.mark.xla
+def test_the_shipped_meshes_fit_every_model(make_config, model, lora, name, mesh):
+    from tpu_experiments.models.build import describe
+    from tpu_experiments.models.huggingface import HuggingFaceModel
+
+    config = make_config(f"model={model}", "model.init=random", f"sharding={name}", f"lora={lora}")
+    module, _ = describe(HuggingFaceModel(config.model, seed=0), lora=config.lora)
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
+    sharding = ShardingTable(config.sharding, mesh=mesh)
+    sharding.check(shapes)
+    for key, shape in shapes.items():
+        parts = {axis for axis in sharding.axes(key, shape) if axis}
+        if len(shape) > 1 and "lora_" not in key:
+            assert parts == set(mesh.names) - {"data"}
+        elif key.endswith("lora_B") and name == "fsdp_tensor":
+            assert parts == (set() if "o_proj" in key or "down_proj" in key else {"tensor"})
+
+
 @pytest.mark.parametrize("model", ["mistral7b", "gemma3_270m", "qwen05b"])
 @pytest.mark.parametrize("num_devices", [1, 4, 8])
 @pytest.mark.xla
@@ -90,7 +168,7 @@ def test_the_shipped_table_fits_every_model(make_config, model, num_devices):
     config = make_config(f"model={model}", "model.init=random", "sharding=fsdp", "lora=all_linear_r8")
     module, _ = describe(HuggingFaceModel(config.model, seed=0), lora=config.lora)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    sharding = ShardingTable(config.sharding, num_devices=num_devices)
+    sharding = ShardingTable(config.sharding, mesh=Mesh(fsdp=num_devices))
     sharding.check(shapes)
     matrices = {name for name, shape in shapes.items() if len(shape) > 1 and "lora_" not in name}
     split = {name for name, shape in shapes.items() if any(sharding.axes(name, shape))}

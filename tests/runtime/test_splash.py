@@ -132,6 +132,22 @@ def test_each_chip_gets_its_rows(direction):
     assert text.count('custom_call_target="SPMDShardToFullShape"') == (2 if direction == "forward" else 3)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_each_chip_gets_its_heads(direction):
+    """8 chips, pairs of which share 8 heads of queries and 2 of keys: the kernel sees two rows of eight, 4 heads, 1."""
+    from jax._src.lib import xla_client
+
+    call = AttentionCall(8, 8, 2, 128, 128, "bfloat16", Scores(0.125), rotates=True, num_shards=4, head_shards=2)
+    assert (call.of_one_chip.heads, call.of_one_chip.kv_heads) == (4, 1)
+    text = xla_client.XlaComputation(lowered(call, direction=direction, target="tpu")).as_hlo_text()
+    kernels = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    assert any("bf16[2,4,128,128]" in kernel for kernel in kernels)
+    assert not any("bf16[2,8," in kernel or "bf16[2,128,1024]" in kernel for kernel in kernels)
+    assert "sharding={devices=[4,1,2]<=[8]}" in text
+    assert "sharding={devices=[1,4,1,1,2]<=[8] last_tile_dim_replicate}" in text
+    assert call.flops("fwd") == 2 * call.of_one_chip.flops("fwd")
+
+
 def test_a_row_of_one_block_has_all_gradients_from_one_kernel():
     assert [call.backward for call in (MISTRAL, GEMMA, QWEN)] == ["split", "fused", "split"]
     assert GEMMA.flops("fwd") == 2 * 2 * 4 * 128 * 128 * 256

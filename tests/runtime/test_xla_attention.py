@@ -13,6 +13,7 @@ from torch import nn
 from torch_xla.experimental.scan import scan
 
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.attention import flash
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.xla_attention import XlaAttention, attention_kernel_for
@@ -30,7 +31,7 @@ class Attention(nn.Module):
 
 @pytest.fixture
 def interpreted():
-    install_attention_kernel(XlaAttention(num_shards=1, target="interpreted"))
+    install_attention_kernel(XlaAttention(mesh=Mesh(), target="interpreted"))
     yield
     install_attention_kernel(None)
 
@@ -93,11 +94,11 @@ def test_a_scanned_layer_with_the_kernel_has_the_gradients_of_sdpa(interpreted):
 
 def test_only_a_tpu_has_a_kernel():
     hw = HwConfig(parallel="spmd", num_devices=8)
-    assert attention_kernel_for(hw, device="CPU") is None
-    assert attention_kernel_for(hw, device="TPU").num_shards == 8
+    assert attention_kernel_for(hw, mesh=Mesh(fsdp=8), device="CPU") is None
+    assert attention_kernel_for(hw, mesh=Mesh(fsdp=8), device="TPU").mesh.num_shards == 8
     spawned = HwConfig(parallel="spawn", num_devices=8, attention_block=256)
-    kernel = attention_kernel_for(spawned, device="tpu")
-    assert (kernel.num_shards, kernel.max_block) == (1, 256)
+    kernel = attention_kernel_for(spawned, mesh=Mesh(fsdp=8), device="tpu")
+    assert (kernel.mesh.num_devices, kernel.max_block) == (1, 256)
 
 
 def test_dropout_is_refused(interpreted):
@@ -106,11 +107,13 @@ def test_dropout_is_refused(interpreted):
         flash(Attention(), q, k, k, segments, dropout=0.1)
 
 
-def test_rows_split_over_devices_have_the_gradients_of_sdpa():
-    """Six rows do not divide by four devices, and the kernel runs on all of them everywhere."""
-    command = [sys.executable, "-m", "tests.runtime.split_attention", "8", "6"]
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_rows_and_heads_split_over_devices_have_the_gradients_of_sdpa(tensor):
+    """Rows that do not divide by the devices that share them are on all of them, and the kernel runs everywhere."""
+    uneven = "6" if tensor == 1 else "3"
+    command = [sys.executable, "-m", "tests.runtime.split_attention", str(tensor), "8", uneven]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert [(rows, lies) for rows, _, lies in found] == [("8", "split"), ("6", "whole")]
+    assert [(rows, lies) for rows, _, lies in found] == [("8", "split"), (uneven, "whole")]
     assert max(float(worst) for _, worst, _ in found) < 5e-6

@@ -11,8 +11,9 @@ from typing import Any
 from tpu_experiments.config.build import target_problems
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import AXIS, SAVABLE
+from tpu_experiments.config.sources import AXES, SAVABLE
 
 CHIPS_OF_A_HOST = 8  # the most that one v5e or v6e machine has
 
@@ -138,10 +139,22 @@ def _block(tokens: int) -> list[str]:
 
 def _sharding(config: Config) -> list[str]:
     problems = []
-    for glob, axes in config.sharding.rules.items():
-        for axis in axes:
-            if axis not in (None, AXIS):
-                problems.append(f"sharding.rules[{glob!r}]; there is no mesh axis {axis!r}; write {AXIS} or null.")
+    for glob, dims in config.sharding.rules.items():
+        axes = [axis for dim in dims for axis in (dim if isinstance(dim, list) else [dim]) if axis is not None]
+        problems += [
+            f"sharding.rules[{glob!r}]; there is no mesh axis {axis!r}; write {', '.join(AXES)} or null."
+            for axis in axes
+            if axis not in AXES
+        ]
+        problems += [
+            f"sharding.rules[{glob!r}] names {axis} {axes.count(axis)} times; an axis splits one dimension of a tensor."
+            for axis in AXES
+            if axes.count(axis) > 1
+        ]
+    try:
+        mesh_of(config.hw, config.sharding)
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
 
 

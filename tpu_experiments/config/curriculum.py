@@ -6,17 +6,19 @@ Pure arithmetic, so that the checks, the trainer and the plan all read the same 
 from dataclasses import dataclass
 
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config, ScheduleConfig, StageConfig
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one global batch is cut: `global_rows = accumulation * micro_rows * num_devices`."""
+    """How one global batch is cut: `global_rows = accumulation * micro_rows * num_shards`."""
 
     global_rows: int
     micro_rows: int
     accumulation: int
-    num_devices: int
+    num_shards: int
+    """Devices, or groups of `sharding.mesh.tensor` devices, that rows are split over."""
     seq_len: int
 
 
@@ -61,27 +63,28 @@ def skipped_stages(config: Config) -> list[str]:
 
 
 def batch_geometry(config: Config, *, global_rows: int, seq_len: int, key: str) -> Geometry:
-    """Cut a global batch over `hw.num_devices`; `key` names the setting in an error.
+    """Cut a global batch over the devices; `key` names the setting in an error.
 
     Raises:
         ConfigError: the batch does not divide by the devices, or a device's rows by the micro-batch.
     """
-    devices = config.hw.num_devices
-    if global_rows % devices:
-        below = global_rows // devices * devices
-        fits = f"{below} or {below + devices}" if below else f"{devices}"
-        raise ConfigError(
-            f"{key}={global_rows} is not a multiple of hw.num_devices={devices} (hw={config.hw.name}); use {fits}."
-        )
-    per_device = global_rows // devices
+    shards = num_shards(config)
+    split_over = f"hw.num_devices={config.hw.num_devices}"
+    if shards < config.hw.num_devices:
+        split_over = f"{shards}, the devices of {split_over} along sharding.mesh.data and fsdp"
+    if global_rows % shards:
+        below = global_rows // shards * shards
+        fits = f"{below} or {below + shards}" if below else f"{shards}"
+        raise ConfigError(f"{key}={global_rows} is not a multiple of {split_over} (hw={config.hw.name}); use {fits}.")
+    per_device = global_rows // shards
     micro = config.trainer.micro_batch_rows or per_device
     if per_device % micro:
         fits = ", ".join(str(n) for n in range(1, per_device + 1) if per_device % n == 0)
         raise ConfigError(
             f"trainer.micro_batch_rows={micro} does not divide the {per_device} rows that each of "
-            f"hw.num_devices={devices} takes of {key}={global_rows}; use one of {fits}."
+            f"{split_over} takes of {key}={global_rows}; use one of {fits}."
         )
-    return Geometry(global_rows, micro, per_device // micro, devices, seq_len)
+    return Geometry(global_rows, micro, per_device // micro, shards, seq_len)
 
 
 def _stage_sources(config: Config, name: str, stage: StageConfig) -> tuple[str, ...]:

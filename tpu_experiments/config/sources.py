@@ -30,8 +30,10 @@ SAVED: dict[str, tuple[str, ...]] = {
 }
 """Those that each `model.remat` saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
 saves for its own backward pass."""
-AXIS = "fsdp"
-"""The mesh axis of `sharding.rules`."""
+AXES = ("data", "fsdp", "tensor")
+"""The mesh axes of `sharding.rules`, that of the most distant devices first."""
+ROWS = ("data", "fsdp")
+"""Those that the rows of a batch are split over."""
 
 
 @dataclass
@@ -185,14 +187,27 @@ class LoraConfig:
 
 
 @dataclass
+class MeshConfig:
+    """Devices along each axis; the sizes come to hw.num_devices, and one of them may be -1: what the others leave."""
+
+    data: int = number(default=1, at_least=-1)
+    """Groups that each hold everything: rows are split over them, and gradients summed."""
+    fsdp: int = number(default=-1, at_least=-1)
+    """Devices that share weights: rows are split over them, and a layer's weights are fetched when it is computed."""
+    tensor: int = number(default=1, at_least=-1)
+    """Devices that share a layer's arithmetic: they work on the same rows, each with its heads and features."""
+
+
+@dataclass
 class ShardingConfig:
     """Which dimension of which parameter is split over the devices in `hw.parallel: spmd`."""
 
     name: str = MISSING
     """Name of the table; the file name in conf/sharding."""
-    rules: dict[str, list[str | None]] = field(default_factory=dict)
-    """Glob over parameter names to one entry per dimension: `fsdp` or null. First match wins; a glob that
-    matches nothing stops the run."""
+    rules: dict[str, list[Any]] = field(default_factory=dict)
+    """Glob over parameter names to one entry per dimension: an axis of the mesh, a list of axes, or null. First match
+    wins; a glob that matches nothing stops the run, but for adapters of projections that have none."""
     max_replicated_elements: int = number(default=16777216, at_least=0)
     """A parameter larger than this that no rule splits stops the run (16 Mi elements are 32 MiB in bf16);
     0 switches the check off."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.layer_graph import LayerGraph
 from tpu_experiments.models.scanned import gathered, scan_layers
-from tpu_experiments.runtime.layout import Folding
+from tpu_experiments.runtime.layout import BY_ROWS, Folding
 
 log = logging.getLogger(__name__)
 
@@ -149,15 +150,14 @@ class FoldedLayers(nn.Module):
             offload=self.remat == "offload",
         )
 
-    def _splits(self, weights: list[dict[str, Tensor]]) -> list[int | None]:
-        """The dimension of every weight of one layer along which the devices split it."""
-        dims = []
+    def _splits(self, weights: list[dict[str, Tensor]]) -> list[Axes]:
+        """The mesh axes of every weight of one layer along which the devices split it."""
+        splits = []
         for j, own in enumerate(weights):
             for name, stack in own.items():
                 whole = f"{self.path}.{self._name(j)}.{name}"
-                dim = self.folding.split_dim(whole, tuple(stack.shape))
-                dims.append(None if dim is None else dim - 1)
-        return dims
+                splits.append(self.folding.axes(whole, tuple(stack.shape))[1:])
+        return splits
 
     def _name(self, index: int) -> str:
         """Of the module that computes layer `index`."""
@@ -174,8 +174,8 @@ class FoldedLayers(nn.Module):
             flat = iter(gathered(xs, splits, lay=lay))
             for j in range(self.period):
                 own = {name: next(flat) for name in names[j]}
-                state = call_layer(self.layer(j), lay(state, split_dim=0), own, consts, spec=specs[j])
-            return (lay(state, split_dim=0),), ()
+                state = call_layer(self.layer(j), lay(state, axes=BY_ROWS), own, consts, spec=specs[j])
+            return (lay(state, axes=BY_ROWS),), ()
 
         stacks = tuple(p for w in weights for p in w.values())
         (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)

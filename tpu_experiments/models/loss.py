@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpu_experiments.models.forward import target_weights
-from tpu_experiments.runtime.layout import Lay, as_it_lies
+from tpu_experiments.runtime.layout import BY_ROWS, HEAD, Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, Tensors
 
 NUM_FIRST = 1024
@@ -92,11 +92,12 @@ def _given(
 ) -> tuple[Tensors, Tensors]:
     """What every chunk gets of its own, and what all of them get.
 
-    Split over devices, the head is made whole once, before the loop, and rows stay where they are. Left to itself XLA
+    Split over devices, the head is made whole once, before the loop, but for the vocabulary that devices along
+    `tensor` share; rows stay where they are. Left to itself XLA
     gathered the head in every chunk and split the gradient of the hidden states along H (compiled for v6e-8).
     """
-    parts = (terms.lay(hidden_BTH, split_dim=0), targets_BT, weights_BT, *more_BT)
-    head = terms.lay(head_VH.to(hidden_BTH.dtype), split_dim=None)
+    parts = (terms.lay(hidden_BTH, axes=BY_ROWS), targets_BT, weights_BT, *more_BT)
+    head = terms.lay(head_VH.to(hidden_BTH.dtype), axes=HEAD)
     return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, _numbers(head_VH))
 
 
@@ -115,7 +116,7 @@ class _FrozenHead(torch.autograd.Function):
         carry = (torch.zeros_like(weights_BT[:, 0]),)
         rows = hidden_BTH.shape[0]
         (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
-        ctx.save_for_backward(terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), split_dim=0))
+        ctx.save_for_backward(terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS))
         return sums_B
 
     @staticmethod
@@ -154,7 +155,7 @@ class _TrainedHead(torch.autograd.Function):
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
         rows = hidden_BTH.shape[0]
         (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
-        grad_BTH = terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), split_dim=0)
+        grad_BTH = terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
         return grad_BTH, grad_VH.to(head_VH.dtype), None, None, None
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.runtime.layout import Folding, HostMemory, Lay
+from tpu_experiments.runtime.layout import BY_ROWS, Folding, HostMemory, Lay, in_use
 
 LAYER_INPUT = 0
 """Its number among the inputs of a layer's graph."""
@@ -19,7 +20,7 @@ def scan_layers(
     constants: tuple[Tensor, ...],
     *,
     graphs: Sequence[LayerGraph],
-    splits: Sequence[int | None],
+    splits: Sequence[Axes],
     folding: Folding,
     offload: bool = False,
 ) -> Tensor:
@@ -28,7 +29,7 @@ def scan_layers(
     Args:
         weights: of every layer of the period, stacks by name.
         graphs: of every layer of the period.
-        splits: of every weight of one layer, the dimension along which the devices split it.
+        splits: of every weight of one layer, the mesh axes along which the devices split it.
         offload: whether the layers' inputs wait for the backward pass in the memory of the host.
     """
     flat = [p for own in weights for p in own.values()]
@@ -39,9 +40,7 @@ def scan_layers(
 class _Scan:
     """The bodies of the two loops."""
 
-    def __init__(
-        self, graphs: Sequence[LayerGraph], splits: Sequence[int | None], folding: Folding, offload: bool
-    ) -> None:
+    def __init__(self, graphs: Sequence[LayerGraph], splits: Sequence[Axes], folding: Folding, offload: bool) -> None:
         self.graphs, self.splits, self.loop, self.lay = graphs, splits, folding.loop, folding.lay
         self.host = folding.host if offload else HostMemory()
 
@@ -57,14 +56,14 @@ class _Scan:
         (hidden,) = carry
         saved: list[Tensor] = []
         for graph, weights in zip(self.graphs, self.split(gathered(xs, self.splits, lay=self.lay)), strict=True):
-            out, *values = graph.forward(self.lay(hidden, split_dim=0), *weights, *constants)
+            out, *values = graph.forward(self.lay(hidden, axes=BY_ROWS), *weights, *constants)
             for value, source in zip(values, graph.saved_inputs, strict=True):
                 if source == LAYER_INPUT:
                     saved.append(self.host.put(value))
                 elif source is None:
                     saved.append(_kept(value))
             hidden = out
-        return (self.lay(hidden, split_dim=0),), tuple(saved)
+        return (self.lay(hidden, axes=BY_ROWS),), tuple(saved)
 
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         (grad,) = carry
@@ -80,18 +79,19 @@ class _Scan:
                     values.append(self.host.take(saved.pop()))
                 else:
                     values.append(_unkept(saved.pop()) if source is None else inputs[source])
-            grad, *others = graph.backward(*reversed(values), self.lay(grad, split_dim=0))
+            grad, *others = graph.backward(*reversed(values), self.lay(grad, axes=BY_ROWS))
             of_weights = zip(others[: graph.num_weights], split, strict=True)
-            grads = [g if dim is None else self.lay(g, split_dim=dim) for g, dim in of_weights if g is not None] + grads
-        return (self.lay(grad, split_dim=0),), tuple(grads)
+            grads = [self.lay(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None] + grads
+        return (self.lay(grad, axes=BY_ROWS),), tuple(grads)
 
 
-def gathered(weights: Sequence[Tensor], splits: Sequence[int | None], *, lay: Lay) -> list[Tensor]:
-    """One layer's weights whole on every device (ZeRO-3, arXiv 1910.02054).
+def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, lay: Lay) -> list[Tensor]:
+    """One layer's weights as its products want them: whole along all axes but `tensor` (ZeRO-3, arXiv 1910.02054).
 
     Left to itself XLA multiplies with a piece of the weight at a time while it fetches the next (collective matmul).
     """
-    return [w if dim is None else lay(w, split_dim=None) for w, dim in zip(weights, splits, strict=True)]
+    pairs = list(zip(weights, splits, strict=True))
+    return [w if in_use(axes) == axes else lay(w, axes=in_use(axes)) for w, axes in pairs]
 
 
 def _kept(value: Tensor) -> Tensor:

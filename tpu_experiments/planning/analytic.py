@@ -3,6 +3,7 @@
 from typing import Any
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
+from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import recomputes, trainable, trained_flops
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
@@ -15,6 +16,7 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 def step_settings(config: Config, geometry: Geometry) -> StepSettings:
     """What the memory of a step depends on."""
+    mesh = mesh_of(config.hw, config.sharding)
     return StepSettings(
         seq_len=geometry.seq_len,
         micro_rows=geometry.micro_rows,
@@ -27,7 +29,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         loss_chunk_tokens=config.trainer.loss_chunk_tokens,
         attention="sdpa" if config.model.attention in ("sdpa", "eager") else "flash",
         sharding="fsdp" if config.hw.parallel == "spmd" and config.sharding.name != "replicated" else "replicated",
-        chips=config.hw.num_devices,
+        chips=mesh.fsdp * mesh.tensor,
         weight_bytes=ITEM_BYTES[config.model.dtype],
     )
 

@@ -73,7 +73,7 @@ def gib_by_class(arguments: Iterable[Argument], *, program: Lowered, trained: Co
     """GiB per chip of every class of arguments, without the padding that the compiler adds."""
     classes: defaultdict[str, float] = defaultdict(float)
     for argument in arguments:
-        split = program.num_partitions if any(argument.axes) else 1
+        split = math.prod(program.mesh.size(axis) for axis in argument.axes)
         classes[class_of(argument, trained=trained)] += math.prod(argument.shape) * ITEM_BYTES[argument.dtype] / split
     return {name: size / GIB for name, size in classes.items()}
 

@@ -71,7 +71,7 @@ class Compilers:
         request = {
             "topology": hw.topology,
             "num_chips": program.num_partitions * program.num_replicas,
-            "num_partitions": program.num_partitions,
+            "mesh": asdict(program.mesh),
             "num_replicas": program.num_replicas,
             "arguments": [asdict(argument) for argument in program.arguments],
         }

@@ -13,13 +13,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.config.sources import AXIS
+from tpu_experiments.config.mesh import Mesh
 
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
 MOSAIC_VERSION = 7
@@ -100,7 +101,8 @@ def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
 
     jax.config.update("jax_default_device", topology.devices[0])  # a Pallas kernel is lowered for the default device
     tpu_custom_call.get_ir_version = lambda _: MOSAIC_VERSION
-    partitions, replicas = request["num_partitions"], request["num_replicas"]
+    mesh, replicas = Mesh(**request["mesh"]), request["num_replicas"]
+    partitions = mesh.num_devices
     count = partitions * replicas
     options = compiler.get_compile_options(
         num_replicas=replicas,
@@ -110,11 +112,11 @@ def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
     )
     options.executable_build_options.use_shardy_partitioner = False
     devices = xla_client.DeviceList(tuple(topology.devices[:count]))
-    module = _annotated(hlo, request["arguments"], num_partitions=partitions)
+    module = _annotated(hlo, request["arguments"], mesh=mesh)
     return topology.devices[0].client.compile(module, devices, options)
 
 
-def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, num_partitions: int) -> bytes:
+def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> bytes:
     """The program as StableHLO, with the sharding of every argument and the outputs that take arguments' places."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -129,12 +131,12 @@ def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, num_partitions: i
         outputs: list[dict[str, Any]] = [{} for _ in entry.type.results]
         for argument in arguments:
             attributes = {}
-            if num_partitions > 1:
-                sharding = ir.StringAttr.get(sharding_text(argument["axes"], num_partitions=num_partitions))
+            if mesh.num_devices > 1:
+                sharding = ir.StringAttr.get(sharding_text(argument["axes"], mesh=mesh))
                 attributes["mhlo.sharding"] = sharding
             if argument["alias"] is not None:
                 attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, argument["alias"])
-                if num_partitions > 1:
+                if mesh.num_devices > 1:
                     outputs[argument["alias"]]["mhlo.sharding"] = sharding
             inputs.append(ir.DictAttr.get(attributes))
         entry.attributes["arg_attrs"] = ir.ArrayAttr.get(inputs)
@@ -142,12 +144,19 @@ def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, num_partitions: i
         return bytes(mlir.module_to_bytecode(module))
 
 
-def sharding_text(axes: list[str | None], *, num_partitions: int) -> str:
-    """XLA's notation: `{devices=[8,1]<=[8]}` splits the first of two dimensions over 8 chips."""
-    if AXIS not in axes:
+def sharding_text(axes: Sequence[Any], *, mesh: Mesh) -> str:
+    """XLA's notation: `{devices=[8,1]<=[8]}` splits the first of two dimensions over 8 chips in their order.
+
+    `{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}` splits the second of two over pairs of chips that hold the same.
+    """
+    split = mesh.split(mesh.named(axes), ndim=len(axes))
+    if split.is_whole:
         return "{replicated}"
-    sizes = ",".join(str(num_partitions if axis == AXIS else 1) for axis in axes)
-    return f"{{devices=[{sizes}]<=[{num_partitions}]}}"
+    copies = () if split.copies == 1 else (split.copies,)
+    tiles = ",".join(map(str, (*split.tiles, *copies)))
+    in_order = split.devices == tuple(range(mesh.num_devices))
+    order = f"<=[{mesh.num_devices}]" if in_order else ",".join(map(str, split.devices))
+    return f"{{devices=[{tiles}]{order}{' last_tile_dim_replicate' if copies else ''}}}"
 
 
 def _memory(executable: Any) -> Memory:

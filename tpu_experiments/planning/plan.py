@@ -6,6 +6,7 @@ from typing import Any
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.identity import job_hash
+from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
@@ -211,11 +212,13 @@ class Plan:
     comparisons: tuple[Comparison, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    sharing_rows: int = 1
+    """Chips that work on the same rows (sharding.mesh.tensor)."""
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of one optimizer step."""
-        return self.global_batch // (self.micro_batch * self.hw.num_devices)
+        return self.global_batch // (self.micro_batch * self.hw.num_devices // self.sharing_rows)
 
     @property
     def compile_seconds(self) -> float | None:
@@ -251,6 +254,7 @@ def plan_of(config: Config, arch: Any, *, geometry: Geometry, **found: Any) -> P
         geometry: batch of the stage that needs most memory.
         found: the remaining fields.
     """
+    mesh = mesh_of(config.hw, config.sharding)
     return Plan(
         name=str(config.name),
         job=job_hash(config),
@@ -258,9 +262,18 @@ def plan_of(config: Config, arch: Any, *, geometry: Geometry, **found: Any) -> P
         model=config.model.name,
         data=tuple(config.data),
         hw=config.hw,
-        sharding=config.sharding.name if config.hw.parallel == "spmd" else "replicated",
+        sharding=named_sharding(config, mesh=mesh),
+        sharing_rows=mesh.tensor,
         global_batch=geometry.global_rows,
         micro_batch=geometry.micro_rows,
         seq_len=geometry.seq_len,
         **found,
     )
+
+
+def named_sharding(config: Config, *, mesh: Mesh) -> str:
+    """The table's name, and the sizes of a mesh with more than the one axis."""
+    if config.hw.parallel != "spmd":
+        return "replicated"
+    sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
+    return config.sharding.name if mesh.names == ("fsdp",) else f"{config.sharding.name} ({sizes})"

@@ -46,7 +46,7 @@ def by_plan(config: Config, plan: SavedPlan) -> Promise:
 def shape_text(config: Config, stage: Stage) -> str:
     """The batch of one process in a stage, as plan.json has it: micro-batches x rows x tokens."""
     geometry = stage.geometry
-    rows = geometry.micro_rows * (1 if config.hw.parallel == "spawn" else geometry.num_devices)
+    rows = geometry.micro_rows * (1 if config.hw.parallel == "spawn" else geometry.num_shards)
     return f"{geometry.accumulation} x {rows} x {geometry.seq_len}"
 
 

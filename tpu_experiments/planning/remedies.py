@@ -7,6 +7,7 @@ from typing import Any
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.help import choices
 from tpu_experiments.config.schema import Config, TrainerConfig
+from tpu_experiments.config.sources import MeshConfig
 from tpu_experiments.config.variants import machine
 from tpu_experiments.planning.analytic import estimated_memory
 from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
@@ -44,7 +45,7 @@ def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, G
     per_device = geometry.micro_rows * geometry.accumulation
     smaller = [n for n in range(geometry.micro_rows - 1, 0, -1) if per_device % n == 0]
     cuts = [replace(geometry, micro_rows=n, accumulation=per_device // n) for n in smaller]
-    split = replace(config, sharding=replace(config.sharding, name="fsdp"))
+    split = replace(config, sharding=replace(config.sharding, name="fsdp", mesh=MeshConfig()))
     can_split = config.hw.parallel == "spmd" and config.sharding.name == "replicated"
     if config.trainer.loss_chunk_tokens is None:
         tokens = TrainerConfig.loss_chunk_tokens
@@ -68,8 +69,8 @@ def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: flo
         hw = machine(name)
         if hw.topology is None or geometry.global_rows % hw.num_devices:
             continue
-        there = replace(config, hw=hw, sharding=replace(config.sharding, name="fsdp"))
-        cut = replace(geometry, micro_rows=1, num_devices=hw.num_devices)
+        there = replace(config, hw=hw, sharding=replace(config.sharding, name="fsdp", mesh=MeshConfig()))
+        cut = replace(geometry, micro_rows=1, num_shards=hw.num_devices)
         estimate = estimated_memory(there, arch, geometry=cut)
         if estimate.arguments + scale * estimate.temporaries <= estimate.limit:
             fits.append((hw.num_devices * chip_limit_gib(hw), name))

@@ -154,6 +154,8 @@ def plan_table(plan: Plan) -> str:
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Label and text of every line; an empty label goes on with the line above."""
     hw, memory = plan.hw, plan.memory
+    sharing = "chip" if plan.sharing_rows == 1 else f"{plan.sharing_rows} chips"
+    divided = "" if plan.sharing_rows == 1 else f" / {plan.sharing_rows}"
     rows = [
         (
             "plan",
@@ -161,8 +163,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "batch",
-            f"{plan.global_batch} rows = {plan.micro_batch} per chip x {plan.accumulation} accumulated x "
-            f"{hw.num_devices} chips, {plan.seq_len:,} tokens a row",
+            f"{plan.global_batch} rows = {plan.micro_batch} per {sharing} x {plan.accumulation} accumulated x "
+            f"{hw.num_devices} chips{divided}, {plan.seq_len:,} tokens a row",
         ),
         (
             "fits" if plan.fits else "DOES NOT FIT",

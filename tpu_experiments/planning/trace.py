@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Counters, Held, Program
@@ -40,8 +41,8 @@ class Argument:
     """Of the parameter, `<parameter>/<slot>` of optimizer state, `batch/<tensor>`, or empty for a constant."""
     shape: tuple[int, ...]
     dtype: str
-    axes: tuple[str | None, ...]
-    """Mesh axis that each dimension is split over."""
+    axes: Axes
+    """Mesh axes that each dimension is split over."""
     alias: int | None = None
     """The output that takes its place, since the run writes new values where the old ones were."""
 
@@ -59,11 +60,16 @@ class Lowered:
     arguments: tuple[Argument, ...] = field(repr=False)
     resident: tuple[Argument, ...] = field(repr=False)
     """What the run keeps on the device and this program does not read."""
-    num_partitions: int
-    """Chips the compiler splits the program over (spmd)."""
+    mesh: Mesh
+    """Chips the compiler splits the program over (spmd); one elsewhere."""
     num_replicas: int
     """Processes that run it side by side (spawn)."""
     trace_seconds: float
+
+    @property
+    def num_partitions(self) -> int:
+        """Chips of the mesh."""
+        return self.mesh.num_devices
 
 
 class TracingRuntime:
@@ -76,14 +82,15 @@ class TracingRuntime:
         xr.global_runtime_device_count()  # in SPMD mode autograd knows of the device only after this
         # Starts autograd's queue for XLA; without it the first backward pass in this process aborts.
         torch.ones(2, device=self.device, requires_grad=True).sum().backward()
-        install_attention_kernel(attention_kernel_for(hw, device=hw.device))
+        self.mesh = mesh_of(hw, sharding)
+        install_attention_kernel(attention_kernel_for(hw, mesh=self.mesh, device=hw.device))
         self.num_devices = hw.num_devices
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
         self.is_sharded = hw.parallel == "spmd"
-        self.table = ShardingTable(sharding, num_devices=hw.num_devices)
-        self.loop = loop_for(hw.device, num_shards=hw.num_devices if self.is_sharded else 1)
-        self.lay: Lay = lay_over(num_devices=hw.num_devices) if self.is_sharded else as_it_lies
-        self.folding: Folding | None = Folding(self.loop, self.lay, self.table.split_dim, host_memory_for(hw.device))
+        self.table = ShardingTable(sharding, mesh=self.mesh)
+        self.loop = loop_for(hw.device, mesh=self.mesh if self.is_sharded else Mesh())
+        self.lay: Lay = lay_over(self.mesh) if self.is_sharded else as_it_lies
+        self.folding: Folding | None = Folding(self.loop, self.lay, self.table.axes, host_memory_for(hw.device))
         self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None:
@@ -160,7 +167,7 @@ class TracingRuntime:
             hlo=lowering.hlo(),
             arguments=self._arguments(lowering, sent=sent, alias=alias, rows_dim=rows_dim),
             resident=self._resident(lowering),
-            num_partitions=self.num_devices if self.is_sharded else 1,
+            mesh=self.mesh if self.is_sharded else Mesh(),
             num_replicas=self.world_size,
             trace_seconds=time.perf_counter() - started,
         )
@@ -187,12 +194,12 @@ class TracingRuntime:
             Argument(name, tuple(t.shape), _kind(t), self._axes(name, tuple(t.shape), rows_dim=0)) for name, t in unread
         )
 
-    def _axes(self, name: str, shape: tuple[int, ...], *, rows_dim: int) -> tuple[str | None, ...]:
+    def _axes(self, name: str, shape: tuple[int, ...], *, rows_dim: int) -> Axes:
         """As the run splits it: a parameter by the sharding table, a batch along its rows."""
         if not self.is_sharded:
             return (None,) * len(shape)
         if name.startswith(BATCH):
-            return batch_axes(len(shape), rows_dim=rows_dim)
+            return batch_axes(len(shape), rows_dim=rows_dim, mesh=self.mesh)
         return self.table.axes(name, shape)
 
 

@@ -90,6 +90,7 @@ class StepSettings:
     attention: Literal["sdpa", "flash"] = "sdpa"
     sharding: Literal["replicated", "fsdp"] = "replicated"
     chips: int = 1
+    """That share a weight in `fsdp`."""
     weight_bytes: int = 2
     """Bytes of one element in the model's data type."""
 

@@ -1,6 +1,6 @@
 """One shape of attention call, the blocks that a kernel cuts it into, and the work in them: numbers alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tpu_experiments.runtime.attention import Scores
@@ -36,7 +36,15 @@ class AttentionCall:
     """Whether q and k are turned (RoPE) on the way into the kernel."""
     num_shards: int = 1
     """Chips that the rows are split over; the partitioner of XLA cannot split a kernel itself."""
+    head_shards: int = 1
+    """Chips that the heads are split over, keys and values as the queries that read them."""
     max_block: int = MAX_BLOCK
+
+    @property
+    def of_one_chip(self) -> "AttentionCall":
+        """The same with the heads of one chip."""
+        heads, kv_heads = self.heads // self.head_shards, self.kv_heads // self.head_shards
+        return replace(self, heads=heads, kv_heads=kv_heads, head_shards=1)
 
     @property
     def is_flat(self) -> bool:

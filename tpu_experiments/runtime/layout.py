@@ -6,24 +6,36 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tpu_experiments.config.mesh import Axes
+from tpu_experiments.config.sources import ROWS
 from tpu_experiments.runtime.loop import Loop
+
+BY_ROWS: Axes = (ROWS,)
+"""Of a value whose first dimension is rows; devices along `tensor` hold the same rows."""
+HEAD: Axes = ("tensor",)
+"""Of the head (V, H) where it is used: the devices along `tensor` share the vocabulary."""
 
 
 class Lay(Protocol):
     """Says where a value lies; the value stays the same, and without spmd nothing is said."""
 
-    def __call__(self, tensor: Tensor, *, split_dim: int | None) -> Tensor:
-        """`tensor`, split along `split_dim` over the devices, or whole on each of them (None)."""
+    def __call__(self, tensor: Tensor, *, axes: Axes) -> Tensor:
+        """`tensor`, of each dimension split over these axes of the mesh and whole along the others."""
 
 
-def as_it_lies(tensor: Tensor, *, split_dim: int | None) -> Tensor:
+def as_it_lies(tensor: Tensor, *, axes: Axes) -> Tensor:
     """Nothing is said."""
     return tensor
 
 
-def nothing_split(name: str, shape: tuple[int, ...]) -> int | None:
+def nothing_split(name: str, shape: tuple[int, ...]) -> Axes:
     """Every device holds every parameter."""
-    return None
+    return ()
+
+
+def in_use(axes: Axes) -> Axes:
+    """Where a weight lies while its layer is computed: whole along all axes but `tensor` (ZeRO-3, arXiv 1910.02054)."""
+    return tuple("tensor" if "tensor" in (axis or ()) else None for axis in axes)
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -45,6 +57,6 @@ class Folding:
 
     loop: Loop
     lay: Lay = as_it_lies
-    split_dim: Callable[[str, tuple[int, ...]], int | None] = nothing_split
-    """Name and shape of a parameter to the dimension along which the devices split it, None where each holds it."""
+    axes: Callable[[str, tuple[int, ...]], Axes] = nothing_split
+    """Name and shape of a parameter to the mesh axes that each dimension is split over."""
     host: HostMemory = HostMemory()

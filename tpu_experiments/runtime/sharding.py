@@ -3,21 +3,25 @@
 import fnmatch
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import AXIS, ShardingConfig
+from tpu_experiments.config.mesh import Axes, Mesh, row_axes
+from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.stacked import is_stack
+
+ADAPTER_PARTS = ("lora_A", "lora_B")
 
 
 class ShardingTable:
-    """First matching glob of `sharding.rules` decides which dimension of a parameter is split."""
+    """First matching glob of `sharding.rules` decides which dimensions of a parameter are split."""
 
-    def __init__(self, sharding: ShardingConfig, *, num_devices: int) -> None:
+    def __init__(self, sharding: ShardingConfig, *, mesh: Mesh) -> None:
         self.name, self.rules = sharding.name, sharding.rules
-        self.max_replicated, self.num_devices = sharding.max_replicated_elements, num_devices
+        self.max_replicated, self.mesh = sharding.max_replicated_elements, mesh
 
-    def axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        """Mesh axis per dimension; a stack's axis of layers and a dimension of size 1 are never split.
+    def axes(self, name: str, shape: tuple[int, ...]) -> Axes:
+        """Mesh axes per dimension; a stack's axis of layers and a dimension of size 1 are never split.
 
         Args:
             name: of a parameter, or `<parameter>/<slot>` of optimizer state, which lies as its parameter does.
@@ -30,46 +34,81 @@ class ShardingTable:
             return (None, *self._axes(parameter, shape[1:]))
         return self._axes(parameter, shape)
 
-    def split_dim(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """The dimension that is split, None where there is none."""
-        return next((dim for dim, axis in enumerate(self.axes(name, shape)) if axis), None)
-
-    def _axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        for glob, axes in self.rules.items():
+    def _axes(self, name: str, shape: tuple[int, ...]) -> Axes:
+        for glob, given in self.rules.items():
             if not name or not _matches(glob, name):
                 continue
-            if len(axes) != len(shape):
-                raise ConfigError(f"sharding.rules[{glob!r}]={axes} has {len(axes)} entries but {name} is {shape}.")
+            if len(given) != len(shape):
+                raise ConfigError(f"sharding.rules[{glob!r}]={given} has {len(given)} entries but {name} is {shape}.")
+            axes = self.mesh.named(given)
             for size, axis in zip(shape, axes, strict=True):
-                if axis and size > 1 and size % self.num_devices:
+                if axis and size > 1 and size % self.mesh.size(axis):
                     raise ConfigError(
-                        f"sharding.rules[{glob!r}]={axes}; {name} is {shape} and {size} does not divide by the "
-                        f"{self.num_devices} devices; split the other dimension."
+                        f"sharding.rules[{glob!r}]={given}; {name} is {shape} and {size} does not divide by the "
+                        f"{self.mesh.size(axis)} devices{self._of(axis)}; split the other dimension."
                     )
             return tuple(axis if size > 1 else None for size, axis in zip(shape, axes, strict=True))
         return (None,) * len(shape)
 
+    def _of(self, axis: str | tuple[str, ...]) -> str:
+        if self.mesh.size(axis) == self.mesh.num_devices:
+            return ""
+        return f" of sharding.mesh.{axis}" if isinstance(axis, str) else f" of sharding.mesh {' x '.join(axis)}"
+
     def check(self, names: Mapping[str, tuple[int, ...]]) -> None:
-        """Every rule matches a parameter and every large parameter is split."""
+        """Every rule matches a parameter and every large parameter is split.
+
+        A rule for adapters need not match where their projections have none (`lora=none`, other targets).
+        """
         for glob in self.rules:
-            if not any(_matches(glob, name) for name in names):
+            if not any(_matches(glob, name) or _matches(_of_projections(glob), name) for name in names):
                 raise ConfigError(
                     f"sharding={self.name}; rule {glob!r} matches no parameter. Names look like: "
                     f"{', '.join(sorted(names)[:4])}; correct the glob or remove the rule."
                 )
         for name, shape in names.items():
-            size = math.prod(shape)
-            if self.max_replicated and size > self.max_replicated and not any(self.axes(name, shape)):
+            size, parts = math.prod(shape), math.prod(self.mesh.size(axis) for axis in self.axes(name, shape))
+            is_claimed = any(self.axes(name, shape)) and (parts > 1 or self.mesh.num_devices == 1)
+            if self.max_replicated and size > self.max_replicated and not is_claimed:
                 raise ConfigError(
                     f"sharding={self.name} leaves {name} with {size:,} elements whole on every device (limit "
                     f"sharding.max_replicated_elements={self.max_replicated:,}); add a rule or raise the limit."
                 )
 
 
-def batch_axes(ndim: int, *, rows_dim: int) -> tuple[str | None, ...]:
-    """Mesh axis per dimension of a batch's tensor: its rows are split, a vector is whole on every device."""
-    return tuple(AXIS if dim == rows_dim and ndim > 1 else None for dim in range(ndim))
+def check_heads(mesh: Mesh, arch: Any) -> None:
+    """The devices along `tensor` share the heads of attention evenly.
+
+    Args:
+        arch: a transformers config.
+
+    Raises:
+        ConfigError: the numbers do not divide.
+    """
+    if mesh.tensor == 1:
+        return
+    text = arch.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % mesh.tensor or kv_heads % mesh.tensor:
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and kv_heads % n == 0]
+        raise ConfigError(
+            f"sharding.mesh.tensor={mesh.tensor}; the model has {heads} heads and {kv_heads} heads of keys and values, "
+            f"which do not divide by it; use sharding.mesh.tensor={' or '.join(map(str, fits))}."
+        )
+
+
+def batch_axes(ndim: int, *, rows_dim: int, mesh: Mesh) -> Axes:
+    """Mesh axes per dimension of a batch's tensor: its rows are split, a vector is whole on every device."""
+    (rows,) = row_axes(mesh)
+    return tuple(rows if dim == rows_dim and ndim > 1 else None for dim in range(ndim))
 
 
 def _matches(glob: str, name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, part) for part in glob.split("|"))
+
+
+def _of_projections(glob: str) -> str:
+    """The weights whose adapters a rule is for; alternatives that are for no adapter are left out."""
+    parts = [part for part in glob.split("|") if part.endswith(ADAPTER_PARTS)]
+    return "|".join(part.rpartition(".")[0] + ".weight" for part in parts)

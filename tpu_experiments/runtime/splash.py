@@ -19,7 +19,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from tpu_experiments.config.sources import AXIS
 from tpu_experiments.runtime.attention_call import AttentionCall, Direction, Target
 from tpu_experiments.runtime.splash_flat import flat_call, heads_beside, heads_first, turned
 
@@ -38,18 +37,27 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
     """
     tpu_custom_call.get_ir_version = lambda _: MOSAIC_VERSION
     jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla's programs are partitioned by GSPMD
-    run = attention_function(call, direction=direction, target=target)
-    if call.num_shards > 1:
-        # Rows that do not divide are not split by the run either: then every chip computes all of them.
-        by_rows = AXIS if call.rows % call.num_shards == 0 else None
-        spec, mesh = PartitionSpec(by_rows), AbstractMesh((call.num_shards,), (AXIS,))
-        specs = [spec] * len(_arguments(call, direction=direction))
-        if call.rotates:
-            specs[4] = PartitionSpec(None, by_rows)
-        run = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=spec, check_vma=False)
+    run = attention_function(call.of_one_chip, direction=direction, target=target)
+    if call.num_shards * call.head_shards > 1:
+        run = _of_each_chip(run, call, direction=direction)
     traced = jax.jit(run, keep_unused=True).trace(*_arguments(call, direction=direction))
     module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
     return bytes(module.as_serialized_hlo_module_proto())
+
+
+def _of_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Direction) -> Callable[..., Any]:
+    """`run` on every chip's rows and heads; XLA's partitioner cannot split a kernel."""
+    # Rows that do not divide are not split by the run either: then every chip computes all of them.
+    by_rows = "fsdp" if call.rows % call.num_shards == 0 else None
+    by_heads = "tensor" if call.head_shards > 1 else None
+    sizes = (call.num_shards, call.head_shards) if by_heads else (call.num_shards,)
+    mesh = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)])
+    features, sums = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows, by_heads)
+    specs = [features, features, features, PartitionSpec(by_rows)]
+    specs += [PartitionSpec(None, by_rows)] if call.rotates else []
+    specs += [features, sums, features] if direction == "backward" else []
+    results = (features, sums) if direction == "forward" else (features, features, features)
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=results, check_vma=False)
 
 
 def _arguments(call: AttentionCall, *, direction: Direction) -> list[Any]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -22,8 +21,9 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.preparing import LoaderConfig
-from tpu_experiments.config.sources import AXIS, ShardingConfig
+from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program
 from tpu_experiments.runtime.feed import Dealer
@@ -32,7 +32,7 @@ from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.signature import Shape
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
 from tpu_experiments.runtime.xla_host import host_memory_for
-from tpu_experiments.runtime.xla_layout import lay_over
+from tpu_experiments.runtime.xla_layout import Spec, lay_over, xla_mesh
 from tpu_experiments.runtime.xla_loop import loop_for
 from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
 
@@ -66,17 +66,18 @@ class XlaRuntime:
                 f"hw.num_devices={hw.num_devices} but torch_xla sees {found} devices; set hw.num_devices={found}, "
                 "or close the process that holds the others."
             )
+        self.mesh_sizes = mesh = mesh_of(hw, sharding)
         if hw.parallel == "spmd":
-            self.mesh = xs.Mesh(np.arange(found), (found,), (AXIS,))
-        install_attention_kernel(attention_kernel_for(hw, device=xr.device_type()))
+            self.mesh = xla_mesh(mesh)
+        install_attention_kernel(attention_kernel_for(hw, mesh=mesh, device=xr.device_type()))
         self.num_devices = found
         self.rank = xr.global_ordinal() if hw.parallel == "spawn" else 0
         self.world_size = xr.world_size() if hw.parallel == "spawn" else 1
-        self._table = ShardingTable(sharding, num_devices=found)
-        self.loop = loop_for(xr.device_type(), num_shards=found if hw.parallel == "spmd" else 1)
-        self.lay: Lay = lay_over(num_devices=found) if hw.parallel == "spmd" else as_it_lies
+        self._table = ShardingTable(sharding, mesh=mesh)
+        self.loop = loop_for(xr.device_type(), mesh=mesh if hw.parallel == "spmd" else Mesh())
+        self.lay: Lay = lay_over(mesh) if hw.parallel == "spmd" else as_it_lies
         host = host_memory_for(xr.device_type())
-        self.folding: Folding | None = Folding(self.loop, self.lay, self._table.split_dim, host)
+        self.folding: Folding | None = Folding(self.loop, self.lay, self._table.axes, host)
         self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache, trace_every=trace_every)
 
     def seed(self, value: int) -> None:
@@ -85,7 +86,7 @@ class XlaRuntime:
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
         if self.mesh is None:
             return tensor.to(self.device)
-        spec = xs.ShardingSpec(self.mesh, self._table.axes(name, tuple(tensor.shape)))
+        spec = Spec(self.mesh, self._table.axes(name, tuple(tensor.shape)))
         (placed,) = xm.send_cpu_data_to_device([tensor.contiguous()], self.device, spec)
         return placed
 
@@ -105,7 +106,7 @@ class XlaRuntime:
         return {name: sent[name] for name in names}
 
     def _rows_spec(self, ndim: int, *, rows_dim: int) -> xs.ShardingSpec:
-        return xs.ShardingSpec(self.mesh, batch_axes(ndim, rows_dim=rows_dim))
+        return Spec(self.mesh, batch_axes(ndim, rows_dim=rows_dim, mesh=self.mesh_sizes))
 
     @contextmanager
     def feed(

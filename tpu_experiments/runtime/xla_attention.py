@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.attention import Scores
 from tpu_experiments.runtime.attention_call import MAX_BLOCK, AttentionCall, Direction, Target
 
@@ -22,13 +23,13 @@ class XlaAttention:
     """An `AttentionKernel` for tensors of torch_xla, placeholders included.
 
     Args:
-        num_shards: chips that the rows of a tensor are split over.
+        mesh: chips that rows and heads are split over.
         target: `interpreted` runs the kernel's steps as plain XLA, for tests on a CPU.
         max_block: tokens in the largest block.
     """
 
-    def __init__(self, *, num_shards: int, target: Target = "tpu", max_block: int = MAX_BLOCK) -> None:
-        self.num_shards, self.target, self.max_block = num_shards, target, max_block
+    def __init__(self, *, mesh: Mesh, target: Target = "tpu", max_block: int = MAX_BLOCK) -> None:
+        self.mesh, self.target, self.max_block = mesh, target, max_block
 
     def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output (B, T, H D) and log-sum-exp (B, H, T)."""
@@ -52,7 +53,8 @@ class XlaAttention:
             dtype=DTYPES[q.dtype],
             scores=scores,
             rotates=rotates,
-            num_shards=self.num_shards,
+            num_shards=self.mesh.num_shards,
+            head_shards=self.mesh.tensor,
             max_block=self.max_block,
         )
         computation = _computation(call, direction=direction, target=self.target)
@@ -60,10 +62,11 @@ class XlaAttention:
         return results
 
 
-def attention_kernel_for(hw: HwConfig, *, device: str) -> XlaAttention | None:
+def attention_kernel_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaAttention | None:
     """The kernel of programs for `device`, `tpu` in capitals or not; None where it has none."""
-    num_shards = hw.num_devices if hw.parallel == "spmd" else 1
-    return XlaAttention(num_shards=num_shards, max_block=hw.attention_block) if device.lower() == "tpu" else None
+    if device.lower() != "tpu":
+        return None
+    return XlaAttention(mesh=mesh if hw.parallel == "spmd" else Mesh(), max_block=hw.attention_block)
 
 
 @functools.cache

@@ -13,6 +13,8 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.experimental.scan as torch_xla_scan
 from torch import Tensor
 
+from tpu_experiments.config.mesh import Mesh
+
 NAMES = {
     torch.bfloat16: "bf16",
     torch.float32: "f32",
@@ -24,14 +26,15 @@ Unwritten = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 """Shape of a stack and its type to a tensor for it, None where zeros are wanted."""
 
 
-def unwritten_for(device: str, *, num_shards: int) -> Callable[[int], Unwritten] | None:
+def unwritten_for(device: str, *, mesh: Mesh) -> Callable[[int], Unwritten] | None:
     """Number of rows to the maker of stacks; None for a device other than a TPU, whose compilers do not know of it.
 
-    Args:
-        num_shards: chips that rows are split over; a stack of values of rows is split as they are.
+    A stack of values of rows is split as they are. None also where `tensor` splits features: which of the values it
+    splits is for XLA to find out, and a stack that says it has all of them would have them fetched.
     """
-    if device.lower() != "tpu":
+    if device.lower() != "tpu" or mesh.tensor > 1:
         return None
+    num_shards = mesh.num_shards
 
     def for_rows(rows: int) -> Unwritten:
         def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:

@@ -1,25 +1,53 @@
-"""A sharding annotation on an intermediate value, from the number of devices alone, so that a plan makes the same."""
+"""A sharding annotation on an intermediate value, from the mesh's sizes alone, so that a plan makes the same."""
 
 import numpy as np
 import torch_xla
+import torch_xla.distributed.spmd as xs
 from torch import Tensor
 from torch_xla.distributed.spmd.xla_sharding import ShardingType
 
+from tpu_experiments.config.mesh import Axes, Mesh, Split
 from tpu_experiments.runtime.layout import Lay
 
 
-def lay_over(*, num_devices: int) -> Lay:
-    """The `Lay` of a program that is split over `num_devices`; torch_xla must be in SPMD mode."""
+def lay_over(mesh: Mesh) -> Lay:
+    """The `Lay` of a program that is split over the mesh; torch_xla must be in SPMD mode."""
 
-    def lay(tensor: Tensor, *, split_dim: int | None) -> Tensor:
+    def lay(tensor: Tensor, *, axes: Axes) -> Tensor:
         named = (tensor * 1).to(tensor.dtype)  # a tensor with a buffer would be moved instead, a placeholder refused
-        if split_dim is None:
-            sharding = torch_xla._XLAC.OpSharding([], [], [], ShardingType.REPLICATED)
-        else:
-            tiles = [num_devices if dim == split_dim else 1 for dim in range(tensor.ndim)]
-            order = np.arange(num_devices).reshape(tiles).tolist()
-            sharding = torch_xla._XLAC.OpSharding(order, [], [], ShardingType.TILED)
-        torch_xla._XLAC._xla_mark_sharding(named, sharding)
+        split = mesh.split(mesh.named(axes), ndim=tensor.ndim)
+        torch_xla._XLAC._xla_mark_sharding(named, _annotation(split))
         return named
 
     return lay
+
+
+def _annotation(split: Split) -> object:
+    if split.is_whole:
+        return torch_xla._XLAC.OpSharding([], [], [], ShardingType.REPLICATED)
+    devices = np.array(split.devices)
+    if split.copies == 1:
+        return torch_xla._XLAC.OpSharding(devices.reshape(split.tiles).tolist(), [], [], ShardingType.TILED)
+    groups = devices.reshape(-1, split.copies)
+    places = np.arange(len(groups)).reshape(split.tiles).tolist()
+    return torch_xla._XLAC.OpSharding(
+        devices.reshape(*split.tiles, split.copies).tolist(), places, groups.tolist(), ShardingType.PARTIAL
+    )
+
+
+def xla_mesh(mesh: Mesh) -> xs.Mesh:
+    """As torch_xla has it, of the axes that split anything."""
+    return xs.Mesh(np.arange(mesh.num_devices), tuple(map(mesh.size, mesh.names)), mesh.names)
+
+
+class Spec(xs.ShardingSpec):
+    """torch_xla 2.9's takes a tensor with as many split dimensions as it has for one without copies, also where the
+    mesh has further axes; its `Mesh` knows better."""
+
+    def __post_init__(self) -> None:
+        if not self.partition_spec:  # a number
+            super().__post_init__()
+            return
+        made = self.mesh._get_op_sharding_args(tuple(self.partition_spec))
+        self._tile_assignment, self._group_assignment, self._replication_groups, kind = made
+        self._sharding_type = ShardingType(kind)

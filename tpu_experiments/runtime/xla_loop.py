@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch_xla.experimental.scan import _scan_impl_pytree
 
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.loop import Body, Loop, Tensors, detached, length_of
 from tpu_experiments.runtime.xla_buffer import StacksMadeBy, Unwritten, unwritten_for
 
 
-def loop_for(device: str, *, num_shards: int) -> Loop:
-    """The loop of programs for `device`, whose rows are split over `num_shards` chips."""
-    return functools.partial(xla_loop, unwritten=unwritten_for(device, num_shards=num_shards))
+def loop_for(device: str, *, mesh: Mesh) -> Loop:
+    """The loop of programs for `device` that are split over the mesh."""
+    return functools.partial(xla_loop, unwritten=unwritten_for(device, mesh=mesh))
 
 
 def xla_loop(

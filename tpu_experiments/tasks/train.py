@@ -13,6 +13,7 @@ from tpu_experiments.checkpoint.store import latest_progress, latest_step
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io.folder import RunFolder, open_run
@@ -24,7 +25,7 @@ from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.launch import launch
-from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.inputs import RunInputs, expected_programs, stage_rows, stage_steps
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
@@ -98,7 +99,9 @@ def check_model(config: Config) -> int:
     log.info("%s: %s", config.model.name, report)
     if config.hw.parallel == "spmd":
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        ShardingTable(config.sharding, num_devices=config.hw.num_devices).check(shapes)
+        mesh = mesh_of(config.hw, config.sharding)
+        ShardingTable(config.sharding, mesh=mesh).check(shapes)
+        check_heads(mesh, source.config)
     return int(source.config.vocab_size)
 
 

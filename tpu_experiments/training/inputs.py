@@ -126,7 +126,7 @@ def cut(batch: Batch, *, config: Config) -> Batch:
 def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[Batch]]:
     """Held-out rows of every source in batches of one shape, at most `trainer.max_eval_rows` rows in all."""
     per_source = max(1, config.trainer.max_eval_rows // len(inputs.sources))
-    global_rows = inputs.stages[0].geometry.micro_rows * config.hw.num_devices
+    global_rows = inputs.stages[0].geometry.micro_rows * inputs.stages[0].geometry.num_shards
     held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
     return {
         name: (cut(b, config=config) for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows))
@@ -141,9 +141,9 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
     Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window.
     """
     geometries = [stage.geometry for stage in inputs.stages]
-    rows = geometries[0].micro_rows * geometries[0].num_devices // world_size
+    rows = geometries[0].micro_rows * geometries[0].num_shards // world_size
     return {
-        "train": {(g.accumulation, g.micro_rows * g.num_devices // world_size, g.seq_len) for g in geometries},
+        "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
         "sample": {(1, config.sample.window)} if config.sample.max_new_tokens else set(),
     }

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpu_experiments.config.build import locate
+from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import flops_by_length
 from tpu_experiments.metrics.norms import grouped
@@ -49,7 +50,7 @@ class Parts:
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Loss sum in nats and number of supervised tokens of every row, both (R,)."""
         runtime, chunk = self.runtime, self.config.trainer.loss_chunk_tokens
-        shards = runtime.num_devices // runtime.world_size
+        shards = num_shards(self.config) // runtime.world_size
         return next_token_loss(
             module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
         )

@@ -123,7 +123,7 @@ def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
     seconds = {p.name: p.time.total_s if p.time else None for p in made if p.name != "train"}
     beside = Beside(
         base_gib=plan.memory.classes.get("base weights", 0.0),
-        eval_rows=run.stages[0].geometry.micro_rows * run.config.hw.num_devices,
+        eval_rows=run.stages[0].geometry.micro_rows * run.stages[0].geometry.num_shards,
         eval_batch_seconds=seconds.get("eval"),
         sample_token_seconds=seconds.get("sample"),
         compile_seconds=sum(p.compiled.seconds for p in made),

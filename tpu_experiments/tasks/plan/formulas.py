@@ -33,6 +33,6 @@ def formula_plan(config: Config) -> Plan:
         return replace(plan, shortage=replace(plan.shortage, remedies=remedies))
     stages = resolve_stages(config)
     times = {stage.name: estimated_time(config, arch, geometry=stage.geometry) for stage in stages}
-    rows = stages[0].geometry.micro_rows * config.hw.num_devices
+    rows = stages[0].geometry.micro_rows * stages[0].geometry.num_shards
     beside = Beside(base_gib=plan.memory.classes.get("base weights", 0.0), eval_rows=rows)
     return with_run(plan, config, stages, times=times, beside=beside)

@@ -15,6 +15,7 @@ from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.shapes import ShapesOfModel
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
+from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.training.inputs import RunInputs
 from tpu_experiments.training.step import ROW_TENSORS
 
@@ -41,6 +42,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
     """Lower the run's programs; `which` is `all` or `train`."""
     runtime = TracingRuntime(config.hw, sharding=config.sharding)
     trainer = planned_trainer(config, runtime)
+    check_heads(runtime.mesh, trainer.model_source().config)
     trainer.build()
     stages: list[Stage] = trainer.inputs.stages
     shapes = {stage.name: shape_of(stage, runtime=runtime) for stage in stages}
@@ -69,13 +71,13 @@ def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
 def shape_of(stage: Stage, *, runtime: TracingRuntime) -> Shape:
     """(A, R, T) of one process's batch."""
     geometry = stage.geometry
-    rows = geometry.micro_rows * geometry.num_devices // runtime.world_size
+    rows = geometry.micro_rows * geometry.num_shards // runtime.world_size
     return geometry.accumulation, rows, geometry.seq_len
 
 
 def evaluation_shape(config: Config, stages: list[Stage], *, runtime: TracingRuntime) -> tuple[int, int]:
     """(R, T) of one process's batch, as training/inputs.py cuts it."""
-    rows = stages[0].geometry.micro_rows * config.hw.num_devices // runtime.world_size
+    rows = stages[0].geometry.micro_rows * stages[0].geometry.num_shards // runtime.world_size
     return rows, max(stage.geometry.seq_len for stage in stages)
 
 

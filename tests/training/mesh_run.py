@@ -1,0 +1,87 @@
+"""Prints how far 20 steps on a mesh of virtual devices are from the same steps on one, in a process of its own.
+
+    python -m tests.training.mesh_run OVERRIDE...
+
+One JSON object: the largest difference of a loss and of a trained parameter, the losses' own movement, and what lies
+elsewhere than its rule says, after the steps.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from tests.config.composing import composed
+from tests.training.tiny import Run, random_batch
+from tpu_experiments.config.schema import Config
+from tpu_experiments.planning.compiler import sharding_text
+from tpu_experiments.runtime.stacked import unstacked
+
+NUM_STEPS = 20
+
+
+def main(*overrides: str) -> None:
+    """Run both and compare."""
+    config = composed(*overrides, "model.size=tiny", "model.dtype=float32", "hw.parallel=spmd")
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.hw.num_devices)}
+    from tpu_experiments.runtime.xla import XlaRuntime
+
+    rows = config.hw.num_devices
+    batches = [random_batch(i, accumulation=2, rows=rows) for i in range(NUM_STEPS)]
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    run = Run(config, runtime)
+    losses = torch.tensor(run.losses(batches))
+    misplaced = [*elsewhere(run.parameters, runtime=runtime), *elsewhere(states(run), runtime=runtime)]
+    found = unstacked({name: value.cpu() for name, value in run.parameters.items()})
+    plain, expected = on_one_device(config, batches)  # second: a backward pass in plain torch must not come first
+    print(
+        json.dumps(
+            {
+                "losses": float((losses - plain).abs().max()),
+                "parameters": max(float((found[name] - value).abs().max()) for name, value in expected.items()),
+                "moved": float(plain.max() - plain.min()),
+                "misplaced": misplaced,
+            }
+        )
+    )
+
+
+def states(run: Run) -> dict[str, torch.Tensor]:
+    """Slots of the optimizer by the names that the sharding table knows them by."""
+    return {f"{name}/{slot}": tensor for name, slots in run.state.items() for slot, tensor in slots.items()}
+
+
+def elsewhere(tensors: dict[str, torch.Tensor], *, runtime: Any) -> list[str]:
+    """Tensors whose tiles, as torch_xla has them, are not those of the sharding table."""
+    import torch_xla
+
+    wrong = []
+    for name, tensor in tensors.items():
+        if tensor.numel() == 1:
+            continue
+        wanted = tiles(sharding_text(runtime.folding.axes(name, tuple(tensor.shape)), mesh=runtime.mesh_sizes))
+        lies = tiles(torch_xla._XLAC._get_xla_sharding_spec(tensor))
+        if lies != wanted:
+            wrong.append(f"{name}: {lies} instead of {wanted}")
+    return wrong
+
+
+def tiles(text: str) -> str:
+    """`[2,1,2]` of `{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}`; empty where the whole is on every device."""
+    return text.partition("devices=")[2].partition("]")[0]
+
+
+def on_one_device(config: Config, batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Losses and parameters in plain torch."""
+    from tpu_experiments.config.hardware import HwConfig
+    from tpu_experiments.runtime.eager import EagerRuntime
+
+    hw = HwConfig(name="cpu", device="cpu", runtime="eager", parallel="inline", num_devices=1)
+    run = Run(config, EagerRuntime(hw))
+    return torch.tensor(run.losses(batches)), run.parameters
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,133 @@
+"""The mesh of `hw.parallel: spmd`: how many devices lie along each axis, and in which order. Never torch.
+
+Devices are counted through it as libtpu numbers them, `data` slowest and `tensor` fastest, so that those that exchange
+most are neighbours: whole weights are fetched along `fsdp`, activations are summed along `tensor`, and along `data`
+only gradients are. jax's mesh_utils, which MaxText calls, orders the axes in the same way.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import AXES, ROWS, MeshConfig, ShardingConfig
+
+Axes = tuple[str | tuple[str, ...] | None, ...]
+"""Of each dimension of a tensor the mesh axis, or the axes, that it is split over; what is left out at the end is
+whole."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the devices hold a tensor: `tiles` parts of every dimension, each part on `copies` devices."""
+
+    tiles: tuple[int, ...]
+    copies: int
+    devices: tuple[int, ...]
+    """Those of the first part, then of the second, and so on; the last dimension's parts follow each other."""
+    is_whole: bool
+    """Every device holds all of it."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices along each axis."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the rows of a batch are split into."""
+        return self.data * self.fsdp
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axes that split anything, and `fsdp`."""
+        return tuple(name for name in AXES if name == "fsdp" or self.size(name) > 1)
+
+    def size(self, axis: str | tuple[str, ...] | None) -> int:
+        """Parts along an axis, or along several together."""
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        return math.prod(int(getattr(self, name)) for name in names)
+
+    def named(self, axes: Sequence[str | Sequence[str] | None]) -> Axes:
+        """`axes` without those along which the mesh has one device."""
+        found: list[str | tuple[str, ...] | None] = []
+        for axis in axes:
+            given = (axis,) if isinstance(axis, str) else axis or ()
+            kept = tuple(name for name in given if name in self.names)
+            found.append(kept[0] if len(kept) == 1 else kept or None)
+        return tuple(found)
+
+    def split(self, axes: Axes, *, ndim: int) -> Split:
+        """Of a tensor with `ndim` dimensions."""
+        groups = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
+        groups += [()] * (ndim - len(groups))
+        order = [name for group in groups for name in group]
+        order += [name for name in AXES if name not in order]
+        tiles = tuple(self.size(group) for group in groups)
+        copies = self.num_devices // math.prod(tiles)
+        is_whole = not any(axes) or copies == self.num_devices > 1
+        return Split(tiles, copies, tuple(self._walk(order)), is_whole)
+
+    def _walk(self, order: Sequence[str]) -> list[int]:
+        """Numbers of the devices, the last axis of `order` fastest."""
+        devices = [0]
+        for name in order:
+            later = math.prod(self.size(other) for other in AXES[AXES.index(name) + 1 :])
+            devices = [device + step * later for device in devices for step in range(self.size(name))]
+        return devices
+
+
+def mesh_of(hw: HwConfig, sharding: ShardingConfig) -> Mesh:
+    """Of a run: the configured one in `spmd`; elsewhere nothing is split, and the devices count as `fsdp`.
+
+    Raises:
+        ConfigError: the sizes do not come to the number of devices.
+    """
+    if hw.parallel != "spmd":
+        return Mesh(fsdp=hw.num_devices)
+    return resolved(sharding.mesh, num_devices=hw.num_devices)
+
+
+def resolved(mesh: MeshConfig, *, num_devices: int) -> Mesh:
+    """With a number in place of -1.
+
+    Raises:
+        ConfigError: a size is 0 or below -1, there are several -1, or the sizes do not come to `num_devices`.
+    """
+    sizes = {name: int(getattr(mesh, name)) for name in AXES}
+    shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if any(size == 0 or size < -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
+        raise ConfigError(
+            f"sharding.mesh has {shown}; a size is 1 or more, and one of them may be -1, which takes the rest; "
+            f"use sharding.mesh.data=1 sharding.mesh.fsdp=-1 sharding.mesh.tensor=1 to split over all devices."
+        )
+    known = math.prod(size for size in sizes.values() if size > 0)
+    rest = num_devices // known if -1 in sizes.values() else 1
+    if known * rest != num_devices:
+        raise ConfigError(
+            f"sharding.mesh has {shown} and hw.num_devices={num_devices}; "
+            + (f"{known} does not divide {num_devices}" if -1 in sizes.values() else f"that is {known} devices")
+            + f"; choose sizes whose product is {num_devices}, one of them -1 for what the others leave."
+        )
+    return Mesh(**{name: rest if size == -1 else size for name, size in sizes.items()})
+
+
+def num_shards(config: Config) -> int:
+    """Devices, or groups of `sharding.mesh.tensor` devices, that the rows of a batch are split over."""
+    return mesh_of(config.hw, config.sharding).num_shards
+
+
+def row_axes(mesh: Mesh) -> Axes:
+    """Of a tensor whose first dimension is rows."""
+    return mesh.named((ROWS,))
