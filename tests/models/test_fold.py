@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.training.tiny import Run, random_batch
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.layer_graph import SAVED
@@ -96,7 +97,7 @@ def test_what_the_kernel_gave_and_o_proj_takes_is_saved_once(gradients_of):
     from tpu_experiments.runtime.xla_attention import XlaAttention
 
     layer, batch = ("mistral7b", "lora=all_linear_r8"), ("model.attention=flash", "model.remat=save_attention")
-    ours = gradients_of(*layer, *batch, kernel=XlaAttention(num_shards=1, target="interpreted"))
+    ours = gradients_of(*layer, *batch, kernel=XlaAttention(mesh=Mesh(), target="interpreted"))
     agree(ours, gradients_of(*layer, eager=True))
     (graph,) = ours[2].model.module.model.layers.graphs.values()
     results = graph.forward.graph.output_node().args[0]
