@@ -92,9 +92,9 @@ def _given(
 ) -> tuple[Tensors, Tensors]:
     """What every chunk gets of its own, and what all of them get.
 
-    Split over devices, the head is made whole once, before the loop, but for the vocabulary that devices along
-    `tensor` share; rows stay where they are. Left to itself XLA
-    gathered the head in every chunk and split the gradient of the hidden states along H (compiled for v6e-8).
+    Split over devices, the head is made whole once, before the loop, but for the vocabulary that devices along `tensor`
+    share; rows stay where they are. Left to itself XLA gathered the head in every chunk and split the gradient of the
+    hidden states along H (compiled for v6e-8).
     """
     parts = (terms.lay(hidden_BTH, axes=BY_ROWS), targets_BT, weights_BT, *more_BT)
     head = terms.lay(head_VH.to(hidden_BTH.dtype), axes=HEAD)
