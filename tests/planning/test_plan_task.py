@@ -11,6 +11,7 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.planning.parts import PARTS
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,6 +63,16 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     assert "fits" in printed
     assert "estimate" in printed
     assert (folder / "plans" / "p" / "plan.svg").read_text().startswith("<svg")
+
+
+def test_the_parts_of_the_step_are_told(planned: tuple[Path, dict[str, Any], str]) -> None:
+    _, found, _ = planned
+    parts = found["estimated_step_by_part"]
+    assert tuple(parts) == PARTS
+    assert sum(parts.values()) == pytest.approx(found["estimated_step_parts"]["uncalibrated_total"])
+    assert all(parts[part] > 0 for part in ("attention", "projections", "adapters", "loss", "optimizer"))
+    assert parts["collectives"] == 0, "one chip"
+    assert parts["other"] < 0.5 * sum(parts.values())
 
 
 def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str, Any], str]) -> None:

@@ -12,6 +12,7 @@ from tpu_experiments.planning.compiled import Compiled
 from tpu_experiments.planning.hlo import ProgramCost, read_program
 from tpu_experiments.planning.kernels import with_flops
 from tpu_experiments.planning.oom import classify
+from tpu_experiments.planning.parts import Widths, seconds_by_part, widths_of
 from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chip_limit_gib
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.trace import BATCH, Argument, Lowered
@@ -35,27 +36,49 @@ class Planned:
     work: StepWork | None = None
     time: StepTime | None = None
     """Of one run of the program; None where it does not fit."""
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+    """Of one training step by what the work is for (parts.PARTS), before the calibration."""
     notes: tuple[str, ...] = ()
 
 
 def planned(
-    program: Lowered, compiled: Compiled, *, hw: HwConfig, trained: Collection[str], flops: FlopsPerToken | None = None
+    program: Lowered,
+    compiled: Compiled,
+    *,
+    hw: HwConfig,
+    trained: Collection[str],
+    flops: FlopsPerToken | None = None,
+    widths: Widths | None = None,
 ) -> Planned:
     """Everything that one program tells.
 
     Args:
         trained: names of the trainable parameters.
         flops: what training needs per token; without it no utilisation is told.
+        widths: sizes that tell the parts of a training step; without them they are not told.
     """
     memory = chip_memory(program, compiled, hw=hw, trained=trained)
     if compiled.memory is None:
         return Planned(program.name, program.shape, compiled, memory, flops)
-    cost = read_program(compiled.optimized_hlo())
+    cost = read_program(compiled.optimized_hlo(), widths=widths)
     tokens = math.prod(program.shape) // program.num_partitions
     work, notes = step_work(cost, model_flops=flops.model * tokens if flops else 0.0, tokens=tokens)
     assert hw.chip is not None
     time = step_time(work, chip=hw.chip, topology=hw.topology, calibration=calibration_of(hw))
-    return Planned(program.name, program.shape, compiled, memory, flops, cost.cycles_by_class, work, time, notes)
+    by_part = seconds_by_part(cost.cycles_by_part, time=time, chip=hw.chip) if widths else {}
+    return Planned(
+        program.name, program.shape, compiled, memory, flops, cost.cycles_by_class, work, time, by_part, notes
+    )
+
+
+def widths_of_step(program: Lowered, arch: Any, *, rank: int, trained: Collection[str]) -> Widths:
+    """What the parts of a training step are told by."""
+    elements = {
+        math.prod(argument.shape) // (program.num_partitions if any(argument.axes) else 1)
+        for argument in program.arguments
+        if argument.name in trained
+    }
+    return widths_of(arch, rank=rank, seq_len=program.shape[-1], trained=elements, chips=program.num_partitions)
 
 
 def class_of(argument: Argument, *, trained: Collection[str]) -> str:

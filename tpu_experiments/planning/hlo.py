@@ -15,6 +15,7 @@ from tpu_experiments.planning.hlo_flops import dot_flops
 from tpu_experiments.planning.hlo_scalars import Scope, trip_count
 from tpu_experiments.planning.hlo_text import Computation, Instruction, Module, read_module
 from tpu_experiments.planning.operations import Kernel, Transfer
+from tpu_experiments.planning.parts import Widths, part_of
 
 MATMUL = {"dot", "convolution"}
 GATHER_SCATTER = {"gather", "scatter"}
@@ -61,6 +62,8 @@ class ProgramCost:
     loops: tuple[Loop, ...]
     entry_parameters: int
     """Arguments of the program."""
+    cycles_by_part: dict[str, int] = field(default_factory=dict)
+    """The same cycles by part of a training step (parts.PARTS); empty where no widths were given."""
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Tally:
     """Running sums of a computation and what it calls."""
 
     cycles: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
     flops: int = 0
     kernels: Counter[Kernel] = field(default_factory=Counter)
     transfers: Counter[Transfer] = field(default_factory=Counter)
@@ -77,21 +81,22 @@ class Tally:
     def add(self, other: "Tally", *, times: int = 1) -> None:
         """Another computation's sums, so many times."""
         self.cycles.update({key: number * times for key, number in other.cycles.items()})
+        self.parts.update({key: number * times for key, number in other.parts.items()})
         self.kernels.update({key: number * times for key, number in other.kernels.items()})
         self.transfers.update({key: number * times for key, number in other.transfers.items()})
         self.flops += other.flops * times
         self.loops |= other.loops
 
 
-def read_program(hlo: str) -> ProgramCost:
+def read_program(hlo: str, *, widths: Widths | None = None) -> ProgramCost:
     """Costs from optimised TPU HLO text (`executable.hlo_modules()[0].to_string()`), per chip and run.
 
     ValueError where a loop's trip count cannot be told (it names the loop) or the text is no HLO module. Of a
-    conditional the branch with most cycles counts.
+    conditional the branch with most cycles counts. `widths` are those of the model whose training step it is.
     """
     module = read_module(hlo)
     entry = Scope(module, computation=module.entry, argument=lambda number, index: None)
-    tally = tally_of(entry)
+    tally = tally_of(entry, widths=widths)
     return ProgramCost(
         cycles=sum(tally.cycles.values()),
         cycles_by_class={name: tally.cycles[name] for name in CLASSES},
@@ -100,37 +105,43 @@ def read_program(hlo: str) -> ProgramCost:
         transfers=tuple(summed(tally.transfers)),
         loops=tuple(tally.loops.values()),
         entry_parameters=sum(i.opcode == "parameter" for i in module.entry.instructions),
+        cycles_by_part=dict(tally.parts),
     )
 
 
-def tally_of(scope: Scope) -> Tally:
+def tally_of(scope: Scope, *, widths: Widths | None = None) -> Tally:
     """Sums of one computation in the scope it is called in."""
     tally = Tally()
     for instruction in scope.computation.instructions:
-        add_own(tally, instruction, within=scope.computation, module=scope.module)
+        add_own(tally, instruction, within=scope.computation, module=scope.module, widths=widths)
         if instruction.opcode == "while":
-            body = tally_of(scope.loop_body(instruction))
+            body = tally_of(scope.loop_body(instruction), widths=widths)
             trips = trip_count(instruction, scope=scope)
             cycles = sum(body.cycles.values())
             tally.add(body, times=trips)
             tally.loops[instruction.name] = Loop(name=instruction.name, trip_count=trips, cycles=cycles)
         elif instruction.opcode == "conditional":
-            branches = [tally_of(branch) for branch in branch_scopes(scope, instruction)]
+            branches = [tally_of(branch, widths=widths) for branch in branch_scopes(scope, instruction)]
             tally.add(max(branches, key=lambda branch: sum(branch.cycles.values())))
         elif instruction.opcode in {"call", "async-start"}:
             for computation in scope.module.callees(instruction):
-                inner = tally_of(scope.inside(instruction, computation))
+                inner = tally_of(scope.inside(instruction, computation), widths=widths)
                 if instruction.opcode == "async-start":
                     inner.transfers.clear()  # add_own has counted it, and knows whether compute hides it
                 tally.add(inner)
     return tally
 
 
-def add_own(tally: Tally, instruction: Instruction, *, within: Computation, module: Module) -> None:
+def add_own(
+    tally: Tally, instruction: Instruction, *, within: Computation, module: Module, widths: Widths | None
+) -> None:
     """What one instruction does itself, what is fused into it included."""
     holders = [(instruction, within), *fused(instruction, module=module)]
     if instruction.estimated_cycles:
         tally.cycles[class_of({held.opcode for held, _ in holders})] += instruction.estimated_cycles
+    if instruction.estimated_cycles and widths is not None:
+        part = part_of(holders, is_entry=within is module.entry, widths=widths)
+        tally.parts[part] += instruction.estimated_cycles
     for held, holder in holders:
         tally.flops += dot_flops(held, within=holder)
         if held.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in held.attributes:

@@ -204,6 +204,8 @@ class Plan:
     cycles_by_class: dict[str, int] = field(default_factory=dict)
     time: StepTime | None = None
     """Null where the step does not fit or nothing compiled it."""
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+    """The step by what the work is for (parts.PARTS), before the calibration; empty where nothing compiled it."""
     run: RunLength | None = None
     cost: Cost | None = None
     ladder: tuple[Rung, ...] = ()

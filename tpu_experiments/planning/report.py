@@ -110,6 +110,7 @@ def _effort(plan: Plan) -> dict[str, Any]:
         }
         if time
         else None,
+        "estimated_step_by_part": plan.seconds_by_part if time else None,
         "tokens_per_second_per_chip": time.tokens_per_second_per_chip if time else None,
         "rows_per_second": plan.global_batch / time.total_s if time else None,
         "mfu": time.mfu if time else None,

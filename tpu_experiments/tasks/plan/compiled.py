@@ -13,7 +13,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
 from tpu_experiments.metrics.flops import trained_flops
-from tpu_experiments.planning.assemble import Planned, planned, shortage_of
+from tpu_experiments.planning.assemble import Planned, planned, shortage_of, widths_of_step
 from tpu_experiments.planning.compiled import Compiled, Compilers
 from tpu_experiments.planning.length import Beside
 from tpu_experiments.planning.plan import Plan, Program, plan_of
@@ -79,7 +79,9 @@ def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
     """One program with its memory, work and time."""
     is_training = program.name == "train"
     flops = trained_flops(run.config, run.arch, seq_len=program.shape[-1]) if is_training else None
-    return planned(program, compiled, hw=run.config.hw, trained=run.trained, flops=flops)
+    rank, trained = run.config.lora.r, run.trained
+    widths = widths_of_step(program, run.arch, rank=rank, trained=trained) if is_training else None
+    return planned(program, compiled, hw=run.config.hw, trained=trained, flops=flops, widths=widths)
 
 
 def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
@@ -101,6 +103,7 @@ def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
         work=train.work,
         cycles_by_class=train.cycles_by_class,
         time=train.time,
+        seconds_by_part=train.seconds_by_part,
         versions=train.compiled.versions,
         notes=tuple(dict.fromkeys(note for program in made for note in program.notes)),
     )

@@ -1,0 +1,174 @@
+"""Which part of a training step an operation of the compiled program belongs to, told from the sizes of its arrays.
+
+torch_xla's programs carry no names of modules (XLA_HLO_DEBUG adds some, but slows every step of a run, and the plan's
+program must be the run's), and fusions outlive no scope. Sizes do: a matrix product of G batches is M x N x K whatever
+axes were split or merged, and its elements and FLOPs tell all four. The rule, first match wins:
+
+    collectives  a collective, or a fusion around one without a product
+    products     of what has most FLOPs in a fusion: {vocabulary, hidden} is `loss`; {rank, an edge of a projection} is
+                 `adapters`; the two edges of a projection are `projections`; what else there is, batched ones above
+                 all, is `attention` (scores, values, turning queries and keys)
+    loss         something made in it has a dimension of the vocabulary
+    optimizer    outside loops, all arrays have as many elements as a trained parameter and some result is float32:
+                 norms, clipping, moments, update
+    adapters     the same otherwise (casts, gradients laid into their stack), or results with a dimension of the rank
+    attention    an array has separate axes of heads and of a head's size, or two of the row's length for each head
+    projections  results are matrices with the edges of a projection: a weight that is moved or cast
+    other        what is left: norms, residuals, the activation, stacks of what is saved, masks of dropout
+
+A fusion is one part: a norm in a product's fusion goes with the product. Pallas kernels are `attention`.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_experiments.config.hardware import ChipConfig
+from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.planning.hlo_collectives import KINDS
+from tpu_experiments.planning.hlo_flops import dot_flops
+from tpu_experiments.planning.hlo_text import Computation, Instruction, Shape
+from tpu_experiments.planning.timing import StepTime
+
+PARTS = ("attention", "projections", "adapters", "loss", "optimizer", "collectives", "other")
+Held = Sequence[tuple[Instruction, Computation]]
+"""An instruction and everything fused into it, each with its computation."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of one model and batch by which the parts of its step are told apart."""
+
+    vocab: int
+    hidden: int
+    rank: int
+    """Of the adapters; 0 where there are none."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    seq_len: int
+    edges: frozenset[frozenset[int]]
+    """{in, out} of every projection."""
+    trained: frozenset[int] = frozenset()
+    """Elements of every trained parameter on one chip."""
+    chips: int = 1
+    """Chips that a weight may be split over."""
+
+    @property
+    def of_projections(self) -> frozenset[int]:
+        """Every edge of a projection."""
+        return frozenset[int]().union(*self.edges)
+
+    def whole(self, size: int) -> set[int]:
+        """What an edge of this size may be: itself, or one chip's share."""
+        return {size, size * self.chips}
+
+
+def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], chips: int) -> Widths:
+    """The sizes of a model that metrics/decoder.py knows.
+
+    Args:
+        arch: the model's transformers config.
+        trained: elements of every trained parameter on one chip.
+    """
+    decoder = read_decoder(arch)
+    return Widths(
+        vocab=decoder.vocab_size,
+        hidden=decoder.hidden,
+        rank=rank,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        seq_len=seq_len,
+        edges=frozenset(frozenset(edges) for edges in decoder.projections.values()),
+        trained=frozenset(trained),
+        chips=chips,
+    )
+
+
+def part_of(held: Held, *, is_entry: bool, widths: Widths) -> str:
+    """The part of one instruction, by the rule above; `is_entry` is whether it stands outside all loops."""
+    products = [(dot_flops(i, within=c), i, c) for i, c in held if i.opcode in {"dot", "convolution"}]
+    if products:
+        flops, product, within = max(products, key=lambda each: each[0])
+        return part_of_product(product_sizes(product, flops=flops, within=within), widths=widths)
+    if any(i.opcode.removesuffix("-start").removesuffix("-done") in KINDS for i, _ in held):
+        return "collectives"
+    return part_of_passes(held, is_entry=is_entry, widths=widths)
+
+
+def part_of_passes(held: Held, *, is_entry: bool, widths: Widths) -> str:
+    """Of an operation that holds neither a product nor a collective."""
+    made = [(i.opcode, shape) for i, _ in held if i.opcode != "parameter" for shape in i.shapes]
+    if any(widths.vocab in widths.whole(size) for _, shape in made for size in shape.dims):
+        return "loss"
+    instruction, within = held[0]
+    results = [shape for shape in instruction.shapes if shape.num_elements > 1]
+    arrays = results + [shape for shape in within.operand_shapes(instruction) if shape.num_elements > 1]
+    if arrays and all(shape.num_elements in widths.trained for shape in arrays):
+        return "optimizer" if is_entry and any(s.dtype == "f32" for s in instruction.shapes) else "adapters"
+    scores = [shape for opcode, shape in made if opcode != "dynamic-update-slice"]  # that one's result is a stack
+    if any(is_of_heads(s, widths=widths) for s in arrays) or any(is_scores(s, widths=widths) for s in scores):
+        return "attention"
+    if results and all(widths.rank in shape.dims for shape in results):
+        return "adapters"
+    if results and all(is_matrix(shape, widths=widths) for shape in results):
+        return "projections"
+    return "other"
+
+
+def product_sizes(product: Instruction, *, flops: int, within: Computation) -> tuple[int, int, int, int]:
+    """(G, M, N, K) of G products of M x K by K x N: elements are GMK, GKN and GMN, FLOPs 2 GMNK."""
+    left, right = (within.by_name[name].shapes[0].num_elements for name in product.operands[:2])
+    result = product.shapes[0].num_elements
+    batches = max(1, round(left * right * result / max(1, flops // 2) ** 2))
+    edges = (left * result / right, right * result / left, left * right / result)
+    rows, columns, contracted = (round(math.sqrt(edge / batches)) for edge in edges)
+    return batches, rows, columns, contracted
+
+
+def part_of_product(sizes: tuple[int, int, int, int], *, widths: Widths) -> str:
+    """Of a matrix product of these sizes."""
+    batches, *edges = sizes
+    if batches > 1:
+        return "attention"
+    whole = [widths.whole(edge) for edge in edges]
+    if any(widths.vocab in each for each in whole) and any(widths.hidden in each for each in whole):
+        return "loss"
+    if widths.rank in edges and any(each & widths.of_projections for each in whole):
+        return "adapters"
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    is_projection = any({a, b} in widths.edges for i, j in pairs for a in whole[i] for b in whole[j])
+    return "projections" if is_projection else "attention"
+
+
+def is_of_heads(shape: Shape, *, widths: Widths) -> bool:
+    """Whether heads and what a head holds are axes of their own."""
+    sizes = list(shape.dims)
+    if len(sizes) < 4 or widths.head_dim not in sizes:
+        return False
+    sizes.remove(widths.head_dim)
+    return widths.num_heads in sizes or widths.num_kv_heads in sizes
+
+
+def is_scores(shape: Shape, *, widths: Widths) -> bool:
+    """Whether it has two axes of the row's length, for each head: a projection may be as wide as a row is long."""
+    others = shape.num_elements // widths.seq_len**2
+    return shape.dims.count(widths.seq_len) >= 2 and others > 0 and others % widths.num_heads == 0
+
+
+def is_matrix(shape: Shape, *, widths: Widths) -> bool:
+    """Whether it has the two edges of a projection, whole or one chip's share."""
+    sizes = [size for size in shape.dims if size > 1]
+    if len(sizes) != 2:
+        return False
+    return any({a, b} in widths.edges for a in widths.whole(sizes[0]) for b in widths.whole(sizes[1]))
+
+
+def seconds_by_part(cycles_by_part: dict[str, int], *, time: StepTime, chip: ChipConfig) -> dict[str, float]:
+    """Estimated seconds of every part; their sum is the step before the calibration."""
+    seconds = {part: cycles_by_part.get(part, 0) / (chip.clock_ghz * 1e9) for part in PARTS}
+    seconds["attention"] += time.kernels_s
+    seconds["collectives"] += time.exposed_network_s
+    return seconds
