@@ -5,8 +5,9 @@
 One model, batch and number of cores; every case is a process of its own. conf/model/tiny with random weights and as
 many layers as asked for, LoRA r=16 on seven projections, 16 rows of 128 tokens, AdamW, float32. The first 5 steps
 (compilation, caches) are not timed; then the median over blocks of 5 steps counts, so that other work on the machine
-disturbs less. The seeds' loop is PEFT's model on the XLA device, every layer traced at every step, `torch_xla.sync()`
-and `loss.item()` after each; it gives transformers no mask, with which it would read the mask on the host besides.
+disturbs less; CPU time, of all cores together, is disturbed least. The seeds' loop is PEFT's model on the XLA device,
+every layer traced at every step, `torch_xla.sync()` and `loss.item()` after each; it gives transformers no mask, with
+which it would read the mask on the host besides.
 """
 
 import argparse
@@ -34,7 +35,9 @@ CASES = {
     "eager": "tpu_experiments, eager CPU",
     "xla": "tpu_experiments, torch_xla CPU",
 }
-COLUMNS = ("case", "tokens/s", "ms per step", "start to first loss, s", "peak MiB", "programs", "last loss")
+COLUMNS = (
+    "case", "tokens/s", "ms per step", "CPU ms per step", "start to first loss, s", "peak MiB", "programs", "last loss",
+)  # fmt: skip
 Step = Callable[[int], Any]
 """From the number of a batch to its loss, which may still be on its way."""
 
@@ -76,6 +79,7 @@ def row(title: str, result: dict[str, float]) -> str:
         title,
         f"{ROWS * SEQ_LEN / result['step_seconds']:,.0f}",
         f"{1000 * result['step_seconds']:.0f}",
+        f"{1000 * result['cpu_seconds']:.0f}",
         f"{result['first_seconds']:.1f}",
         f"{result['peak_mib']:,.0f}",
         f"{result['programs']:.0f}",
@@ -100,15 +104,17 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     for index in range(1, WARM_UP_STEPS):
         step(index)
     wait()
-    blocks = []
+    blocks, busy = [], []
     for first in range(WARM_UP_STEPS, WARM_UP_STEPS + args.steps, BLOCK_STEPS):
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for index in range(first, first + BLOCK_STEPS):
             loss = step(index)
         wait()
         blocks.append((time.perf_counter() - started) / BLOCK_STEPS)
+        busy.append((time.process_time() - used) / BLOCK_STEPS)
     return {
         "step_seconds": statistics.median(blocks),
+        "cpu_seconds": statistics.median(busy),
         "first_seconds": first_seconds,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "programs": compiled_programs(),

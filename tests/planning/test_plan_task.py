@@ -66,12 +66,13 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
 
 
 def test_the_parts_of_the_step_are_told(planned: tuple[Path, dict[str, Any], str]) -> None:
-    _, found, _ = planned
+    _, found, printed = planned
     parts = found["estimated_step_by_part"]
     assert tuple(parts) == PARTS
     assert sum(parts.values()) == pytest.approx(found["estimated_step_parts"]["uncalibrated_total"])
     assert all(parts[part] > 0 for part in ("attention", "projections", "adapters", "loss", "optimizer"))
     assert parts["collectives"] == 0, "one chip"
+    assert f"by part, ms: attention {1000 * parts['attention']:,.1f}, projections" in printed
     assert parts["other"] < 0.5 * sum(parts.values())
 
 

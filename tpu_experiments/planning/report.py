@@ -221,11 +221,18 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
             f"{time.total_s:.3f} s ({ESTIMATE}, {time.method}), bound by {time.bound_by}, MFU {100 * time.mfu:.1f} %",
         ),
         ("", f"{parts}, x {calibration.factor:.3f} (calibration: {calibration.source}{error})"),
+        *_part_rows(plan),
         (
             "speed",
             f"{time.tokens_per_second_per_chip:,.0f} tokens/s per chip, {plan.global_batch / time.total_s:,.1f} rows/s",
         ),
     ]
+
+
+def _part_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What the step is for, the parts that cost nothing left out."""
+    shares = ", ".join(f"{part} {1000 * second:,.1f}" for part, second in plan.seconds_by_part.items() if second)
+    return [("", f"by part, ms: {shares}")] if shares else []
 
 
 def _money_rows(plan: Plan) -> list[tuple[str, str]]:
