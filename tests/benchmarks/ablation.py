@@ -1,6 +1,6 @@
 """Shipped recipes compiled for their TPUs: ours, transformers + PEFT as users run them, ours without one thing each.
 
-    python -m tests.benchmarks.ablation [--recipes qwen05b_uk_law] [--output FOLDER]
+    python -m tests.benchmarks.ablation [--recipes qwen05b_uk_law] [--removed model.attention=sdpa] [--output FOLDER]
 
 One reader tells all programs' HBM, step and its parts (tpu_experiments/planning/parts.py says by which rule), in
 milliseconds of one optimizer step on one chip: the TPU compiler's cycles, Pallas kernels by FLOPs and bytes, and
@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,29 +86,30 @@ def row(plan: dict[str, Any], label: str) -> list[str]:
     ]
 
 
-def rows(recipe: str, *, output: Path) -> list[tuple[str, dict[str, Any]]]:
+def rows(recipe: str, *, removed: list[str] | None, output: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Label and plan of every program of a recipe, compiled one after the other."""
     experiment = f"experiment={recipe}"
+    for name, given in RIVALS[recipe].items():
+        yield name, rival(experiment, *given, output=output)
     label = " ".join(["ours", *(f"`{override}`" for override in OURS[recipe])])
-    found = [(name, rival(experiment, *given, output=output)) for name, given in RIVALS[recipe].items()]
-    found.append((label, planned(recipe, experiment, *OURS[recipe], output=output)))
-    for override in REMOVED[recipe]:
+    yield label, planned(recipe, experiment, *OURS[recipe], output=output)
+    for override in REMOVED[recipe] if removed is None else removed:
         key = override.partition("=")[0]
         kept = [given for given in OURS[recipe] if given.partition("=")[0] != key]
         name = f"{recipe}_{override.replace('=', '-').replace('[]', 'none')}"
-        found.append((f"`{override}`", planned(name, experiment, *kept, override, output=output)))
-    return found
+        yield f"`{override}`", planned(name, experiment, *kept, override, output=output)
 
 
 def main() -> None:
     """Print a table for every recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="*", default=list(OURS), choices=list(OURS))
+    parser.add_argument("--removed", nargs="*", metavar="KEY=VALUE", help="what is removed, instead of everything")
     parser.add_argument("--output", type=Path, default=Path("outputs/ablation"))
     given = parser.parse_args()
     for recipe in given.recipes:
         print(f"\n{recipe}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-        for label, plan in rows(recipe, output=given.output.absolute()):
+        for label, plan in rows(recipe, removed=given.removed, output=given.output.absolute()):
             print(f"| {' | '.join(row(plan, label))} |", flush=True)
 
 
