@@ -25,13 +25,17 @@ MISTRAL = ("lora=all_linear_r16", "model.remat=save_dots")
 OURS = {"mistral7b_ro": MISTRAL, "qwen05b_uk_law": (), "gemma3_270m_chat": ()}
 """Recipe to the overrides of ours that the others are held against."""
 RIVALS = {
-    "mistral7b_ro": {"PEFT, unrolled, checkpointed, FSDP": ("lora=all_linear_r16",)},
-    "qwen05b_uk_law": {"PEFT, unrolled, checkpointed": ()},
+    "mistral7b_ro": {
+        "PEFT, FSDP, transformers' checkpoints": ("layer", "lora=all_linear_r16"),
+        "PEFT, FSDP, `xla_fsdp_grad_ckpt`": ("module", "lora=all_linear_r16"),
+    },
+    "qwen05b_uk_law": {"PEFT": ("layer",)},
     "gemma3_270m_chat": {
-        "PEFT, unrolled, checkpointed": (),
-        "the same, 8 rows at a time, not accumulated": ("trainer.global_batch_rows=8", "trainer.micro_batch_rows=8"),
+        "PEFT": ("layer",),
+        "PEFT, 8 rows, not accumulated": ("layer", "trainer.global_batch_rows=8", "trainer.micro_batch_rows=8"),
     },
 }
+"""Recipe to what rival.py is told."""
 REMOVED = {
     "mistral7b_ro": (
         "model.attention=sdpa",
@@ -89,8 +93,8 @@ def row(plan: dict[str, Any], label: str) -> list[str]:
 def rows(recipe: str, *, removed: list[str] | None, output: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Label and plan of every program of a recipe, compiled one after the other."""
     experiment = f"experiment={recipe}"
-    for name, given in RIVALS[recipe].items():
-        yield name, rival(experiment, *given, output=output)
+    for name, (checkpoints, *given) in RIVALS[recipe].items():
+        yield name, rival(checkpoints, experiment, *given, output=output)
     label = " ".join(["ours", *(f"`{override}`" for override in OURS[recipe])])
     yield label, planned(recipe, experiment, *OURS[recipe], output=output)
     for override in REMOVED[recipe] if removed is None else removed:

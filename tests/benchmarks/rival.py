@@ -1,13 +1,16 @@
 """The same recipe as users of transformers and PEFT run it on torch_xla, compiled for the recipe's TPU and read alike.
 
-    python -m tests.benchmarks.rival OUTPUT OVERRIDE...     # prints one line of JSON
+    python -m tests.benchmarks.rival OUTPUT layer|module OVERRIDE...     # prints one line of JSON
 
 transformers' model, frozen in bf16; PEFT's adapters in float32 under bf16 autocast, as accelerate does it; sdpa; every
-layer checkpointed (torch_xla's `checkpoint`, which keeps the compiler from undoing it); the loss of the model's own
-forward; gradients clipped at 1 and torch's AdamW; micro-batches one after another in one program. Rows are whole, so
-that there is no mask and sdpa is causal, which is less work than the packed rows of ours. Over several chips it is FSDP
-as transformers' Trainer sets it up with `xla_fsdp_v2`: the largest dimension of every parameter is split, and the rows
-of every layer's result. Flags of libtpu are its defaults.
+layer checkpointed; the loss of the model's own forward; gradients clipped at 1 and torch's AdamW; micro-batches one
+after another in one program. Rows are whole, so that there is no mask and sdpa is causal, which is less work than the
+packed rows of ours. Over several chips it is FSDP as transformers' Trainer sets it up with `xla_fsdp_v2`: the largest
+dimension of every parameter is split, and the rows of every layer's result. Flags of libtpu are its defaults.
+
+Checkpoints are torch_xla's, whose barrier keeps the compiler from undoing them: `layer` puts them where transformers
+has its own (gradient_checkpointing), `module` around the layers as Trainer's `xla_fsdp_grad_ckpt` does, where the barrier
+takes in the weights, so that what was gathered for the forward pass is not kept for the backward pass.
 """
 
 import json
@@ -39,17 +42,22 @@ class LargestDimension(ShardingTable):
         return tuple(AXIS if dim == split else None for dim in range(len(shape)))
 
 
-def with_adapters(config: Config) -> nn.Module:
+def with_adapters(config: Config, *, checkpoints: str) -> nn.Module:
     """PEFT's model on the meta device, its buffers on the host."""
     from peft import LoraConfig, get_peft_model
+    from torch_xla.distributed.fsdp import checkpoint_module
     from torch_xla.utils.checkpoint import checkpoint
 
     from tpu_experiments.models.shapes import ShapesOfModel
 
     source = ShapesOfModel(replace(config.model, attention="sdpa"), seed=config.seed)
     base: Any = source.empty()
-    base.gradient_checkpointing_enable()
-    base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
+    if checkpoints == "module":
+        for layer in base.model.layers:
+            checkpoint_module(layer)
+    else:
+        base.gradient_checkpointing_enable()
+        base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
     base.enable_input_require_grads()
     base.config.use_cache = False
     lora = config.lora
@@ -68,8 +76,9 @@ def on_placeholders(module: nn.Module, place: Callable[..., Tensor]) -> dict[str
         owner, _, leaf = name.rpartition(".")
         if id(old) not in known:
             placeholder = place(old, name=name)
-            # A value of its own: the update is in place, and the placeholder must still be found as an argument.
-            new = nn.Parameter(placeholder.clone() if old.requires_grad else placeholder, old.requires_grad)
+            # A value of its own: the update is in place, and so is the checkpoint's barrier around frozen weights; the
+            # placeholder must still be found as an argument.
+            new = nn.Parameter(placeholder.clone(), old.requires_grad)
             known[id(old)] = new
             if old.requires_grad:
                 trained[name] = (placeholder, new)
@@ -111,14 +120,14 @@ def optimizer_of(
     return optimizer, moments
 
 
-def lowered(config: Config, shape: tuple[int, int, int]) -> tuple[Any, frozenset[str]]:
+def lowered(config: Config, shape: tuple[int, int, int], *, checkpoints: str) -> tuple[Any, frozenset[str]]:
     """The program of one optimizer step on (A, R, T) token ids, and the names of what it trains."""
     from tpu_experiments.planning.trace import TracingRuntime
 
     runtime = TracingRuntime(config.hw, sharding=config.sharding)
     if runtime.is_sharded and config.sharding.name != "replicated":
         runtime.table = LargestDimension(config.sharding, num_devices=runtime.num_devices)
-    module = with_adapters(config)
+    module = with_adapters(config, checkpoints=checkpoints)
     trained = on_placeholders(module, runtime.place)
     if runtime.is_sharded:
         split_rows(module, runtime.num_devices)
@@ -143,7 +152,7 @@ def lowered(config: Config, shape: tuple[int, int, int]) -> tuple[Any, frozenset
     return program, frozenset(trained)
 
 
-def measured(config: Config, *, folder: str) -> dict[str, Any]:
+def measured(config: Config, *, checkpoints: str, folder: str) -> dict[str, Any]:
     """What the compiled step costs, in the fields of plan.json that the table reads."""
     from tpu_experiments.config.curriculum import resolve_stages
     from tpu_experiments.metrics.flops import trained_flops
@@ -153,7 +162,8 @@ def measured(config: Config, *, folder: str) -> dict[str, Any]:
 
     geometry = resolve_stages(config)[0].geometry
     rows = geometry.micro_rows * geometry.num_devices
-    program, trained = lowered(config, (geometry.accumulation, rows, geometry.seq_len))
+    shape = geometry.accumulation, rows, geometry.seq_len
+    program, trained = lowered(config, shape, checkpoints=checkpoints)
     with Compilers(1) as compilers:
         compiled = compilers.submit(program, hw=config.hw, folder=folder).result()
     arch = ShapesOfModel(config.model, seed=config.seed).config
@@ -174,13 +184,13 @@ def measured(config: Config, *, folder: str) -> dict[str, Any]:
     }
 
 
-def main(output: Path, overrides: list[str]) -> None:
+def main(output: Path, checkpoints: str, overrides: list[str]) -> None:
     """Print what was found as JSON."""
     config = composed("task=plan", "hw.libtpu_flags=[]", *overrides)
     prepare_environment(config.hw, is_planned=True)
     os.environ.pop("LIBTPU_INIT_ARGS", None)
-    print(json.dumps(measured(config, folder=str(output / "plans" / "compiled"))))
+    print(json.dumps(measured(config, checkpoints=checkpoints, folder=str(output / "plans" / "compiled"))))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute(), sys.argv[2:])
+    main(Path(sys.argv[1]).absolute(), sys.argv[2], sys.argv[3:])
