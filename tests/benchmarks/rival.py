@@ -9,8 +9,8 @@ packed rows of ours. Over several chips it is FSDP as transformers' Trainer sets
 dimension of every parameter is split, and the rows of every layer's result. Flags of libtpu are its defaults.
 
 Checkpoints are torch_xla's, whose barrier keeps the compiler from undoing them: `layer` puts them where transformers
-has its own (gradient_checkpointing), `module` around the layers as Trainer's `xla_fsdp_grad_ckpt` does, where the barrier
-takes in the weights, so that what was gathered for the forward pass is not kept for the backward pass.
+has its own (gradient_checkpointing), `module` around the layers as Trainer's `xla_fsdp_grad_ckpt` does, where the
+barrier takes in the weights, so that what was gathered for the forward pass is not kept for the backward pass.
 """
 
 import json
