@@ -2,10 +2,12 @@
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
 from tests.planning.hlo_programs import computation, cost, counting_loop, module, text
+from tpu_experiments.planning.assemble import step_work
 from tpu_experiments.planning.hlo import CLASSES, read_program
 
 
@@ -47,6 +49,23 @@ def test_pallas_kernels_are_named_and_measured() -> None:
     assert kernel.num_bytes == 4 * 2 * 4 * 1024 * 128 * 2
     # two products of 1024 x 1024 x 128 for 2 x 4 heads, not halved by the causal mask, and the softmax
     assert 0 < (kernel.flops or 0) - 4 * 2 * 4 * 1024 * 1024 * 128 < 0.01 * 4 * 2 * 4 * 1024 * 1024 * 128
+
+
+def test_random_numbers_and_moves_to_the_host_have_no_cycles_and_are_told() -> None:
+    stack, part = "bf16[2,8,64]{2,1,0:T(8,128)(2,1)S(5)}", "bf16[1,8,64]{2,1,0:T(8,128)(2,1)}"
+    lines = (
+        "%bits = u32[4,8]{1,0} rng-bit-generator(%state), algorithm=rng_default",
+        f"%put = (({stack}, {part}, s32[], s32[]), {stack}, u32[]) dynamic-update-slice-start(%all, %x, %i, %n)",
+        f"%take = (({stack}, s32[], s32[]), {part}, u32[]) dynamic-slice-start(%all, %i, %n)",
+        "%here = ((bf16[2,8,64]{2,1,0}, s32[]), bf16[1,8,64]{2,1,0}, u32[]) dynamic-slice-start(%other, %i)",
+    )
+    loop = counting_loop(start="constant(0)", step="add(%i, %one)", goes_on="compare(%i, %n), direction=LT")
+    program = read_program(loop.replace("  %next =", "".join(f"  {line}\n" for line in lines) + "  %next ="))
+    assert program.cycles == 5 * 10
+    assert (program.random_bytes, program.host_bytes) == (5 * 4 * 8 * 4, 5 * 2 * 8 * 64 * 2)
+    _, notes = step_work(replace(program, random_bytes=2**30, host_bytes=2**31), model_flops=1.0, tokens=1)
+    assert [note.partition(" GiB")[0] for note in notes] == ["1.00", "2.00"]
+    assert step_work(replace(program, random_bytes=2**20, host_bytes=0), model_flops=1.0, tokens=1)[1] == ()
 
 
 def test_loops_of_products_multiply_inside_the_loop_over_layers() -> None:

@@ -34,6 +34,7 @@ COPY = {
 COPY |= {"reverse", "slice", "transpose"}
 SILENT = {"constant", "fusion", "get-tuple-element", "parameter", "partition-id", "replica-id", "tuple"}
 OTHER = {"custom-call", "fft", "rng", "rng-bit-generator", "sort", "while"}
+HOST_MOVES = {"dynamic-slice-start", "dynamic-update-slice-start"}
 CLASSES = ("matmul", "elementwise", "copy", "reduce", "gather_scatter", "other")
 
 
@@ -62,6 +63,10 @@ class ProgramCost:
     loops: tuple[Loop, ...]
     entry_parameters: int
     """Arguments of the program."""
+    random_bytes: int
+    """Random numbers that are written; the compiler estimates no cycles for them."""
+    host_bytes: int
+    """Moved to the host's memory and from there, beside the computation; no cycles either."""
     cycles_by_part: dict[str, int] = field(default_factory=dict)
     """The same cycles by part of a training step (parts.PARTS); empty where no widths were given."""
 
@@ -73,6 +78,8 @@ class Tally:
     cycles: Counter[str] = field(default_factory=Counter)
     parts: Counter[str] = field(default_factory=Counter)
     flops: int = 0
+    silent: Counter[str] = field(default_factory=Counter)
+    """Bytes of operations without an estimate: `random` and `host`."""
     kernels: Counter[Kernel] = field(default_factory=Counter)
     transfers: Counter[Transfer] = field(default_factory=Counter)
     """How often each single one runs."""
@@ -84,6 +91,7 @@ class Tally:
         self.parts.update({key: number * times for key, number in other.parts.items()})
         self.kernels.update({key: number * times for key, number in other.kernels.items()})
         self.transfers.update({key: number * times for key, number in other.transfers.items()})
+        self.silent.update({key: number * times for key, number in other.silent.items()})
         self.flops += other.flops * times
         self.loops |= other.loops
 
@@ -105,6 +113,8 @@ def read_program(hlo: str, *, widths: Widths | None = None) -> ProgramCost:
         transfers=tuple(summed(tally.transfers)),
         loops=tuple(tally.loops.values()),
         entry_parameters=sum(i.opcode == "parameter" for i in module.entry.instructions),
+        random_bytes=tally.silent["random"],
+        host_bytes=tally.silent["host"],
         cycles_by_part=dict(tally.parts),
     )
 
@@ -142,6 +152,11 @@ def add_own(
     if instruction.estimated_cycles and widths is not None:
         part = part_of(holders, is_entry=within is module.entry, widths=widths)
         tally.parts[part] += instruction.estimated_cycles
+    if instruction.opcode == "rng-bit-generator":
+        tally.silent["random"] += max(shape.num_bytes for shape in instruction.shapes)
+    elif instruction.opcode in HOST_MOVES and "S(5)" in instruction.type_text:
+        whole, *others = instruction.shapes  # the stack, then the slice among indices
+        tally.silent["host"] += next(s.num_bytes for s in others if len(s.dims) == len(whole.dims))
     for held, holder in holders:
         tally.flops += dot_flops(held, within=holder)
         if held.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in held.attributes:
