@@ -48,7 +48,7 @@ REMOVED = {
     "qwen05b_uk_law": (
         "model.attention=sdpa",
         "trainer.loss_chunk_tokens=null",
-        "model.remat=save_dots",
+        "model.remat=layer_inputs",
         "model.stack=unrolled",
         "hw.attention_block=512",
         "model.stack_group=2",
@@ -57,7 +57,7 @@ REMOVED = {
     "gemma3_270m_chat": (
         "model.attention=sdpa",
         "trainer.loss_chunk_tokens=null",
-        "model.remat=save_dots",
+        "model.remat=layer_inputs",
         "model.stack=unrolled",
     ),
 }
