@@ -19,6 +19,7 @@ LLAMA = (
     "num_attention_heads: 32, num_key_value_heads: 8, head_dim: 128, vocab_size: 128256, "
     "max_position_embeddings: 131072, rms_norm_eps: 1.0e-5, rope_theta: 500000.0, tie_word_embeddings: false}",
 )
+FOUR = ("hw=v6e4", "optim=adafactor", "trainer.global_batch_rows=8", "trainer.micro_batch_rows=2")
 STEPS = {
     "mistral7b_maxtext": (
         6.320,
@@ -32,8 +33,13 @@ STEPS = {
     ),
     "llama31_8b_torchprime": (
         2.407,
-        (*LLAMA, "hw=v6e4", "optim=adafactor", "trainer.global_batch_rows=8", "trainer.micro_batch_rows=2"),
+        (*LLAMA, *FOUR),
         "Adafactor and layer inputs kept; float32 weights",
+    ),
+    "llama31_8b_torchprime_offload": (
+        2.801,
+        (*LLAMA, *FOUR, "model.remat=offload"),
+        "layer inputs on the host in both; float32 weights in ours",
     ),
 }
 """Name to (published seconds of a step, overrides, what differs): shared/reference/field.md, 4a."""

@@ -22,7 +22,6 @@ COMMON = (
 MODES = {
     "inline_accumulated": ("trainer.micro_batch_rows=2",),
     "spmd_4": ("hw.parallel=spmd", "hw.num_devices=4"),
-    "spawn": ("hw.parallel=spawn",),
 }
 
 
