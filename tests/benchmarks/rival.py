@@ -25,21 +25,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.config.composing import composed
+from tpu_experiments.config.mesh import Axes
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.env import prepare_environment
+from tpu_experiments.runtime.layout import BY_ROWS, Lay
 from tpu_experiments.runtime.sharding import ShardingTable
-
-AXIS = "fsdp"
 
 
 class LargestDimension(ShardingTable):
     """FSDP's own rule: the first of the largest dimensions of every parameter and of its optimizer state."""
 
-    def axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        if not shape or "inv_freq" in name or max(shape) % self.num_devices:
+    def axes(self, name: str, shape: tuple[int, ...]) -> Axes:
+        if not shape or "inv_freq" in name or max(shape) % self.mesh.num_devices:
             return (None,) * len(shape)
         split = shape.index(max(shape))
-        return tuple(AXIS if dim == split else None for dim in range(len(shape)))
+        return tuple("fsdp" if dim == split else None for dim in range(len(shape)))
 
 
 def with_adapters(config: Config, *, checkpoints: str) -> nn.Module:
@@ -89,15 +89,12 @@ def on_placeholders(module: nn.Module, place: Callable[..., Tensor]) -> dict[str
     return trained
 
 
-def split_rows(module: nn.Module, num_devices: int) -> None:
+def split_rows(module: nn.Module, lay: Lay) -> None:
     """Annotate the result of every decoder layer, and the logits, as FSDP does."""
-    from tpu_experiments.runtime.xla_layout import lay_over
-
-    lay = lay_over(num_devices=num_devices)
     layers = module.get_submodule("base_model.model.model.layers")
     head = module.get_submodule("base_model.model.lm_head")
     for part in [*layers.children(), head]:
-        part.register_forward_hook(lambda _, args, out: lay(out, split_dim=0))
+        part.register_forward_hook(lambda _, args, out: lay(out, axes=BY_ROWS))
 
 
 def optimizer_of(
@@ -126,11 +123,11 @@ def lowered(config: Config, shape: tuple[int, int, int], *, checkpoints: str) ->
 
     runtime = TracingRuntime(config.hw, sharding=config.sharding)
     if runtime.is_sharded and config.sharding.name != "replicated":
-        runtime.table = LargestDimension(config.sharding, num_devices=runtime.num_devices)
+        runtime.table = LargestDimension(config.sharding, mesh=runtime.mesh)
     module = with_adapters(config, checkpoints=checkpoints)
     trained = on_placeholders(module, runtime.place)
     if runtime.is_sharded:
-        split_rows(module, runtime.num_devices)
+        split_rows(module, runtime.lay)
     optimizer, moments = optimizer_of(config, trained, runtime.place)
 
     def step(batch: Mapping[str, Tensor]) -> Tensor:
@@ -161,7 +158,7 @@ def measured(config: Config, *, checkpoints: str, folder: str) -> dict[str, Any]
     from tpu_experiments.planning.compiled import Compilers
 
     geometry = resolve_stages(config)[0].geometry
-    rows = geometry.micro_rows * geometry.num_devices
+    rows = geometry.micro_rows * geometry.num_shards
     shape = geometry.accumulation, rows, geometry.seq_len
     program, trained = lowered(config, shape, checkpoints=checkpoints)
     with Compilers(1) as compilers:

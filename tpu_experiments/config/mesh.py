@@ -59,6 +59,10 @@ class Mesh:
         names = (axis,) if isinstance(axis, str) else axis or ()
         return math.prod(int(getattr(self, name)) for name in names)
 
+    def parts(self, axes: Axes) -> int:
+        """That a tensor is cut into."""
+        return math.prod(self.size(axis) for axis in axes)
+
     def named(self, axes: Sequence[str | Sequence[str] | None]) -> Axes:
         """`axes` without those along which the mesh has one device."""
         found: list[str | tuple[str, ...] | None] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.compiled import Compiled
 from tpu_experiments.planning.hlo import ProgramCost, read_program
@@ -77,12 +78,15 @@ def planned(
 
 def widths_of_step(program: Lowered, arch: Any, *, rank: int, trained: Collection[str]) -> Widths:
     """What the parts of a training step are told by."""
-    elements = {
-        math.prod(argument.shape) // (program.num_partitions if any(argument.axes) else 1)
-        for argument in program.arguments
-        if argument.name in trained
-    }
-    return widths_of(arch, rank=rank, seq_len=program.shape[-1], trained=elements, chips=program.num_partitions)
+    mesh = program.mesh
+    elements = {elements_of_chip(a, mesh=mesh) for a in program.arguments if a.name in trained}
+    splits = {mesh.fsdp, mesh.tensor, mesh.fsdp * mesh.tensor}
+    return widths_of(arch, rank=rank, seq_len=program.shape[-1], trained=elements, splits=splits)
+
+
+def elements_of_chip(argument: Argument, *, mesh: Mesh) -> int:
+    """Elements that one chip holds of it."""
+    return math.prod(argument.shape) // mesh.parts(argument.axes)
 
 
 def class_of(argument: Argument, *, trained: Collection[str]) -> str:
@@ -100,8 +104,8 @@ def gib_by_class(arguments: Iterable[Argument], *, program: Lowered, trained: Co
     """GiB per chip of every class of arguments, without the padding that the compiler adds."""
     classes: defaultdict[str, float] = defaultdict(float)
     for argument in arguments:
-        split = math.prod(program.mesh.size(axis) for axis in argument.axes)
-        classes[class_of(argument, trained=trained)] += math.prod(argument.shape) * ITEM_BYTES[argument.dtype] / split
+        size = elements_of_chip(argument, mesh=program.mesh) * ITEM_BYTES[argument.dtype]
+        classes[class_of(argument, trained=trained)] += size
     return {name: size / GIB for name, size in classes.items()}
 
 

@@ -52,8 +52,8 @@ class Widths:
     """{in, out} of every projection."""
     trained: frozenset[int] = frozenset()
     """Elements of every trained parameter on one chip."""
-    chips: int = 1
-    """Chips that a weight may be split over."""
+    splits: frozenset[int] = frozenset()
+    """Numbers of chips that a weight may be split over."""
 
     @property
     def of_projections(self) -> frozenset[int]:
@@ -62,15 +62,16 @@ class Widths:
 
     def whole(self, size: int) -> set[int]:
         """What an edge of this size may be: itself, or one chip's share."""
-        return {size, size * self.chips}
+        return {size, *(size * chips for chips in self.splits)}
 
 
-def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], chips: int) -> Widths:
+def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], splits: Collection[int]) -> Widths:
     """The sizes of a model that metrics/decoder.py knows.
 
     Args:
         arch: the model's transformers config.
         trained: elements of every trained parameter on one chip.
+        splits: numbers of chips that a weight may be split over.
     """
     decoder = read_decoder(arch)
     return Widths(
@@ -83,7 +84,7 @@ def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], c
         seq_len=seq_len,
         edges=frozenset(frozenset(edges) for edges in decoder.projections.values()),
         trained=frozenset(trained),
-        chips=chips,
+        splits=frozenset(splits),
     )
 
 

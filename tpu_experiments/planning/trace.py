@@ -23,12 +23,10 @@ from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Counters, Held, Program
-from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
+from tpu_experiments.runtime.layout import Folding
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
-from tpu_experiments.runtime.xla_host import host_memory_for
-from tpu_experiments.runtime.xla_layout import lay_over
-from tpu_experiments.runtime.xla_loop import loop_for
+from tpu_experiments.runtime.xla_folding import folding_on
 
 BATCH = "batch/"
 
@@ -88,9 +86,9 @@ class TracingRuntime:
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
         self.is_sharded = hw.parallel == "spmd"
         self.table = ShardingTable(sharding, mesh=self.mesh)
-        self.loop = loop_for(hw.device, mesh=self.mesh if self.is_sharded else Mesh())
-        self.lay: Lay = lay_over(self.mesh) if self.is_sharded else as_it_lies
-        self.folding: Folding | None = Folding(self.loop, self.lay, self.table.axes, host_memory_for(hw.device))
+        folding = folding_on(hw.device, hw=hw, mesh=self.mesh, table=self.table)
+        self.folding: Folding | None = folding
+        self.loop, self.lay = folding.loop, folding.lay
         self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None:

@@ -67,8 +67,8 @@ class ShardingTable:
                     f"{', '.join(sorted(names)[:4])}; correct the glob or remove the rule."
                 )
         for name, shape in names.items():
-            size, parts = math.prod(shape), math.prod(self.mesh.size(axis) for axis in self.axes(name, shape))
-            is_claimed = any(self.axes(name, shape)) and (parts > 1 or self.mesh.num_devices == 1)
+            size, axes = math.prod(shape), self.axes(name, shape)
+            is_claimed = any(axes) and (self.mesh.parts(axes) > 1 or self.mesh.num_devices == 1)
             if self.max_replicated and size > self.max_replicated and not is_claimed:
                 raise ConfigError(
                     f"sharding={self.name} leaves {name} with {size:,} elements whole on every device (limit "

@@ -21,19 +21,18 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.mesh import Mesh, mesh_of
+from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.preparing import LoaderConfig
 from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program
 from tpu_experiments.runtime.feed import Dealer
-from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
+from tpu_experiments.runtime.layout import Folding
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.signature import Shape
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
-from tpu_experiments.runtime.xla_host import host_memory_for
-from tpu_experiments.runtime.xla_layout import Spec, lay_over, xla_mesh
-from tpu_experiments.runtime.xla_loop import loop_for
+from tpu_experiments.runtime.xla_folding import folding_on
+from tpu_experiments.runtime.xla_layout import Spec, xla_mesh
 from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
 
 GIB = 2**30
@@ -74,10 +73,9 @@ class XlaRuntime:
         self.rank = xr.global_ordinal() if hw.parallel == "spawn" else 0
         self.world_size = xr.world_size() if hw.parallel == "spawn" else 1
         self._table = ShardingTable(sharding, mesh=mesh)
-        self.loop = loop_for(xr.device_type(), mesh=mesh if hw.parallel == "spmd" else Mesh())
-        self.lay: Lay = lay_over(mesh) if hw.parallel == "spmd" else as_it_lies
-        host = host_memory_for(xr.device_type())
-        self.folding: Folding | None = Folding(self.loop, self.lay, self._table.axes, host)
+        folding = folding_on(xr.device_type(), hw=hw, mesh=mesh, table=self._table)
+        self.folding: Folding | None = folding
+        self.loop, self.lay = folding.loop, folding.lay
         self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache, trace_every=trace_every)
 
     def seed(self, value: int) -> None:
