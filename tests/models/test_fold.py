@@ -102,7 +102,9 @@ def test_what_the_kernel_gave_and_o_proj_takes_is_saved_once(gradients_of):
     (graph,) = ours[2].model.module.model.layers.graphs.values()
     results = graph.forward.graph.output_node().args[0]
     computed = [results[1 + n] for n, source in enumerate(graph.saved_inputs) if source is None]
-    assert [node.name for node in computed] == ["getitem", "getitem_1"], "result and log-sum-exp of the kernel"
+    (kernel,) = {node.args[0] for node in computed}
+    assert "attention" in kernel.target.name()
+    assert [node.args[1] for node in computed] == [0, 1], "its result and its log-sum-exp"
 
 
 def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):
@@ -123,8 +125,8 @@ def test_dropout_is_drawn_once_for_forward_and_backward(gradients_of):
     """What a mask is made of is saved, since the backward pass would draw other numbers."""
     _, grads, run = gradients_of("mistral7b", "lora=all_linear_r8", "lora.dropout=0.5")
     (graph,) = run.model.module.model.layers.graphs.values()
-    assert sum(source is None for source in graph.saved_inputs) == 14, (
-        "a number a token and one a feature, each projection"
+    assert sum(source is None for source in graph.saved_inputs) == 8, (
+        "a number a token and one a feature, for each of the four tensors that adapters read"
     )
     assert all(torch.isfinite(g).all() for g in grads.values())
 

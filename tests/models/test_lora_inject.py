@@ -106,6 +106,48 @@ def test_scale(scaling, scale):
     assert scale_of(LoraConfig(r=4, alpha=16.0, scaling=scaling)) == scale
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_siblings_that_read_one_tensor_equal_adapters_by_themselves(module, dropout):
+    """One product with all A; each gets its share of it, and each A its share of the gradient."""
+    inject(module, LoraConfig(r=2, targets=["q_proj", "v_proj"], dropout=dropout))
+    attn = module.layers[0].attn.double()
+    for part in (attn.q_proj, attn.v_proj):
+        nn.init.normal_(part.lora_A)
+        nn.init.normal_(part.lora_B)
+    alone = copy.deepcopy(attn)
+    for part in (alone.q_proj, alone.v_proj):
+        part.siblings = None
+    x = torch.randn(3, 5, 12, dtype=torch.float64)
+    results = []
+    for of in (attn, alone):
+        inputs, outs = x.clone().requires_grad_(), []
+        for part in (of.q_proj, of.v_proj):
+            torch.manual_seed(0)  # alone, each draws the mask that together is drawn once
+            outs.append(part(inputs))
+        (outs[0].sin() * outs[1]).sum().backward()
+        adapters = [p.grad for name, p in of.named_parameters() if "lora_" in name]
+        results.append([*outs, inputs.grad, *adapters])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_sibling_that_reads_another_tensor_computes_for_itself(module):
+    inject(module, LoraConfig(r=2, targets=["q_proj", "v_proj"]))
+    attn = module.layers[0].attn
+    for part in (attn.q_proj, attn.v_proj):
+        nn.init.normal_(part.lora_A)
+        nn.init.normal_(part.lora_B)
+    x, y = torch.randn(2, 4, 12)
+
+    def alone(part, z):
+        return z @ part.weight.T + (0 if part.bias is None else part.bias) + z @ part.lora_A.T @ part.lora_B.T * 0.5
+
+    for q_input, v_input in ((x, x), (x, y), (y, x), (y, y), (x, y)):
+        for part, given in ((attn.q_proj, q_input), (attn.v_proj, v_input)):
+            part.scale = 0.5
+            torch.testing.assert_close(part(given), alone(part, given))
+
+
 def identity_adapter(*, dropout, scale=0.5):
     """An adapter whose A and B are identities, so that its output is what dropout let through."""
     linear = nn.Linear(64, 64)

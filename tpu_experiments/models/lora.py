@@ -20,10 +20,14 @@ from tpu_experiments.models.dropout import random_mask
 from tpu_experiments.models.huggingface import Named
 
 A, B = "lora_A", "lora_B"
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Projections that most decoders hand one tensor; whether theirs is one is seen at every call."""
 
 
 class LoraLinear(nn.Module):
     """A frozen Linear with an adapter; parameters `weight`, `bias` (the Linear's own), `lora_A`, `lora_B`."""
+
+    siblings: "Siblings | None" = None
 
     def __init__(self, linear: nn.Linear, *, r: int, scale: float, dropout: float) -> None:
         super().__init__()
@@ -36,9 +40,13 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the data type of `x`."""
-        # The scale meets the r numbers of a token, not all of its features, forward and backward.
-        low = F.linear(self._dropped(x), self.lora_A.to(x.dtype)) * self.scale
+        low = self.siblings.low(self, x) if self.siblings else self.low(x, self.lora_A)
         return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype))
+
+    def low(self, x: Tensor, a: Tensor) -> Tensor:
+        """`a` (k, in_features) times what dropout leaves of `x`, scaled: (..., k)."""
+        # The scale meets the r numbers of a token, not all of its features, forward and backward.
+        return F.linear(self._dropped(x), a.to(x.dtype)) * self.scale
 
     def _dropped(self, x: Tensor) -> Tensor:
         """As F.dropout."""
@@ -46,6 +54,30 @@ class LoraLinear(nn.Module):
             return x
         keep = 1 - self.dropout
         return torch.where(random_mask(x, keep=keep), x / keep, 0.0)
+
+
+class Siblings:
+    """Adapters that read one tensor multiply it by their A together: one product with (A_q; A_k; A_v), one with its
+    gradient, one mask of dropout, instead of three of each that read or write all of its features.
+
+    A member that is given another tensor than the one before it computes for itself.
+    """
+
+    def __init__(self, members: list[LoraLinear]) -> None:
+        self._members = members
+        self._x: Tensor | None = None
+        self._lows: dict[int, Tensor] = {}
+
+    def low(self, member: LoraLinear, x: Tensor) -> Tensor:
+        """The low-rank numbers of `member` for `x`: (..., in_features) to (..., r)."""
+        if x is not self._x:
+            together = member.low(x, torch.cat([m.lora_A for m in self._members]))
+            lows = together.split([len(m.lora_A) for m in self._members], dim=-1)
+            self._x, self._lows = x, {id(m): low for m, low in zip(self._members, lows, strict=True)}
+        low = self._lows.pop(id(member), None)
+        if not self._lows:
+            self._x = None
+        return member.low(x, member.lora_A) if low is None else low
 
 
 @dataclass(frozen=True)
@@ -81,7 +113,19 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
         parent, _, leaf = name.rpartition(".")
         adapted = LoraLinear(linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout)
         setattr(module.get_submodule(parent), leaf, adapted)
+    for parent in {name.rpartition(".")[0]: None for name in matched}:
+        _introduce(module.get_submodule(parent))
     return report(module, adapters=len(matched))
+
+
+def _introduce(parent: nn.Module) -> None:
+    """Tell the adapters of one module which of them may read the same tensor."""
+    for names in SAME_INPUT:
+        members = [part for part in (getattr(parent, name, None) for name in names) if isinstance(part, LoraLinear)]
+        if len(members) > 1 and len({m.in_features for m in members}) == 1:
+            siblings = Siblings(members)
+            for member in members:
+                member.siblings = siblings
 
 
 def _matched(linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:
