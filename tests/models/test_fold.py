@@ -88,7 +88,7 @@ def test_every_policy_gives_the_same_and_saves_more_than_the_last(gradients_of):
         (graph,) = ours[2].model.module.model.layers.graphs.values()
         saved.append(sum(source is None for source in graph.saved_inputs))
     offloaded, *saved = saved
-    assert offloaded == saved[0] == 0
+    assert offloaded == saved[0] == 4, "what adapters multiply by their A, of four tensors"
     assert saved == sorted(set(saved)), "each policy saves more than the one before"
 
 
@@ -102,6 +102,7 @@ def test_what_the_kernel_gave_and_o_proj_takes_is_saved_once(gradients_of):
     (graph,) = ours[2].model.module.model.layers.graphs.values()
     results = graph.forward.graph.output_node().args[0]
     computed = [results[1 + n] for n, source in enumerate(graph.saved_inputs) if source is None]
+    computed = [node for node in computed if node.meta["val"].shape[-1] not in (8, 16, 24)]  # the adapters' own
     (kernel,) = {node.args[0] for node in computed}
     assert "attention" in kernel.target.name()
     assert [node.args[1] for node in computed] == [0, 1], "its result and its log-sum-exp"
@@ -125,8 +126,8 @@ def test_dropout_is_drawn_once_for_forward_and_backward(gradients_of):
     """What a mask is made of is saved, since the backward pass would draw other numbers."""
     _, grads, run = gradients_of("mistral7b", "lora=all_linear_r8", "lora.dropout=0.5")
     (graph,) = run.model.module.model.layers.graphs.values()
-    assert sum(source is None for source in graph.saved_inputs) == 8, (
-        "a number a token and one a feature, for each of the four tensors that adapters read"
+    assert sum(source is None for source in graph.saved_inputs) == 12, (
+        "a number a token, one a feature and the product with A, for each of the four tensors that adapters read"
     )
     assert all(torch.isfinite(g).all() for g in grads.values())
 

@@ -133,6 +133,13 @@ def test_parts_add_up_to_the_step_with_kernels_and_the_network() -> None:
     assert seconds["collectives"] == pytest.approx(1 / 7 + 0.125)
 
 
+def test_joined_adapters_are_adapters() -> None:
+    """A of q, k, v as one product, and of gate and up."""
+    assert part_of_product((1, 8192, 48, 4096), widths=MISTRAL) == "adapters"
+    assert part_of_product((1, 32, 4096, 8192), widths=MISTRAL) == "adapters"
+    assert part_of_product((1, 8192, 64, 4096), widths=MISTRAL) != "adapters"
+
+
 def test_without_adapters_no_product_is_theirs() -> None:
     whole = widths_of(ARCH, rank=0, seq_len=1024, trained={4096 * 4096}, splits=())
     assert part_of_product((1, 8192, 4096, 4096), widths=whole) == "projections"

@@ -150,7 +150,7 @@ def _recomputed(decoder: Decoder, saved: Collection[str], *, attention: float, r
     """FLOPs of the layers that run again.
 
     Nothing in the backward pass reads what comes out of a layer's last projection, except a norm behind it (Gemma 3).
-    Of an adapter the first product always runs again, the second where the projection does.
+    Of an adapter the first product never runs again, the second where the projection does.
     """
     has_norm_behind = decoder.family.norms > 2
     again = {
@@ -158,7 +158,5 @@ def _recomputed(decoder: Decoder, saved: Collection[str], *, attention: float, r
         for name, (wide, high) in decoder.projections.items()
         if name not in saved and (name != "down_proj" or has_norm_behind)
     }
-    adapters = sum(
-        rank * (wide + (high if leaf in again else 0)) for leaf, (wide, high) in decoder.adapted_by_leaf(targets)
-    )
+    adapters = sum(rank * high for leaf, (_, high) in decoder.adapted_by_leaf(targets) if leaf in again)
     return 2.0 * (decoder.num_layers * sum(again.values()) + adapters) + attention

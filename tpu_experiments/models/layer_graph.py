@@ -24,6 +24,8 @@ from tpu_experiments.config.sources import SAVABLE, SAVED
 
 DRAWN = "drawn"
 """Name of what is made of random numbers: always saved."""
+LOW = "low"
+"""Name of what adapters multiply by their A: always saved, r numbers a token."""
 PROJECTIONS = SAVABLE[1:]
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
@@ -134,7 +136,7 @@ def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphM
     """Where AOTAutograd cuts the joint graph."""
     if remat == "none":
         return default_partition
-    names = {DRAWN, *SAVED[remat], *saved}
+    names = {DRAWN, LOW, *SAVED[remat], *saved}
 
     def cut(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **_rest: Any) -> Any:
         outputs = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)[0]

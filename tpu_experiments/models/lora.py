@@ -18,6 +18,7 @@ from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.models.dropout import random_mask
 from tpu_experiments.models.huggingface import Named
+from tpu_experiments.models.layer_graph import LOW, named
 
 A, B = "lora_A", "lora_B"
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -44,9 +45,9 @@ class LoraLinear(nn.Module):
         return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype))
 
     def low(self, x: Tensor, a: Tensor) -> Tensor:
-        """`a` (k, in_features) times what dropout leaves of `x`, scaled: (..., k)."""
+        """`a` (k, in_features) times what dropout leaves of `x`, scaled: (..., k). A few numbers a token: kept."""
         # The scale meets the r numbers of a token, not all of its features, forward and backward.
-        return F.linear(self._dropped(x), a.to(x.dtype)) * self.scale
+        return named(F.linear(self._dropped(x), a.to(x.dtype)) * self.scale, LOW)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """As F.dropout."""

@@ -56,6 +56,11 @@ class Widths:
     """Numbers of chips that a weight may be split over."""
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """Of one adapter, and of two or three that read one tensor (models/lora.py)."""
+        return frozenset(count * self.rank for count in (1, 2, 3) if self.rank)
+
+    @property
     def of_projections(self) -> frozenset[int]:
         """Every edge of a projection."""
         return frozenset[int]().union(*self.edges)
@@ -93,7 +98,9 @@ def part_of(held: Held, *, is_entry: bool, widths: Widths) -> str:
     products = [(dot_flops(i, within=c), i, c) for i, c in held if i.opcode in {"dot", "convolution"}]
     if products:
         flops, product, within = max(products, key=lambda each: each[0])
-        return part_of_product(product_sizes(product, flops=flops, within=within), widths=widths)
+        kinds = {within.by_name[name].shapes[0].dtype for name in product.operands[:2]}
+        sizes = product_sizes(product, flops=flops, within=within)
+        return part_of_product(sizes, widths=widths, in_float32=kinds == {"f32"})
     if any(i.opcode.removesuffix("-start").removesuffix("-done") in KINDS for i, _ in held):
         return "collectives"
     return part_of_passes(held, is_entry=is_entry, widths=widths)
@@ -112,7 +119,7 @@ def part_of_passes(held: Held, *, is_entry: bool, widths: Widths) -> str:
     scores = [shape for opcode, shape in made if opcode != "dynamic-update-slice"]  # that one's result is a stack
     if any(is_of_heads(s, widths=widths) for s in arrays) or any(is_scores(s, widths=widths) for s in scores):
         return "attention"
-    if results and all(widths.rank in shape.dims for shape in results):
+    if results and all(widths.ranks & set(shape.dims) for shape in results):
         return "adapters"
     if results and all(is_matrix(shape, widths=widths) for shape in results):
         return "projections"
@@ -129,15 +136,16 @@ def product_sizes(product: Instruction, *, flops: int, within: Computation) -> t
     return batches, rows, columns, contracted
 
 
-def part_of_product(sizes: tuple[int, int, int, int], *, widths: Widths) -> str:
-    """Of a matrix product of these sizes."""
+def part_of_product(sizes: tuple[int, int, int, int], *, widths: Widths, in_float32: bool = False) -> str:
+    """Of a matrix product of these sizes; the kernel's sums over each head are float32, adapters hardly ever."""
     batches, *edges = sizes
-    if batches > 1:
+    sums_heads = in_float32 and widths.num_heads in edges and widths.num_heads != widths.rank
+    if batches > 1 or sums_heads:
         return "attention"
     whole = [widths.whole(edge) for edge in edges]
     if any(widths.vocab in each for each in whole) and any(widths.hidden in each for each in whole):
         return "loss"
-    if widths.rank in edges and any(each & widths.of_projections for each in whole):
+    if widths.ranks & set(edges) and any(each & widths.of_projections for each in whole):
         return "adapters"
     pairs = [(0, 1), (0, 2), (1, 2)]
     is_projection = any({a, b} in widths.edges for i, j in pairs for a in whole[i] for b in whole[j])
