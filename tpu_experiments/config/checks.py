@@ -255,6 +255,16 @@ def _targets(config: Config) -> list[str]:
     return problems
 
 
+def _checkpoint(config: Config) -> list[str]:
+    keep_best = config.checkpoint.keep_best
+    if not keep_best or config.trainer.eval_every_steps:
+        return []
+    return [
+        f"checkpoint.keep_best={keep_best} goes by held-out loss and trainer.eval_every_steps=0 evaluates no step "
+        "between the first and the last; set trainer.eval_every_steps=, or checkpoint.keep_best=0."
+    ]
+
+
 RULES: tuple[Callable[[Config], list[str]], ...] = (
     _task,
     _name,
@@ -266,4 +276,5 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     _sample,
     _packing,
     _targets,
+    _checkpoint,
 )

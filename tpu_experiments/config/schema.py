@@ -9,6 +9,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
@@ -162,16 +163,6 @@ class TrainerConfig:
     with what changed, `warn` says it once and goes on."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of a trainer of your own."""
-
-
-@dataclass
-class CheckpointConfig:
-    """Checkpoints of the run folder."""
-
-    every_steps: int = number(default=100, at_least=0)
-    """Steps between two checkpoints; 0 writes one at the end of each stage only."""
-    keep_last: int = number(default=2, at_least=1)
-    """Checkpoints kept; older ones are removed after a newer one is complete."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ Listings are never cached: gcsfs would keep another writer's new file invisible.
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,28 @@ def write_bytes_atomic(path: str, data: bytes) -> None:
         filesystem.pipe_file(key, data)
     else:
         _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data))
+
+
+def write_chunks_atomic(path: str, chunks: Iterable[memoryview]) -> None:
+    """Replace the file by the chunks in order; a local one is written without holding more than a chunk."""
+    if is_remote(path):
+        write_bytes_atomic(path, b"".join(chunks))
+        return
+
+    def fill(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+
+    _replace(_local(path), fill=fill)
+
+
+def forget_cached(path: str) -> None:
+    """Have the next read of a written file come from the disk, not from the pages that the system keeps of it."""
+    if is_remote(path) or not hasattr(os, "posix_fadvise"):
+        return
+    with _local(path).open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def copy_file(local: str, destination: str) -> None:

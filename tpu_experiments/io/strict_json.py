@@ -1,8 +1,38 @@
-"""Strict JSON: NaN and the infinities, which JSON has no words for, are written as null."""
+"""Strict JSON: NaN and the infinities, which JSON has no words for, are written as null and refused on reading."""
 
 import json
 import math
-from typing import Any
+from typing import Any, NoReturn
+
+
+class NotStrictError(ValueError):
+    """Whole JSON, as Python's own reader takes it, that says something JSON cannot."""
+
+
+def loads(text: str | bytes) -> Any:
+    """The value of JSON text.
+
+    Raises:
+        NotStrictError: NaN, an infinity, or a name that comes twice in one object.
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise NotStrictError("it is nested too deeply") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise NotStrictError(f"it holds {name}, which is no number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise NotStrictError(f"{name!r} comes twice")
+        values[name] = value
+    return values
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:

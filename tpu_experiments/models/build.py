@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import LoraLinear, ParameterReport, inject
 from tpu_experiments.models.stacking import stacked_weights
+from tpu_experiments.models.trained import fingerprints
 from tpu_experiments.runtime.layout import Folding
 
 TRIM_BYTES = 16 * 2**20
@@ -32,6 +33,8 @@ class BuiltModel:
     source: HuggingFaceModel
     initial: dict[str, Tensor]
     """Host copies of PiSSA's initial A and B, which the export must subtract; empty otherwise."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Of the trainable parameters at their start, under Hugging Face's names (models/trained.py)."""
 
 
 def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, ParameterReport]:
@@ -68,22 +71,24 @@ def build_model(
         fold(module, folding, remat=chosen.remat, saved=chosen.saved, group=chosen.stack_group)
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial)
-    trainable = _placed(module, weights, place=place)
+    marks: dict[str, str] = {}
+    trainable = _placed(module, weights, place=place, marks=marks)
     module.tie_weights()  # type: ignore[operator]  # placing replaced the shared embedding
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner)._buffers[leaf] = place(buffer, name=name)
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
-    return BuiltModel(module, in_order, report, source, initial)
+    return BuiltModel(module, in_order, report, source, initial, marks)
 
 
-def _placed(module: nn.Module, weights: Iterator[Named], *, place: Place) -> dict[str, Tensor]:
-    """Put frozen weights into the module; returns the trainable ones, in float32."""
+def _placed(module: nn.Module, weights: Iterator[Named], *, place: Place, marks: dict[str, str]) -> dict[str, Tensor]:
+    """Put frozen weights into the module; returns the trainable ones, in float32, and leaves their marks in `marks`."""
     trainable: dict[str, Tensor] = {}
     passed_bytes = 0
     for item in weights:
         if module.get_parameter(item.name).requires_grad:
+            marks |= {} if item.tensor.is_meta else fingerprints(item.name, item.tensor)  # a plan has no values
             trainable[item.name] = place(item.tensor.to(torch.float32), name=item.name)
         else:
             owner, _, leaf = item.name.rpartition(".")

@@ -48,6 +48,14 @@ class Evaluator:
         losses = {source: float(t[0] / t[1]) for source, t in totals.items() if t[1] > 0}
         return Evaluation(float(overall[0] / overall[1]), int(overall[1]), losses)
 
+    def sums_of(self, batch: HostBatch) -> tuple[float, float]:
+        """Loss sum in nats and supervised tokens of one batch; all processes take part."""
+        self.module.eval()
+        sums = self.program(self._send(batch))
+        self.module.train()
+        loss, tokens = sums.cpu().tolist()
+        return loss, tokens
+
     def _send(self, batch: HostBatch) -> dict[str, Tensor]:
         rows = batch.slice_process(self.runtime.rank, self.runtime.world_size)
         return self.runtime.put(host_tensors(rows), rows_dim=0)

@@ -23,8 +23,10 @@ from tpu_experiments.training.inputs import RunInputs, evaluation_batches
 from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.progress import Progress
+from tpu_experiments.training.proof import Answers, Start
 from tpu_experiments.training.sample import Sampler
 from tpu_experiments.training.saved import flat, zero_state
+from tpu_experiments.training.saving import Saver
 from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss
 from tpu_experiments.training.stop import StopFlag
 from tpu_experiments.training.window import Window
@@ -108,6 +110,14 @@ class Parts:
             **parts,
         )
         log.info("%s", self.model.report)
+
+    def build_saver(self) -> Saver:
+        """What writes this run's checkpoints; looks at the held-out rows of the first source that has some."""
+        batches = (next(iter(found), None) for found in evaluation_batches(self.inputs, self.config).values())
+        answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
+        start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
+        folder = self.outputs.folder.path("checkpoints")
+        return Saver(self.config.checkpoint, folder, runtime=self.runtime, start=start, answers=answers)
 
     def model_source(self) -> HuggingFaceModel:
         """Where the model's config, module and weights come from."""

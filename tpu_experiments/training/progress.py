@@ -25,9 +25,14 @@ class Progress:
     """Optimizer steps done in that stage."""
     step: int = 0
     """Optimizer steps done in the run."""
+    peak_lr: float = 0.0
+    """Highest learning rate of these steps."""
     stages: list[StageRecord] = field(default_factory=list)
     eval_loss_before: float | None = None
     eval_sources_before: dict[str, float] = field(default_factory=dict)
+    eval_loss: float | None = None
+    eval_step: int = -1
+    """Latest held-out loss, and after how many steps it was."""
     sample_before: str | None = None
     data: dict[str, str] = field(default_factory=dict)
     """`<source>@<row length>` to the audit hash of what was trained on."""
@@ -43,5 +48,9 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Progress":
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            TypeError, KeyError: these are the values of something else.
+        """
         return cls(**{**values, "stages": [StageRecord(**record) for record in values["stages"]]})

@@ -6,7 +6,7 @@ A trainer of your own subclasses `Trainer`, overrides what it needs among `row_l
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from tpu_experiments.training.parts import Parts
 from tpu_experiments.training.profiling import Profiler
 from tpu_experiments.training.progress import StageRecord
 from tpu_experiments.training.sample import prompt_ids
-from tpu_experiments.training.saved import read_state, write_state
+from tpu_experiments.training.saved import Snapshot, read_state, snapshot
 from tpu_experiments.training.step import StepOutput, seed_of
 from tpu_experiments.training.stop import StoppedByRequest
 from tpu_experiments.training.summary import Ending
@@ -43,6 +43,7 @@ class Trainer(Parts):
         self.stop.install()
         with self.watch.measure("load"):
             self.build()
+            self.saver = self.build_saver()
             self.restore()
         place = self.outputs.folder.path("profile")
         self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
@@ -55,6 +56,8 @@ class Trainer(Parts):
             self.look_after()
         except UnexpectedProgram as error:
             self.stop_for(error)
+        finally:
+            self.saver.close()
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from where the progress stands to its last step."""
@@ -84,7 +87,7 @@ class Trainer(Parts):
         self.train_compile_seconds += self.runtime.counters().compile_seconds - compiling
         self.train_tokens += self.progress.tokens - tokens
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
-        self.save()
+        self.save(ends_stage=True)
 
     def train_one(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
@@ -101,6 +104,7 @@ class Trainer(Parts):
 
         pending.output = self.step_program(batch, then=read if due else None)
         self.progress.step, self.progress.stage_step = step, info.stage_step + 1
+        self.progress.peak_lr = max(self.progress.peak_lr, info.lr)
         self.progress.stages[-1].steps = info.stage_step + 1
         self.progress.stages[-1].tokens += info.num_tokens
 
@@ -109,16 +113,18 @@ class Trainer(Parts):
         config, step = self.config, self.progress.step
         self.record(self.window.drain())
         every = config.trainer.eval_every_steps
-        if every and step % every == 0 and not last:
+        is_evaluated = bool(every) and step % every == 0 and not last
+        if is_evaluated:
             self.settle()
             with self.meters.aside():
                 self.report_evaluation(self.timed_evaluation())
-        due = step % config.trainer.log_every_steps == 0
-        if (due or self.runtime.world_size == 1) and self.runtime.any_process(self.stop.requested):
+        agrees = step % config.trainer.log_every_steps == 0 or self.runtime.world_size == 1
+        self.saver.look(agrees=agrees)
+        if agrees and self.runtime.any_process(self.stop.requested):
             self.save()
             raise StoppedByRequest
-        if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0 and not last:
-            self.save()
+        if self.saver.is_due(step, is_evaluated=is_evaluated, agrees=agrees) and not last:
+            self.save(is_interval=True)
 
     def record(self, readings: list[Reading]) -> None:
         """Hand log records to the loggers and keep the stage's first and last loss."""
@@ -189,6 +195,7 @@ class Trainer(Parts):
 
     def report_evaluation(self, evaluation: Evaluation) -> None:
         """Hand an evaluation to the loggers."""
+        self.progress.eval_loss, self.progress.eval_step = evaluation.loss, self.progress.step
         self.outputs.evaluation(self.progress.step, evaluation)
 
     def write_sample(self, when: str) -> str | None:
@@ -204,18 +211,24 @@ class Trainer(Parts):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Write a checkpoint of everything that changes (rank 0) once all queued steps are done."""
+    def save(self, *, is_interval: bool = False, ends_stage: bool = False) -> None:
+        """Write a checkpoint of everything that changes (rank 0) once all queued steps are done.
+
+        With `is_interval` it may be written by another thread while the run goes on; else it is complete on return.
+        """
         self.settle()
         with self.watch.measure("checkpoint"), self.meters.aside():
-            if self.runtime.rank == 0:
-                folder, keep_last = self.outputs.folder.path("checkpoints"), self.config.checkpoint.keep_last
-                changing: dict[str, Any] = {"parameters": self.parameters, "state": self.state}
-                write_state(folder, progress=self.progress, keep_last=keep_last, **changing)
+            step = self.progress.step
+            self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
             self.runtime.barrier("saved")
+
+    def snapshot(self) -> Snapshot:
+        """Copies of everything that changes."""
+        return snapshot(self.progress, parameters=self.parameters, state=self.state)
 
     def restore(self) -> None:
         """Go on from the newest complete checkpoint of the run folder, if there is one."""
+        self.saver.join()
         folder, place = self.outputs.folder.path("checkpoints"), self.runtime.place
         found = read_state(folder, parameters=self.parameters, state=self.state, place=place)
         if found is not None:

@@ -1,0 +1,136 @@
+"""COMMIT.json, the manifest that is written last: files of a checkpoint with size and SHA-256, and how it was proven.
+
+What a crash can leave (no manifest, a torn one, files that differ from it) is told apart from what it cannot: a name
+that leads out of the folder, a pickle, JSON that says NaN. The first is passed over, the second refused.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import paths, strict_json
+
+COMMIT, PROGRESS = "COMMIT.json", "progress.json"
+STEP_FOLDER = re.compile(r"step_(\d{8,12})")
+TENSOR_FILE = re.compile(r"[A-Za-z0-9_]+\.safetensors")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+EXECUTABLE = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib", ".npy", ".py", ".so")
+"""Files of these kinds can be made to run code by those who load them; no checkpoint of this program has one."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a manifest says of one file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of COMMIT.json."""
+
+    step: int
+    files: dict[str, FileFacts]
+    eval_loss: float | None = None
+    """Held-out loss of exactly this step; None where it was not evaluated."""
+    proof: dict[str, Any] | None = None
+    """What was looked at before it counted, with numbers; None where nothing was."""
+
+    def text(self) -> str:
+        """COMMIT.json."""
+        files = {name: {"bytes": facts.num_bytes, "sha256": facts.sha256} for name, facts in self.files.items()}
+        fields = {"step": self.step, "files": files, "eval_loss": self.eval_loss, "proof": self.proof}
+        return strict_json.dumps(fields, indent=1)
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint's folder."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The inverse; None for other names."""
+    found = STEP_FOLDER.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def steps_in(folder: str) -> list[int]:
+    """Steps of which there is a folder, complete or not, in order."""
+    return sorted(step for step in map(step_of, paths.list_names(folder)) if step is not None)
+
+
+def read_manifest(target: str) -> Manifest:
+    """The manifest of the checkpoint folder `target`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is torn.
+        ConfigError: it, or a file beside it, cannot come from this program.
+    """
+    refuse_executables(target)
+    place = paths.join(target, COMMIT)
+    content = paths.read_bytes(place)
+    try:
+        fields = strict_json.loads(content)
+    except strict_json.NotStrictError as error:
+        raise hostile(place, str(error)) from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("files"), dict):
+        raise ValueError(f"{COMMIT} lists no files")
+    files = {str(name): _facts(place, str(name), facts) for name, facts in fields["files"].items()}
+    if PROGRESS not in files:
+        raise hostile(place, f"it does not list {PROGRESS}")
+    loss = fields.get("eval_loss")
+    step = step_of(target.rstrip("/").rpartition("/")[2])
+    if step is None or fields.get("step") != step:
+        raise hostile(place, f"it says step {fields.get('step')!r}, unlike its folder's name")
+    return Manifest(step, files, loss if isinstance(loss, float) else None, fields.get("proof"))
+
+
+def refuse_executables(target: str) -> None:
+    """Look at the names in a checkpoint folder.
+
+    Raises:
+        ConfigError: one of them is a pickle or a program.
+    """
+    for name in paths.list_names(target):
+        if name.lower().endswith(EXECUTABLE):
+            raise hostile(
+                paths.join(target, name),
+                "checkpoints hold safetensors and JSON only, and such a file can run code",
+            )
+
+
+def hostile(place: str, why: str) -> ConfigError:
+    """The refusal of a file that this program did not write like that."""
+    return ConfigError(
+        f"{place}; {why}: it was not written by this program, so nothing of this checkpoint is used; find out who wrote "
+        "it, then remove the checkpoint's folder to go on from the one before."
+    )
+
+
+def strict_object(content: bytearray, *, place: str) -> dict[str, Any]:
+    """A JSON object of a file whose checksum is right.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        value = strict_json.loads(bytes(content))
+    except ValueError as error:
+        raise hostile(place, f"it cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise hostile(place, "it is no JSON object")
+    return value
+
+
+def _facts(place: str, name: str, facts: Any) -> FileFacts:
+    if name != PROGRESS and not TENSOR_FILE.fullmatch(name):
+        raise hostile(place, f"it lists {name!r}, which is no name of a checkpoint's file")
+    if not isinstance(facts, dict):
+        raise ValueError(f"{COMMIT} does not describe {name}")
+    num_bytes, digest = facts.get("bytes"), facts.get("sha256")
+    if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+        raise hostile(place, f"it gives {name} {num_bytes!r} bytes and the SHA-256 {str(digest)[:80]!r}")
+    return FileFacts(num_bytes, digest)

@@ -1,0 +1,87 @@
+"""Which checkpoints are kept, and the removal of the others: the marker first, so that none is ever half there."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tpu_experiments.checkpoint.manifest import COMMIT, folder_name, read_manifest, steps_in
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import paths
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The policy, as `checkpoint.keep_*` says it."""
+
+    last: int = 1
+    every: int = 0
+    best: int = 0
+
+
+def kept(steps: Iterable[int], losses: Mapping[int, float], *, keep: Keep) -> set[int]:
+    """The complete checkpoints that stay: the newest, the multiples, those of the lowest held-out loss.
+
+    Of equal losses the earlier step stays; a loss that is not finite is none.
+
+    >>> sorted(kept(range(10, 60, 10), {10: 3.0, 20: 2.0, 40: 2.5}, keep=Keep(last=1, every=30, best=2)))
+    [20, 30, 40, 50]
+    """
+    ordered = sorted(steps)
+    ranked = sorted((loss, step) for step, loss in losses.items() if step in ordered and math.isfinite(loss))
+    best = {step for _, step in ranked[: keep.best]}
+    multiples = {step for step in ordered if keep.every and step % keep.every == 0}
+    return {*ordered[-keep.last :], *multiples, *best}
+
+
+class Retention:
+    """Removes what a policy does not keep; remembers which checkpoints of its folder are complete."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._losses: dict[int, float | None] = {}
+        """Of the complete checkpoints that are known."""
+        self._foreign: set[int] = set()
+        """Those that this program did not write as they are: evidence, which is left alone."""
+
+    def apply(self, *, newest: int, eval_loss: float | None, keep: Keep) -> None:
+        """After the checkpoint of step `newest` is complete.
+
+        What has a later step is damaged or was rolled back, or the run would have gone on from it: it must not count
+        as the newest. What cannot be removed is told and left.
+        """
+        self._losses[newest] = eval_loss
+        found = steps_in(self._folder)
+        complete = [step for step in found if step <= newest and self._is_complete(step)]
+        losses = {step: loss for step in complete if (loss := self._losses[step]) is not None}
+        stay = kept(complete, losses, keep=keep) | self._foreign
+        for step in found:
+            if step not in stay:
+                self._losses.pop(step, None)
+                remove(paths.join(self._folder, folder_name(step)))
+
+    def _is_complete(self, step: int) -> bool:
+        if step in self._foreign:
+            return False
+        if step not in self._losses:
+            target = paths.join(self._folder, folder_name(step))
+            try:
+                self._losses[step] = read_manifest(target).eval_loss
+            except ConfigError as error:
+                log.warning("%s", error)
+                self._foreign.add(step)
+                return False
+            except (FileNotFoundError, ValueError):
+                return False
+        return True
+
+
+def remove(target: str) -> None:
+    """Remove a checkpoint, its marker first; what goes wrong is logged, since the run can go on."""
+    try:
+        paths.remove_tree(paths.join(target, COMMIT))
+        paths.remove_tree(target)
+    except Exception as error:  # file systems raise types of their own
+        log.warning("%s could not be removed (%s); it is left, and takes room", target, error)

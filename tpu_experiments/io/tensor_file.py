@@ -1,0 +1,133 @@
+"""safetensors files of a checkpoint: written from the tensors' own memory, read as views of the bytes.
+
+The library's `save` and `load` copy every tensor, `save` twice, so that a group would stand in memory two and three
+times. Layout: eight bytes with the header's length, little-endian; the header, JSON; the tensors' bytes
+(github.com/huggingface/safetensors, README "Format"). A reader takes no file whose header is not exactly that.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.io import strict_json
+
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+FACTS = {"dtype", "shape", "data_offsets"}
+METADATA = "__metadata__"
+
+
+def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The file of contiguous host tensors: its header, then each tensor's bytes, larger elements first."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {}
+    place = 0
+    for name, tensor in ordered:
+        stop = place + tensor.nbytes
+        shape = list(tensor.shape)
+        header[name] = {"dtype": NAME_OF[tensor.dtype], "shape": shape, "data_offsets": [place, stop]}
+        place = stop
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        yield _bytes_of(tensor).numpy().data if tensor.nbytes else memoryview(b"")
+
+
+def tensors_in(content: bytearray) -> dict[str, Tensor]:
+    """The tensors of a file, as views of `content`.
+
+    Raises:
+        ValueError: it is no safetensors file; the text says why.
+    """
+    header, start = _header(content)
+    found: dict[str, Tensor] = {}
+    place = start
+    for name, facts in sorted(header.items(), key=lambda item: _offsets(item[1])):
+        dtype, shape, stop = _described(name, facts, place=place - start, num_bytes=len(content) - start)
+        count = math.prod(shape)
+        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=place) if count else torch.empty(0)
+        found[name] = flat.to(dtype).reshape(shape)
+        place = start + stop
+    if place != len(content):
+        raise ValueError(f"{len(content) - place} bytes after its last tensor belong to none")
+    return found
+
+
+def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """How tensors by name differ from others, in names, types, shapes or any bit; None where they do not."""
+    if found.keys() != expected.keys():
+        return f"has {len(found)} tensors and {len(found.keys() ^ expected.keys())} names that are not in both"
+    for name, tensor in expected.items():
+        if (found[name].dtype, found[name].shape) != (tensor.dtype, tensor.shape):
+            return f"has {name} as {described(found[name])}, not {described(tensor)}"
+        if not torch.equal(_bytes_of(found[name]), _bytes_of(tensor)):
+            return f"has other values in {name}"
+    return None
+
+
+def described(tensor: Tensor) -> str:
+    """`float32 (8, 64)`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """As bytes, since NaN differs from itself."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _header(content: bytearray) -> tuple[dict[str, Any], int]:
+    """The header without its free text, and the place of the first tensor's bytes."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > min(MAX_HEADER_BYTES, len(content) - 8):
+        raise ValueError(f"its header is said to have {length:,} bytes and the file has {len(content):,}")
+    try:
+        header = strict_json.loads(bytes(content[8 : 8 + length]))
+    except ValueError as error:
+        raise ValueError(f"its header is not the JSON of a safetensors file ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table of tensors")
+    header.pop(METADATA, None)
+    return header, 8 + length
+
+
+def _offsets(facts: Any) -> tuple[int, int]:
+    """First byte and the byte after the last; an empty tensor comes before what begins at the same place."""
+    try:
+        start, stop = map(int, facts["data_offsets"])
+    except (TypeError, KeyError, ValueError, OverflowError):
+        return -1, -1  # `_described` says what is wrong
+    return start, stop
+
+
+def _described(name: str, facts: Any, *, place: int, num_bytes: int) -> tuple[torch.dtype, list[int], int]:
+    """Type, shape and end of a tensor that must begin at `place`."""
+    if not isinstance(facts, dict) or set(facts) != FACTS or str(facts["dtype"]) not in DTYPES:
+        raise ValueError(f"{name} is not described as dtype, shape and data_offsets")
+    shape, offsets, dtype = facts["shape"], facts["data_offsets"], DTYPES[str(facts["dtype"])]
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has a shape or data_offsets that are not whole numbers")
+    start, stop = offsets
+    if start != place or not start <= stop <= num_bytes or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} of shape {shape} does not lie where its data_offsets {offsets} say")
+    return dtype, shape, stop
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

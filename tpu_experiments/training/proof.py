@@ -1,0 +1,116 @@
+"""What a save must show before it counts: parameters that training has changed, an adapter that does something, and
+the live model's answer from what storage gives back.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tpu_experiments.data.batches import Batch
+from tpu_experiments.models.trained import effects, num_changed
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.stacked import stacked
+from tpu_experiments.training.evaluate import Evaluator
+from tpu_experiments.training.progress import Progress
+
+log = logging.getLogger(__name__)
+NUM_TRIES = 3
+"""Answers that are compared at most: several threads of XLA's CPU device add in an order of their own, so that on a
+busy machine a program now and then differs from itself by an ulp."""
+Tensors = Mapping[str, Tensor]
+
+
+class UnprovenError(RuntimeError):
+    """A save that must not count; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What trained tensors are held against."""
+
+    fingerprints: Mapping[str, str]
+    """Of every trained tensor at its start (models/trained.py)."""
+    adapters: Tensors = field(default_factory=dict)
+    """PiSSA's A and B at their start; empty otherwise."""
+    is_adapter: bool = True
+
+    def verdict(self, tensors: Tensors, progress: Progress) -> dict[str, Any]:
+        """That the host tensors are trained, in numbers.
+
+        Raises:
+            UnprovenError: all are as they were at the start, or the adapter leaves the base as it is, after steps with
+                a learning rate above 0.
+        """
+        changed, was_trained = num_changed(tensors, self.fingerprints), progress.peak_lr > 0
+        kind = "adapter" if self.is_adapter else "model"
+        found: dict[str, Any] = {"tensors": len(tensors), "changed": changed, "peak_lr": progress.peak_lr}
+        after = f"after {progress.step} steps with learning rates up to {progress.peak_lr:.3g}"
+        if was_trained and not changed:
+            raise UnprovenError(
+                f"every one of the {len(tensors)} trained tensors has its initial value {after}, so it would be an "
+                f"untrained {kind}; look at train/grad_norm, and at how many tokens are learnt"
+            )
+        if self.is_adapter:
+            norms = effects(tensors, start=self.adapters)
+            found |= {"modules": len(norms), "with_effect": sum(norm > 0 for norm in norms.values())}
+            found |= {"largest_effect": max(norms.values(), default=0.0)}
+            if was_trained and not found["with_effect"]:
+                raise UnprovenError(
+                    f"B A is zero in all {len(norms)} adapted modules {after}, so the adapter would leave the base "
+                    "model as it is; look at train/grad_norm, and at lora.init"
+                )
+        if not was_trained:
+            found["note"] = "no step had a learning rate above 0, so nothing had to change"
+        return found
+
+
+class Answers:
+    """The model's answer to one batch of held-out rows: evaluation's program, so nothing more is compiled.
+
+    On the loop's thread alone: a tensor that another thread makes on the device while a step is traced is taken into
+    that step's program.
+    """
+
+    def __init__(self, evaluator: Evaluator, batch: Batch | None, *, runtime: Runtime, parameters: dict[str, Tensor]):
+        self._evaluator, self._batch, self._runtime, self._parameters = evaluator, batch, runtime, parameters
+
+    def compared(self, read: Callable[[], Tensors]) -> dict[str, Any]:
+        """That host tensors under Hugging Face's names answer as the live ones do; every process takes part.
+
+        Raises:
+            UnprovenError: they do not, though the live ones answer alike every time.
+        """
+        if self._batch is None:
+            return {"note": "there are no held-out rows to answer"}
+        live, back = [self._ask()], [self._with(read())]
+        while back[-1] not in live and len(live) < NUM_TRIES:
+            live.append(self._ask())
+            back.append(self._with(read()))
+        loss, tokens = live[0]
+        found = {"rows": self._batch.num_rows, "tokens": int(tokens), "loss": loss / max(tokens, 1.0)}
+        if back[-1] in live:
+            return found | {"equal_bits": True}
+        if len(set(live)) == 1:
+            raise UnprovenError(
+                f"held-out rows have the loss sum {loss!r} with the live parameters and {back[-1][0]!r} with those "
+                "read back from storage"
+            )
+        log.warning("the model answers %s to the same rows with the same parameters; not compared", live)
+        return found | {"equal_bits": False, "note": "the live model does not give the same answer twice"}
+
+    def _with(self, tensors: Tensors) -> tuple[float, float]:
+        """The answer with other parameters; the live ones are back in their place afterwards."""
+        own = dict(self._parameters)
+        try:
+            for name in own:
+                self._parameters[name] = self._runtime.place(stacked(tensors, name), name=name)
+            return self._ask()
+        finally:
+            self._parameters.update(own)
+
+    def _ask(self) -> tuple[float, float]:
+        assert self._batch is not None, "`compared` looks"
+        return self._evaluator.sums_of(self._batch)

@@ -1,0 +1,168 @@
+"""When a run saves, and how: in front of the loop, or in a thread beside it from a copy in the host's memory.
+
+The first save of a process and those that end a stage or the run are in front: they have the model answer held-out
+rows from what was read back, on the loop's own thread, before they count. Saves in between are written, read back and
+looked at by another thread, one at a time.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tpu_experiments.checkpoint import store
+from tpu_experiments.checkpoint.background import Background
+from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name
+from tpu_experiments.checkpoint.retention import Keep, Retention
+from tpu_experiments.config.checkpointing import CheckpointConfig
+from tpu_experiments.io import paths
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.training.proof import Answers, Start, UnprovenError
+from tpu_experiments.training.saved import PARAMETERS, Snapshot
+from tpu_experiments.training.window import TrainingStopped
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Saver:
+    """The checkpoints of one process's life; only rank 0 writes, every process must make the same calls."""
+
+    def __init__(
+        self, settings: CheckpointConfig, folder: str, *, runtime: Runtime, start: Start, answers: Answers
+    ) -> None:
+        self.settings, self.folder, self._runtime = settings, folder, runtime
+        self._start, self._answers = start, answers
+        self._worker = Background()
+        self._retention = Retention(folder)
+        self._keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
+        self._has_asked = not settings.prove
+        self._saved_at = time.monotonic()
+
+    # ---- when -----------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int, *, is_evaluated: bool, agrees: bool) -> bool:
+        """Whether a checkpoint is to follow this step.
+
+        Args:
+            agrees: whether all processes are here, so that process 0 can tell them what its clock says.
+        """
+        every, minutes = self.settings.every_steps, self.settings.every_minutes
+        due = bool(every and step % every == 0) or (is_evaluated and self.settings.keep_best > 0)
+        if minutes and agrees:
+            is_late = self._runtime.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes
+            due = self._runtime.any_process(is_late) or due
+        return due
+
+    def look(self, *, agrees: bool) -> None:
+        """Raise what a save in the background ended with; does not wait for one.
+
+        Raises:
+            TrainingStopped: it failed.
+        """
+        if self._runtime.world_size == 1 or (agrees and self._runtime.any_process(self._worker.has_failed)):
+            self._together(self._worker.check)
+
+    def join(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            TrainingStopped: it failed.
+        """
+        self._together(self._worker.join)
+
+    def close(self) -> None:
+        """Wait as well, where the run ends by an error of its own: what the save ended with is logged."""
+        try:
+            self._worker.join()
+        except Exception as error:
+            log.error("the last checkpoint was not completed: %s", error)
+
+    # ---- how ------------------------------------------------------------------------------------------------
+
+    def save(self, take: Callable[[], Snapshot], *, step: int, is_interval: bool, ends_stage: bool = False) -> None:
+        """Save what `take` copies (on rank 0); returns once the copy is made where it may go on in the background.
+
+        Args:
+            is_interval: the run goes on, so that nobody has to wait.
+
+        Raises:
+            TrainingStopped: this save or the one before it failed.
+        """
+        self.join()
+        self._saved_at = time.monotonic()
+        asks = self.settings.prove and (ends_stage or (is_interval and not self._has_asked))
+        if is_interval and not asks and self.settings.background:
+            if self._runtime.rank == 0:
+                copy = take()
+                self._worker.start(lambda: self._whole(copy))
+            return
+        draft = self._together(lambda: self._written(take()))
+        answer = None
+        if asks:
+            try:
+                answer = self._answers.compared(lambda: store.group_of(self._target(step), PARAMETERS))
+            except UnprovenError as error:
+                raise _stopping(error) from error
+            self._has_asked = True
+        self._together(lambda: self._committed(draft, answer))
+
+    def _whole(self, copy: Snapshot) -> None:
+        self._committed(self._written(copy), None)
+
+    def _written(self, copy: Snapshot) -> "tuple[Snapshot, store.Draft, dict[str, Any] | None]":
+        """Every file, read back and looked at where that is asked for; it does not count yet."""
+        started, progress = time.perf_counter(), copy.progress
+        draft = store.begin(self.folder, step=progress.step, progress=progress.to_dict())
+        proof: dict[str, Any] = {"read_back": 1}
+        if self.settings.prove:
+            store.read_back(draft, PROGRESS)
+        for group, tensors in copy.groups.items():
+            store.add_group(draft, group, tensors)
+            if self.settings.prove:
+                found = store.read_group(draft, group, tensors)
+                proof["read_back"] += 1
+                if group == PARAMETERS:
+                    proof["trained"] = self._start.verdict(found, progress)
+                del found  # else it stands beside the next group
+        seconds = time.perf_counter() - started
+        log.info("checkpoint of step %d: %.1f MB in %.2f s", progress.step, draft.num_bytes / 1e6, seconds)
+        return copy, draft, proof if self.settings.prove else None
+
+    def _committed(self, written: Any, answer: dict[str, Any] | None) -> None:
+        copy, draft, proof = written
+        progress = copy.progress
+        if proof is not None and answer is not None:
+            proof["answer"] = answer
+        eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
+        store.commit(draft, eval_loss=eval_loss, proof=proof)
+        self._retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._keep)
+
+    def _target(self, step: int) -> str:
+        return paths.join(self.folder, folder_name(step))
+
+    def _together(self, action: Callable[[], Result]) -> Result | None:
+        """Do it on rank 0; where it fails, all processes stop."""
+        error, result = None, None
+        if self._runtime.rank == 0:
+            try:
+                result = action()
+            except Exception as caught:
+                error = caught
+        if self._runtime.any_process(error is not None):
+            raise _stopping(error) from error
+        return result
+
+
+def _stopping(error: Exception | None) -> Exception:
+    """What ends the run."""
+    if error is None:
+        return TrainingStopped("process 0 could not save a checkpoint; its own message says why.")
+    if isinstance(error, UnprovenError):
+        return TrainingStopped(f"stopped instead of saving: {error}; the checkpoints before it stay.")
+    if isinstance(error, store.StorageError | OSError):
+        return TrainingStopped(
+            f"a checkpoint could not be saved: {error}; the ones before it stay; mend the storage (room, permission), "
+            "then the same command goes on from them."
+        )
+    return error
