@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +132,24 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
         content = file.read_bytes()
         header = content if file.suffix == ".json" else content[8 : 8 + int.from_bytes(content[:8], "little")]
         assert json.loads(header), file.name
+
+
+def test_a_checkpoint_is_read_whole_once_in_a_process(tmp_path, caplog):
+    """Its manifest is read every time: one that was written anew is verified anew."""
+    target = Path(save(str(tmp_path), 3))
+    assert latest_step(str(tmp_path)) == 3
+    damage_flip_a_byte(target)
+    assert latest_step(str(tmp_path)) == 3  # the verdict of before
+    assert load_latest(str(tmp_path)) is None  # but what is used is looked at
+    (target / COMMIT).write_text((target / COMMIT).read_text().replace('"eval_loss": null', '"eval_loss": 1.0'))
+    assert latest_step(str(tmp_path)) == 0
+    assert "another SHA-256" in caplog.text
+
+
+def test_sizes_are_looked_at_before_any_file_is_read(tmp_path, caplog):
+    target = Path(save(str(tmp_path), 3))
+    damage_truncate(target)
+    (target / "optimizer.safetensors").unlink()
+    (target / "optimizer.safetensors").mkdir()  # reading it would raise
+    assert latest_step(str(tmp_path)) == 0
+    assert "differs from its commit record" in caplog.text

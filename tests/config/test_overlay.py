@@ -55,3 +55,22 @@ def test_a_missing_overlay_and_two_of_them_are_refused() -> None:
         laid_under(["+plan=nowhere.yaml"])
     with pytest.raises(ConfigError, match=r"one overlay can be laid under a run"):
         laid_under(["+plan=a.yaml", "+plan=b.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainer.seq_len: !!python/object/apply:os.system ['touch {tmp}/ran']", "YAML tags are not taken"),
+        ("trainer.seq_len: !mine 3", "YAML tags are not taken"),
+        ("name: ${{oc.env:HOME}}", "name holds an interpolation"),
+        ("data: {{sample_text: {{path: '${{oc.env:HOME}}'}}}}", "data holds an interpolation"),
+        ("trainer.options: [1, ['${{oc.env:HOME}}']]", "trainer.options holds an interpolation"),
+    ],
+)
+def test_an_overlay_runs_nothing_and_reads_no_environment(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "best.yaml"
+    file.write_text(text.format(tmp=tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        laid_under([f"+plan={file}"])
+    assert str(caught.value).startswith(f"+plan={file}; {words}")
+    assert [path.name for path in tmp_path.iterdir()] == ["best.yaml"]

@@ -1,10 +1,11 @@
 """A run that goes on from a checkpoint ends with the same adapter bytes and the same logged losses."""
 
+import json
 import shutil
 
 import pytest
 
-from tests.training.runs import finished, records
+from tests.training.runs import finished, records, run
 
 pytestmark = pytest.mark.xla
 COMMON = (
@@ -51,3 +52,49 @@ def test_a_finished_run_is_not_run_again(uninterrupted):
     before = (folder / "again" / "metrics.jsonl").read_bytes()
     assert finished(*COMMON, output_dir=folder) == first
     assert (folder / "again" / "metrics.jsonl").read_bytes() == before
+
+
+def test_every_save_of_it_is_proven(uninterrupted):
+    """The first and those that end a stage by the answer of evaluation's program too, and so is the export."""
+    folder, result = uninterrupted
+    manifests = {p.parent.name: json.loads(p.read_text()) for p in folder.glob("again/checkpoints/*/COMMIT.json")}
+    proofs = {int(name.removeprefix("step_")): manifest["proof"] for name, manifest in manifests.items()}
+    assert sorted(proofs) == [2, 4, 6, 8, 10, 12]
+    assert [step for step in sorted(proofs) if proofs[step].get("answer", {}).get("equal_bits")] == [2, 6, 12]
+    for proof in [*proofs.values(), result["proof"]]:
+        trained = proof["trained"]
+        assert trained["changed"] == trained["tensors"] > 0
+        assert trained["with_effect"] == trained["modules"] > 0
+    assert result["proof"]["answer"]["equal_bits"]
+    assert result["proof"]["answer"]["loss"] == proofs[12]["answer"]["loss"]
+    assert result["num_compiles"] == result["expected_programs"] == 3
+    assert result["compiles_after_warmup"] == 0
+
+
+FROZEN = """
+from tpu_experiments.optim.adamw import AdamW
+from tpu_experiments.training.trainer import Trainer
+
+
+class Still(AdamW):
+    def update(self, parameters, grads, state, *, lr):
+        return dict(parameters), state
+
+
+class Frozen(Trainer):
+    def build_optimizer(self):
+        return Still(weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+"""
+
+
+def test_a_run_that_would_save_an_untrained_adapter_stops(tmp_path):
+    (tmp_path / "frozen_lab.py").write_text(FROZEN)
+    own = ("plugins=[frozen_lab]", "trainer._target_=frozen_lab.Frozen", "hw.runtime=eager", "sample.max_new_tokens=0")
+    done = run(*COMMON, *own, output_dir=tmp_path / "out", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.stdout + done.stderr
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (
+        "stopped instead of saving: every one of the 28 trained tensors has its initial value after 2 steps" in message
+    )
+    assert not list((tmp_path / "out").glob("again/checkpoints/*/COMMIT.json"))
+    assert not (tmp_path / "out" / "again" / "adapter").exists()

@@ -98,14 +98,14 @@ def refuse_executables(target: str) -> None:
         if name.lower().endswith(EXECUTABLE):
             raise hostile(
                 paths.join(target, name),
-                "checkpoints hold safetensors and JSON only, and such a file can run code",
+                "a checkpoint holds safetensors and JSON, and such a file can run code",
             )
 
 
 def hostile(place: str, why: str) -> ConfigError:
     """The refusal of a file that this program did not write like that."""
     return ConfigError(
-        f"{place}; {why}: it was not written by this program, so nothing of this checkpoint is used; find out who wrote "
+        f"{place}; {why}: this program did not write it, so nothing of this checkpoint is used; find out who wrote "
         "it, then remove the checkpoint's folder to go on from the one before."
     )
 

@@ -46,6 +46,8 @@ def _entries(text: str, *, file: str) -> dict[str, Any]:
     advice = "give the best.yaml that task=plan task.explore=search wrote, or a file of lines `key: value`."
     try:
         found = yaml.safe_load(text)
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(f"+plan={file}; YAML tags are not taken ({error.problem}); {advice}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"+plan={file}; it is not YAML ({str(error).splitlines()[0]}); {advice}") from error
     if not isinstance(found, Mapping) or not found:
@@ -54,6 +56,12 @@ def _entries(text: str, *, file: str) -> dict[str, Any]:
     foreign = [key for key in found if str(key).partition(".")[0] not in known]
     if foreign:
         raise ConfigError(f"+plan={file}; {foreign[0]} is no key or group of a config, so it is no overlay; {advice}")
+    computed = [key for key, value in found.items() if "${" in f"{key}{value}"]
+    if computed:
+        raise ConfigError(
+            f"+plan={file}; {computed[0]} holds an interpolation (${{...}}), which could read the environment; write "
+            f"the value itself, or {advice}"
+        )
     return {str(key): value for key, value in found.items()}
 
 

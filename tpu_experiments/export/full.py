@@ -1,5 +1,6 @@
 """A whole model in Hugging Face's layout: the base of a random-weight run, or a fully trained model."""
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.io import paths
 
+MODEL_FILE = "model.safetensors"
+
 
 def write_model(
     folder: str,
@@ -21,18 +24,23 @@ def write_model(
     architecture: str,
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase,
-) -> None:
+) -> str:
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
     Args:
         architecture: class name, for `architectures` in config.json.
+
+    Returns:
+        SHA-256 of the tensors' file.
     """
     layout = {name: t.detach().to(dtype).contiguous() for name, t in dict(tensors).items()}
     values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
     paths.make_dirs(folder)
-    paths.write_bytes_atomic(paths.join(folder, "model.safetensors"), save(layout, metadata={"format": "pt"}))
+    content = save(layout, metadata={"format": "pt"})
+    paths.write_bytes_atomic(paths.join(folder, MODEL_FILE), content)
     paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
     _write_tokenizer(folder, tokenizer)
+    return hashlib.sha256(content).hexdigest()
 
 
 def _write_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> None:

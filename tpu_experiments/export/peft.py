@@ -3,6 +3,7 @@
 PEFT loads it with `PeftModel.from_pretrained(base, folder)`; names are Hugging Face's with PEFT's prefix and suffix.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.io import paths
 
 PREFIX = "base_model.model."
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def write_adapter(
@@ -26,12 +28,15 @@ def write_adapter(
     lora: LoraConfig,
     base_path: str,
     revision: str | None,
-) -> None:
+) -> str:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `<module>.lora_B`).
 
     Args:
         initial: PiSSA's A and B at the start. The adapter is meant for the unreduced base, so the export is
             B A - B0 A0, of rank 2 r.
+
+    Returns:
+        SHA-256 of the tensors' file.
     """
     tensors = dict(parameters)
     r, alpha = lora.r, lora.alpha
@@ -41,11 +46,22 @@ def write_adapter(
         alpha = lora.alpha * (2 if lora.scaling == "alpha_over_r" else math.sqrt(2))
     layout = {f"{PREFIX}{name}.weight": t.detach().contiguous() for name, t in tensors.items()}
     paths.make_dirs(folder)
-    paths.write_bytes_atomic(paths.join(folder, "adapter_model.safetensors"), save(layout, metadata={"format": "pt"}))
+    content = save(layout, metadata={"format": "pt"})
+    paths.write_bytes_atomic(paths.join(folder, ADAPTER_FILE), content)
     config = adapter_config(
         lora, r=r, alpha=alpha, modules=_modules(parameters), base_path=base_path, revision=revision
     )
     paths.write_text_atomic(paths.join(folder, "adapter_config.json"), json.dumps(config, indent=2))
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters that `write_adapter` made these tensors of."""
+    found = {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in layout.items()}
+    for name, start in initial.items():
+        rank = start.shape[0] if name.endswith("lora_A") else start.shape[1]
+        found[name] = (found[name][:rank] if name.endswith("lora_A") else found[name][:, :rank]).contiguous()
+    return found
 
 
 def adapter_config(

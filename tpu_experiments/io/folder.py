@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, require_same
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
+from tpu_experiments.io import paths, strict_json
 
 RESULT = "result.json"
 
@@ -59,8 +59,26 @@ class RunFolder:
         """The result when the run is complete, else None."""
         if not paths.exists(self.path(RESULT)):
             return None
-        result: dict[str, Any] = json.loads(paths.read_text(self.path(RESULT)))
+        result: dict[str, Any] = _read_json(self.path(RESULT))
         return result if result.get("status") == "finished" else None
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    """A JSON object of a run folder.
+
+    Raises:
+        ConfigError: it is none, or says NaN, or a name twice.
+    """
+    try:
+        values = strict_json.loads(paths.read_bytes(path))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}; it cannot be read ({error}); it was changed since a run wrote it: restore it, or choose another "
+            "name=."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}; it is no JSON object; restore it, or choose another name=.")
+    return values
 
 
 def config_yaml(config: Config) -> str:
@@ -77,7 +95,7 @@ def open_run(config: Config) -> RunFolder:
     assert config.name is not None, "to_config names the run"
     folder = RunFolder(config.output_dir, config.name)
     if folder.exists():
-        stored = json.loads(paths.read_text(folder.identity_path))
+        stored = _read_json(folder.identity_path)
         require_same(stored, config, folder=folder.path())
     elif _holds_files(folder):
         raise ConfigError(

@@ -40,6 +40,7 @@ class RunOutputs:
         self.config, self.folder, self.inputs = config, folder, inputs
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.adapter_path: str | None = None
+        self.export_digest: str | None = None
         self.sample_texts: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
         self._tokens = 0
@@ -98,7 +99,7 @@ class RunOutputs:
         }
         if config.lora.r == 0:
             self.adapter_path = self.folder.path("model")
-            write_model(self.adapter_path, tensors=trained, **writing)
+            self.export_digest = write_model(self.adapter_path, tensors=trained, **writing)
             return
         base_path = source.reference
         if source.random:
@@ -106,7 +107,7 @@ class RunOutputs:
             names = [n for n, _ in source.empty().named_parameters()]
             write_model(base_path, tensors=((w.name, w.tensor) for w in source.weights(names)), **writing)
         self.adapter_path = self.folder.path("adapter")
-        write_adapter(
+        self.export_digest = write_adapter(
             self.adapter_path,
             parameters=trained,
             initial=model.initial,

@@ -19,6 +19,7 @@ from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.training.evaluate import Evaluation, Evaluator
+from tpu_experiments.training.exported import Export
 from tpu_experiments.training.inputs import RunInputs, evaluation_batches
 from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.outputs import RunOutputs
@@ -42,6 +43,7 @@ class Parts:
     ) -> None:
         self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
         self.stop = StopFlag()
+        self.saver: Saver
         self.progress = Progress(data=inputs.audit_hashes)
         self.window = Window()
         self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
@@ -118,6 +120,14 @@ class Parts:
         start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
         folder = self.outputs.folder.path("checkpoints")
         return Saver(self.config.checkpoint, folder, runtime=self.runtime, start=start, answers=answers)
+
+    def proof_of_export(self) -> dict[str, Any] | None:
+        """What was looked at of the adapter or model that was written; every process takes part."""
+        if not self.config.checkpoint.prove:
+            return None
+        folder = self.outputs.folder.path("adapter" if self.config.lora.r > 0 else "model")
+        export = Export(folder, digest=self.outputs.export_digest, model=self.model, start=self.saver.start)
+        return export.proof(self.progress, answers=self.saver.answers, runtime=self.runtime)
 
     def model_source(self) -> HuggingFaceModel:
         """Where the model's config, module and weights come from."""

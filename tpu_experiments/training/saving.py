@@ -32,7 +32,7 @@ class Saver:
         self, settings: CheckpointConfig, folder: str, *, runtime: Runtime, start: Start, answers: Answers
     ) -> None:
         self.settings, self.folder, self._runtime = settings, folder, runtime
-        self._start, self._answers = start, answers
+        self.start, self.answers = start, answers
         self._worker = Background()
         self._retention = Retention(folder)
         self._keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
@@ -101,9 +101,9 @@ class Saver:
         answer = None
         if asks:
             try:
-                answer = self._answers.compared(lambda: store.group_of(self._target(step), PARAMETERS))
+                answer = self.answers.compared(lambda: store.group_of(self._target(step), PARAMETERS))
             except UnprovenError as error:
-                raise _stopping(error) from error
+                raise stopping(error) from error
             self._has_asked = True
         self._together(lambda: self._committed(draft, answer))
 
@@ -123,7 +123,7 @@ class Saver:
                 found = store.read_group(draft, group, tensors)
                 proof["read_back"] += 1
                 if group == PARAMETERS:
-                    proof["trained"] = self._start.verdict(found, progress)
+                    proof["trained"] = self.start.verdict(found, progress)
                 del found  # else it stands beside the next group
         seconds = time.perf_counter() - started
         log.info("checkpoint of step %d: %.1f MB in %.2f s", progress.step, draft.num_bytes / 1e6, seconds)
@@ -142,19 +142,23 @@ class Saver:
         return paths.join(self.folder, folder_name(step))
 
     def _together(self, action: Callable[[], Result]) -> Result | None:
-        """Do it on rank 0; where it fails, all processes stop."""
-        error, result = None, None
-        if self._runtime.rank == 0:
-            try:
-                result = action()
-            except Exception as caught:
-                error = caught
-        if self._runtime.any_process(error is not None):
-            raise _stopping(error) from error
-        return result
+        return on_first(self._runtime, action)
 
 
-def _stopping(error: Exception | None) -> Exception:
+def on_first(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
+    """Do it on rank 0, None on the others; where it fails, all processes stop."""
+    error, result = None, None
+    if runtime.rank == 0:
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    if runtime.any_process(error is not None):
+        raise stopping(error) from error
+    return result
+
+
+def stopping(error: Exception | None) -> Exception:
     """What ends the run."""
     if error is None:
         return TrainingStopped("process 0 could not save a checkpoint; its own message says why.")

@@ -33,6 +33,8 @@ class Ending:
     """Exclusive wall seconds by activity; those of `counters` lie inside `train` and `eval`."""
     tokens_per_second: float
     """Tokens trained on in this process's life per second of training, compilation taken off."""
+    proof: dict[str, Any] | None = None
+    """What was looked at of the export; None where nothing was."""
 
 
 def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "peak_host_rss_gib": peak_host_rss_gib(),
         "device_memory_gib": ending.device_memory_gib,
         "peak_device_memory_gib": ending.peak_device_memory_gib,
+        "proof": ending.proof,
         "config_hash": config_hash(config),
         "git_commit": provenance["git_commit"],
         "versions": provenance["versions"],

@@ -172,7 +172,8 @@ class Trainer(Parts):
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
             self.outputs.export(self.model)
-        self.runtime.barrier("exported")
+            self.runtime.barrier("exported")
+            proof = self.proof_of_export()
         seconds = dict(self.watch.seconds)
         ending = Ending(
             progress=self.progress,
@@ -185,6 +186,7 @@ class Trainer(Parts):
             meters=self.meters.means(),
             seconds=seconds,
             tokens_per_second=self.train_tokens / max(seconds.get("train", 0) - self.train_compile_seconds, 1e-9),
+            proof=proof,
         )
         self.outputs.result(ending)
 

@@ -1,0 +1,213 @@
+"""Saves beside the steps: what is saved is what was, errors surface, nothing unproven counts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.training.tiny import built
+from tpu_experiments.checkpoint.store import latest_step, load_latest
+from tpu_experiments.config.checkpointing import CheckpointConfig
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.batches import Batch
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.training.evaluate import Evaluator
+from tpu_experiments.training.progress import Progress
+from tpu_experiments.training.proof import Answers, Start, UnprovenError
+from tpu_experiments.training.saved import read_state, snapshot
+from tpu_experiments.training.saving import Saver
+from tpu_experiments.training.step import next_token_loss
+from tpu_experiments.training.window import TrainingStopped
+
+
+class Forgetful(MemoryFileSystem):
+    """Storage that changes the last byte of every tensor file."""
+
+    protocol = "forgetful"
+    store: dict[str, object] = {}  # noqa: RUF012 - fsspec's memory file system keeps its files here
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def pipe_file(self, path, value, **kwargs):
+        """Write."""
+        damaged = value[:-1] + bytes([value[-1] ^ 1]) if path.endswith("parameters.safetensors") else value
+        return super().pipe_file(path, damaged, **kwargs)
+
+
+register_implementation("forgetful", Forgetful, clobber=True)
+
+
+class Run:
+    """A tiny trained model with what saves it, in plain torch."""
+
+    def __init__(self, make_config, folder: str, **settings: object) -> None:
+        config = make_config("hw.runtime=eager", "model=qwen05b", "debug=smoke", "lora=all_linear_r8")
+        self.runtime = EagerRuntime(config.hw)
+        self.model = built(config, self.runtime)
+        self.parameters = self.model.trainable
+        self.state = {name: {"mean": torch.zeros_like(t)} for name, t in self.parameters.items()}
+        self.progress = Progress(step=1, peak_lr=1e-3)
+        start = Start(self.model.fingerprints, self.model.initial)
+        parts = {"runtime": self.runtime, "parameters": self.parameters}
+        evaluator = Evaluator(self.model.module, row_loss=next_token_loss, **parts)
+        self.answers = Answers(evaluator, rows(), **parts)
+        self.folder = folder
+        settings = CheckpointConfig(**{"keep_last": 9} | settings)
+        self.saver = Saver(settings, folder, runtime=self.runtime, start=start, answers=self.answers)
+
+    def train(self) -> None:
+        """Change every parameter in place, as a step does."""
+        for index, tensor in enumerate(self.parameters.values()):
+            tensor += 0.01 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
+
+    def save(self, step: int, **how: bool) -> None:
+        self.progress.step = step
+        take = lambda: snapshot(self.progress, parameters=self.parameters, state=self.state)  # noqa: E731
+        self.saver.save(take, step=step, **{"is_interval": True} | how)
+
+    def proof(self, step: int) -> dict:
+        text = (Path(self.folder) / f"step_{step:08d}" / "COMMIT.json").read_text()
+        return json.loads(text)["proof"]
+
+
+def rows() -> Batch:
+    ids = torch.arange(10, 42, dtype=torch.int32).reshape(2, 16).numpy()
+    ones = torch.ones(2, 16, dtype=torch.int32).numpy()
+    return Batch(ids, ones, torch.arange(16, dtype=torch.int32).repeat(2, 1).numpy(), ones, ["a", "b"])
+
+
+@pytest.fixture
+def run(make_config, tmp_path) -> Run:
+    return Run(make_config, str(tmp_path / "checkpoints"))
+
+
+def test_what_is_saved_is_what_was_when_it_was_asked_for(run):
+    """The second save is in the background; steps go on in the same buffers meanwhile."""
+    run.train()
+    run.save(1)
+    before = {name: t.clone() for name, t in run.parameters.items()}
+    run.save(2)
+    run.train()
+    run.saver.join()
+    progress, groups = load_latest(run.folder)
+    assert progress["step"] == 2
+    assert all(torch.equal(groups["parameters"][name], t) for name, t in before.items())
+    assert not any(torch.equal(run.parameters[name], t) for name, t in before.items())
+
+
+def test_the_first_and_the_last_of_a_stage_answer_and_all_are_looked_at(run):
+    run.train()
+    for step, how in {1: {}, 2: {}, 3: {"is_interval": False, "ends_stage": True}, 4: {"is_interval": False}}.items():
+        run.save(step, **how)
+    proofs = {step: run.proof(step) for step in (1, 2, 3, 4)}
+    assert [step for step, proof in proofs.items() if proof.get("answer", {}).get("equal_bits")] == [1, 3]
+    assert proofs[1]["answer"]["rows"] == 2
+    assert {proof["read_back"] for proof in proofs.values()} == {3}
+    trained = proofs[2]["trained"]
+    assert trained["changed"] == trained["tensors"] == 28
+    assert trained["with_effect"] == trained["modules"] == 14
+
+
+def test_without_proof_there_is_none(make_config, tmp_path):
+    run = Run(make_config, str(tmp_path), prove=False)
+    run.save(1)
+    run.saver.join()
+    assert run.proof(1) is None
+
+
+@pytest.mark.parametrize("only", ["nothing", "lora_A"])
+def test_an_untrained_adapter_is_not_saved(run, only):
+    for name, tensor in run.parameters.items():
+        if name.endswith(only):
+            tensor += 1.0
+    words = "its initial value after 7 steps" if only == "nothing" else "B A is zero in all 14 adapted modules"
+    with pytest.raises(TrainingStopped, match=words) as caught:
+        run.save(7)
+    assert str(caught.value).startswith("stopped instead of saving: ")
+    assert latest_step(run.folder) == 0
+
+
+def test_it_is_where_no_step_had_a_learning_rate(run):
+    run.progress.peak_lr = 0.0
+    run.save(7)
+    assert "nothing had to change" in run.proof(7)["trained"]["note"]
+
+
+def test_storage_that_gives_back_something_else_stops_the_run(make_config):
+    run = Run(make_config, "forgetful://checkpoints")
+    run.train()
+    with pytest.raises(TrainingStopped, match=r"parameters\.safetensors differs from its commit record"):
+        run.save(1)
+    assert latest_step(run.folder) == 0
+
+
+def test_an_error_in_the_background_surfaces_at_the_next_look(run, tmp_path):
+    run.train()
+    run.save(1)
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    (tmp_path / "checkpoints").write_text("in the way")
+    run.save(2)
+    run.saver._worker._thread.join()
+    with pytest.raises(TrainingStopped, match=r"a checkpoint could not be saved: .*Not a directory"):
+        run.saver.look(agrees=True)
+    run.saver.look(agrees=True)
+
+
+def test_another_answer_is_found_and_the_live_parameters_stay(run):
+    run.train()
+    before = dict(run.parameters)
+    other = {name: t.clone() for name, t in before.items()}
+    assert run.answers.compared(lambda: other)["equal_bits"]
+    name = "model.layers.0.self_attn.q_proj.lora_B"
+    other[name] *= 1.5
+    with pytest.raises(UnprovenError, match=r"with the live parameters and .* read back from storage"):
+        run.answers.compared(lambda: other)
+    assert all(run.parameters[n] is t for n, t in before.items())
+
+
+@pytest.mark.parametrize("change", ["shape", "type", "missing", "extra", "slot"])
+def test_tensors_of_another_run_are_refused_with_both_shapes(run, change):
+    name = "model.layers.0.self_attn.q_proj.lora_A"
+    copy = snapshot(run.progress, parameters=run.parameters, state=run.state)
+    group = copy.groups["optimizer" if change == "slot" else "parameters"]
+    if change == "shape":
+        group[name] = group[name][:, :-1].contiguous()
+    elif change == "type":
+        group[name] = group[name].double()
+    elif change == "missing":
+        del group[name]
+    elif change == "extra":
+        group["model.norm.weight"] = torch.ones(1)
+    else:
+        group[f"{name}/mean"] = torch.ones(3)
+    run.progress.peak_lr = 0.0
+    run.saver.settings.prove = False
+    run.saver.save(lambda: copy, step=1, is_interval=False)
+    words = {
+        "shape": rf"parameters.safetensors; {name} is float32 \(8, 63\), and float32 \(8, 64\) here",
+        "type": rf"{name} is float64 \(8, 64\), and float32 \(8, 64\) here",
+        "missing": rf"lacks 1 tensors of this run \(first {name}\)",
+        "extra": r"has 1 that this run has not \(first model.norm.weight\)",
+        "slot": rf"optimizer.safetensors; {name}/mean is float32 \(3,\), and float32 \(8, 64\) here",
+    }
+    with pytest.raises(ConfigError, match=words[change]):
+        read_state(run.folder, parameters=run.parameters, state=run.state, place=run.runtime.place)
+
+
+def test_minutes_of_the_clock(make_config, tmp_path):
+    run = Run(make_config, str(tmp_path), every_steps=0, every_minutes=1.0)
+    assert not run.saver.is_due(5, is_evaluated=False, agrees=True)
+    run.saver._saved_at -= 60
+    assert not run.saver.is_due(5, is_evaluated=False, agrees=False)
+    assert run.saver.is_due(5, is_evaluated=False, agrees=True)
+    run.train()
+    run.save(5)
+    assert not run.saver.is_due(6, is_evaluated=False, agrees=True)
+
+
+def test_steps_and_evaluations(make_config, tmp_path):
+    run = Run(make_config, str(tmp_path), every_steps=4, keep_best=1)
+    due = {step: run.saver.is_due(step, is_evaluated=step == 6, agrees=False) for step in (4, 5, 6, 8)}
+    assert due == {4: True, 5: False, 6: True, 8: True}
