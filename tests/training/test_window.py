@@ -1,4 +1,4 @@
-"""Reports read at log steps: means, and the rows that made a loss not finite."""
+"""Reports read at log steps: means, and the rows that made a loss not finite; a run that diverges stops."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.training.runs import run
 from tpu_experiments.training.step import StepOutput
-from tpu_experiments.training.window import Pending, TrainingStopped, Window
+from tpu_experiments.training.window import Pending, Window
 
 
 def pending(step: int, loss: float, rows: list[float]) -> Pending:
@@ -26,18 +26,22 @@ def test_reading_is_the_mean_of_its_steps():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_first_step_that_is_not_finite_names_its_rows(bad):
+def test_steps_that_are_not_finite_are_kept_apart_with_their_rows(bad):
     window = Window()
     window.read([pending(1, 3.0, [1.0, 2.0]), pending(2, bad, [0.5, bad]), pending(3, math.nan, [math.nan] * 2)])
-    with pytest.raises(TrainingStopped, match=r"at step 2 .*rows \(source:row\): wiki:21;"):
-        window.drain()
+    (reading,) = window.drain()
+    assert [(each.step, each.rows) for each in reading.skipped] == [(2, ["wiki:21"]), (3, ["wiki:30", "wiki:31"])]
+    assert (reading.losses, reading.num_steps, reading.mean_loss, reading.grad_norm) == ([(1, 3.0)], 3, 3.0, 0.5)
 
 
-def test_rows_that_are_finite_by_themselves_point_at_the_parameters():
+def test_a_gradient_that_is_not_finite_is_kept_apart_too():
     window = Window()
-    window.read([pending(4, math.nan, [1.0, 2.0])])
-    with pytest.raises(TrainingStopped, match="the parameters were not finite before"):
-        window.drain()
+    bad = pending(4, 2.0, [1.0, 2.0])
+    bad.output.grad_norm.fill_(math.inf)
+    window.read([bad])
+    (reading,) = window.drain()
+    assert [(each.step, each.loss, each.rows) for each in reading.skipped] == [(4, 2.0, [])]
+    assert math.isnan(reading.mean_loss)
 
 
 @pytest.mark.xla
@@ -48,4 +52,5 @@ def test_a_run_that_diverges_stops_and_names_rows(tmp_path):
     message = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "train loss is nan at step" in message or "train loss is inf at step" in message
     assert "sample_text:" in message
+    assert "there is no checkpoint from before to go back to" in message
     assert not list(tmp_path.glob("*/result.json"))

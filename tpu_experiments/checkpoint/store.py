@@ -132,15 +132,17 @@ def save_checkpoint(folder: str, *, step: int, groups: Groups, progress: Mapping
     return draft.target
 
 
-def load_latest(folder: str) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
-    """Progress and tensors of the newest complete checkpoint; None when there is none.
+def load_latest(
+    folder: str, *, before: int | None = None
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
+    """Progress and tensors of the newest complete checkpoint (of a step below `before`); None when there is none.
 
     A torn or altered checkpoint is named in the log and passed over for the one before.
 
     Raises:
         ConfigError: the newest one was not written by this program.
     """
-    for target in _newest_first(folder):
+    for target in _newest_first(folder, before=before):
         with _passing_over(target):
             contents = {name: _content(target, name, facts) for name, facts in read_manifest(target).files.items()}
             progress = strict_object(contents.pop(PROGRESS), place=paths.join(target, PROGRESS))
@@ -151,15 +153,16 @@ def load_latest(folder: str) -> tuple[dict[str, Any], dict[str, dict[str, Tensor
     return None
 
 
-def latest_progress(folder: str) -> tuple[int, dict[str, Any]] | None:
-    """Step and progress of the newest complete checkpoint, verified one file at a time; None when there is none.
+def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dict[str, Any]] | None:
+    """Step and progress of the newest complete checkpoint (of a step below `before`), verified one file at a time.
 
-    A checkpoint is read whole once in a process; after that only its manifest and its progress are.
+    None when there is none. A checkpoint is read whole once in a process; after that only its manifest and its
+    progress are.
 
     Raises:
         ConfigError: the newest one was not written by this program.
     """
-    for target in _newest_first(folder):
+    for target in _newest_first(folder, before=before):
         with _passing_over(target):
             manifest = read_manifest(target)
             verify(target, manifest)
@@ -168,9 +171,9 @@ def latest_progress(folder: str) -> tuple[int, dict[str, Any]] | None:
     return None
 
 
-def latest_step(folder: str) -> int:
-    """Step of the newest complete checkpoint; 0 when there is none."""
-    found = latest_progress(folder)
+def latest_step(folder: str, *, before: int | None = None) -> int:
+    """Step of the newest complete checkpoint (of a step below `before`); 0 when there is none."""
+    found = latest_progress(folder, before=before)
     return found[0] if found else 0
 
 
@@ -191,6 +194,16 @@ def verify(target: str, manifest: Manifest) -> None:
     _verified[target] = digest
 
 
+def remove_after(folder: str, step: int) -> None:
+    """Remove the checkpoints of later steps: the run goes back to `step` and on in another way."""
+    for later in steps_in(folder):
+        if later > step:
+            target = paths.join(folder, folder_name(later))
+            paths.remove_tree(paths.join(target, COMMIT))
+            paths.remove_tree(target)
+            _verified.pop(target, None)
+
+
 def _write(draft: Draft, name: str, chunks: Iterator[memoryview]) -> None:
     digest, num_bytes = hashlib.sha256(), 0
 
@@ -205,8 +218,9 @@ def _write(draft: Draft, name: str, chunks: Iterator[memoryview]) -> None:
     draft.files[name] = FileFacts(num_bytes, digest.hexdigest())
 
 
-def _newest_first(folder: str) -> list[str]:
-    return [paths.join(folder, folder_name(step)) for step in reversed(steps_in(folder))]
+def _newest_first(folder: str, *, before: int | None = None) -> list[str]:
+    steps = [step for step in steps_in(folder) if before is None or step < before]
+    return [paths.join(folder, folder_name(step)) for step in reversed(steps)]
 
 
 @contextmanager

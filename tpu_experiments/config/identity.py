@@ -9,6 +9,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 
 # None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
+# `trainer.guard` does once a step went wrong, and then its settings are what somebody changes to go on.
 MAY_CHANGE = (
     "hw.",
     "sharding.",
@@ -33,6 +34,7 @@ MAY_CHANGE = (
     "trainer.on_recompile",
     "trainer.trace_every_steps",
     "trainer.profile.",
+    "trainer.guard.",
 )
 
 

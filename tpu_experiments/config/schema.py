@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.guarding import GuardConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
 from tpu_experiments.config.preparing import LoaderConfig, PrepareConfig
@@ -155,6 +156,8 @@ class TrainerConfig:
     does not fit into the chips of `hw`: it is refused, it is logged, or nobody looks."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Steps that are profiled into `<run>/profile`."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Steps that are not finite, and losses that jump."""
     trace_every_steps: int = number(default=50, at_least=1)
     """Calls of a program between two for which Python builds its graph anew (xla runtime); the others run the graph of
     before. A value that Python computes and that changes is found that late; 1 builds it for every call."""

@@ -152,7 +152,13 @@ def train_process(
         write_provenance(folder, facts)
         log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
     outputs = RunOutputs(
-        config, folder, inputs=inputs, loggers=loggers, provenance=facts, promise=promised(config, rank=runtime.rank)
+        config,
+        folder,
+        inputs=inputs,
+        loggers=loggers,
+        provenance=facts,
+        promise=promised(config, rank=runtime.rank),
+        reopened=lambda: make_loggers(config, folder, inputs),
     )
     trainer: Any = locate(config.trainer._target_, key="trainer")
     try:

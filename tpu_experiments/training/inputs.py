@@ -3,7 +3,7 @@
 `RunInputs` is made once before any device and handed to every process.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -95,20 +95,30 @@ def stage_steps(rows: OrderedRows, stage: Stage, *, config: Config) -> int:
 
 
 def step_batches(
-    rows: OrderedRows, stage: Stage, *, config: Config, first: int, process: tuple[int, int]
+    rows: OrderedRows,
+    stage: Stage,
+    *,
+    config: Config,
+    first: int,
+    process: tuple[int, int],
+    left_out: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
     """The batches of a stage from step `first` to its last; `process` is (rank, world size).
 
-    A batch depends on its step alone: a run that goes on, on whatever devices, takes the row after the last one.
+    A batch depends on its step alone: a run that goes on, on whatever devices, takes the row after the last one. The
+    steps `left_out` have a place in the schedule and no batch.
     """
     geometry = stage.geometry
     num_steps = stage_steps(rows, stage, config=config)
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
+    last = next((step for step in range(num_steps - 1, first, -1) if step not in left_out), first)
     for step in range(first, num_steps):
+        if step in left_out:
+            continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = cut(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
         mine = whole.slice_process(*process)
-        info = StepInfo(step, lr, mine.labels, whole.num_tokens, is_last=step + 1 == num_steps)
+        info = StepInfo(step, lr, mine.labels, whole.num_tokens, is_last=step == last)
         yield info, training_tensors(mine, geometry, lr=lr)
 
 

@@ -120,7 +120,7 @@ class Meters:
         return {"measured_steps": float(self.totals.steps)} | {name: known.get(name) for name in RATES}
 
     def _part(self, reading: Reading, span: Mark) -> Totals:
-        steps, geometry = len(reading.losses), self._geometry
+        steps, geometry = reading.num_steps, self._geometry
         assert geometry is not None, "a stage has begun"
         part = Totals(steps, span.seconds, span.trace, span.input_wait, reading.num_tokens, reading.num_supervised)
         flops = self.flops.get(geometry.seq_len)

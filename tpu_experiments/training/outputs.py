@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpu_experiments.config.schema import Config
@@ -36,14 +36,23 @@ class RunOutputs:
         loggers: Loggers | None,
         provenance: dict[str, Any],
         promise: Promise,
+        reopened: Callable[[], Loggers] = lambda: Loggers({}),
     ) -> None:
+        """`reopened` makes the loggers as at the start of a run that goes on from its newest checkpoint."""
         self.config, self.folder, self.inputs = config, folder, inputs
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
+        self.reopened = reopened
         self.adapter_path: str | None = None
         self.export_digest: str | None = None
         self.sample_texts: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
         self._tokens = 0
+
+    def rewind(self) -> None:
+        """Start the loggers anew after a rollback: each drops what it wrote after the checkpoint gone back to."""
+        if self.loggers is not None:
+            self.loggers.finish()
+            self.loggers = self.reopened()
 
     def close(self) -> None:
         """Finish the loggers; nothing is logged afterwards."""
@@ -61,11 +70,14 @@ class RunOutputs:
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
         }
-        every, first = self.config.trainer.norms_every_steps, reading.losses[0][0]
-        if every and reading.step // every > (first - 1) // every:
+        if reading.skipped:
+            values = {name: value for name, value in values.items() if math.isfinite(value)}
+            values["train/skipped"] = float(len(reading.skipped))
+        every = self.config.trainer.norms_every_steps
+        if reading.norms and every and reading.step // every > (reading.first_step - 1) // every:
             for kind, norms in zip(("grad", "update"), reading.norms, strict=True):
                 values |= {f"norms/{kind}_{group}": norm for group, norm in zip(groups, norms, strict=True)}
-        self._steps[stage] += len(reading.losses)
+        self._steps[stage] += reading.num_steps
         self._tokens += reading.num_tokens
         self.loggers.scalars(reading.step, values | meters)
 

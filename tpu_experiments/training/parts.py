@@ -20,6 +20,7 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.training.evaluate import Evaluation, Evaluator
 from tpu_experiments.training.exported import Export
+from tpu_experiments.training.guard import Guard
 from tpu_experiments.training.inputs import RunInputs, evaluation_batches
 from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.outputs import RunOutputs
@@ -46,6 +47,7 @@ class Parts:
         self.saver: Saver
         self.progress = Progress(data=inputs.audit_hashes)
         self.window = Window()
+        self.guard = Guard(config.trainer.guard, process=(runtime.rank, runtime.world_size))
         self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
         self.train_tokens = 0  # of this process's life; `progress` counts those of earlier lives too
 
@@ -99,6 +101,7 @@ class Parts:
             sum_over_processes=runtime.sum_over_processes,
             row_loss=self.row_loss,
             loop=runtime.loop,
+            lay=runtime.lay,
             norm_groups=self.norm_groups,
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.held)

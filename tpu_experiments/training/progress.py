@@ -16,6 +16,29 @@ class StageRecord:
 
 
 @dataclass
+class GuardState:
+    """What the guard over losses and gradients (training/guard.py) knows; steps are numbered from 1 over the run."""
+
+    seen: int = 0
+    """The last step whose report was looked at."""
+    streak: list[int] = field(default_factory=list)
+    """Steps without an update, up to `seen`; empty once a step after them was finite."""
+    spikes: list[int] = field(default_factory=list)
+    """Steps whose loss jumped, since values were read for a log record."""
+    recent: list[float] = field(default_factory=list)
+    """The last finite losses of this stage."""
+    skipped: int = 0
+    """Steps without an update so far."""
+    rollbacks: int = 0
+    passed_over: list[list[int]] = field(default_factory=list)
+    """First and last of steps whose batches are left out; they count as steps all the same."""
+
+    def passes_over(self, step: int) -> bool:
+        """Whether this step's batch is left out."""
+        return any(first <= step <= last for first, last in self.passed_over)
+
+
+@dataclass
 class Progress:
     """Position in the curriculum; the place in the data and the schedule follow from it by arithmetic."""
 
@@ -37,10 +60,23 @@ class Progress:
     data: dict[str, str] = field(default_factory=dict)
     """`<source>@<row length>` to the audit hash of what was trained on."""
 
+    guard: GuardState = field(default_factory=GuardState)
+
     @property
     def tokens(self) -> int:
         """Tokens trained on, padding not counted."""
         return sum(record.tokens for record in self.stages)
+
+    def advance(self, stage_step: int) -> None:
+        """Be after this many steps of the stage."""
+        self.step, self.stage_step = self.step + stage_step - self.stage_step, stage_step
+        self.stages[-1].steps = stage_step
+
+    def left_out(self, num_steps: int) -> set[int]:
+        """Steps of the stage, counted from 0, from here to its last that are passed over."""
+        offset = self.step - self.stage_step + 1
+        steps = range(self.stage_step, num_steps) if self.guard.passed_over else ()
+        return {step for step in steps if self.guard.passes_over(offset + step)}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -53,4 +89,5 @@ class Progress:
         Raises:
             TypeError, KeyError: these are the values of something else.
         """
-        return cls(**{**values, "stages": [StageRecord(**record) for record in values["stages"]]})
+        stages = [StageRecord(**record) for record in values["stages"]]
+        return cls(**{**values, "stages": stages, "guard": GuardState(**values.get("guard", {}))})

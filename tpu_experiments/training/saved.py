@@ -42,14 +42,20 @@ def snapshot(progress: Progress, *, parameters: Mapping[str, Tensor], state: Sta
 
 
 def read_state(
-    folder: str, *, parameters: dict[str, Tensor], state: State, place: Callable[..., Tensor]
+    folder: str,
+    *,
+    parameters: dict[str, Tensor],
+    state: State,
+    place: Callable[..., Tensor],
+    before: int | None = None,
 ) -> Progress | None:
-    """Put the newest complete checkpoint where the run's own tensors are; None when there is none.
+    """Put the newest complete checkpoint (of a step below `before`) where the run's own tensors are; None when there is
+    none.
 
     Raises:
         ConfigError: it has other tensors than the run.
     """
-    found = load_latest(folder)
+    found = load_latest(folder, before=before)
     if found is None:
         return None
     values, groups = found

@@ -33,7 +33,7 @@ class StepOutput:
     loss: Tensor
     """Mean loss in nats per supervised token of the global batch, shape ()."""
     grad_norm: Tensor
-    """Global gradient norm before clipping, shape ()."""
+    """Global gradient norm before clipping, shape (). Where it or the loss is not finite, nothing was updated."""
     row_losses_AR: Tensor
     """Loss sum of every row of this process, nats; names the rows when it is not finite."""
     num_supervised: Tensor
@@ -79,16 +79,20 @@ class TrainStep:
         sum_over_processes: SumOverProcesses,
         row_loss: RowLoss = next_token_loss,
         loop: Loop = python_loop,
+        lay: Lay = as_it_lies,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.norm_groups = norm_groups
         self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
-        self.sum_over_processes, self.row_loss, self.loop = sum_over_processes, row_loss, loop
+        self.sum_over_processes, self.row_loss = sum_over_processes, row_loss
+        self.loop, self.lay = loop, lay
 
     def __call__(
         self, parameters: Mapping[str, Tensor], state: State, batch: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], State, StepOutput]:
         """New parameters, new state and the report; nothing is changed in place.
+
+        A step whose loss or gradient norm is not finite leaves parameters and state, its count included, as they are.
 
         Args:
             parameters: float32 trainable parameters by name.
@@ -106,9 +110,15 @@ class TrainStep:
             new_parameters, new_state = self.optimizer.update(
                 parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
             )
+            # Sums over all processes and devices, so all of them update or none. In the update's own loops: no pass.
+            is_finite = torch.isfinite(loss) & torch.isfinite(norm)
+            new_parameters = kept(parameters, new_parameters, where=is_finite)
+            new_state = {name: kept(slots, new_state[name], where=is_finite) for name, slots in state.items()}
             norms = None
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
+            # Whole on every device: reading a split one takes a program of its own, in the midst of a run.
+            row_losses_AR = self.lay(row_losses_AR, axes=())
         return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms)
 
     def gradients(
@@ -139,6 +149,11 @@ class TrainStep:
         zeros = tuple(torch.zeros_like(value) for value in values)
         summed, (row_losses_AR,) = self.loop(body, carry=zeros, xs=xs, consts=(total, *values))
         return list(summed), row_losses_AR
+
+
+def kept(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
+    """The new tensors where `where`, shape (), is true, else the old ones."""
+    return {name: torch.where(where, new[name], tensor) for name, tensor in old.items()}
 
 
 def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping[str, Tensor], State]) -> None:

@@ -52,6 +52,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         **_quality(ending),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,
+        "guard": {name: getattr(progress.guard, name) for name in ("skipped", "rollbacks", "passed_over")},
         "tokens": progress.tokens,
         "tokens_per_second": ending.tokens_per_second,
         "meters": ending.meters,
@@ -101,6 +102,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
             f"{s['first_train_loss']:.4f} -> {s['last_train_loss']:.4f}"
             for s in result["stages"]
         ),
+        *_guard_lines(result["guard"]),
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s; seconds: {times}",
         *promise_line(result.get("plan")),
@@ -129,6 +131,17 @@ def _step_lines(meters: dict[str, float | None]) -> list[str]:
     ]
     shares = [f"{name.upper()} {100 * share:.1f} %" for name in ("mfu", "hfu") if (share := meters[name]) is not None]
     return [f"  a step          {1000 * seconds:,.0f} ms: {', '.join([*parts, *shares])}"]
+
+
+def _guard_lines(guard: dict[str, Any]) -> list[str]:
+    """Steps that came to nothing, where there were any."""
+    parts = []
+    if guard["skipped"]:
+        parts.append(f"{guard['skipped']} updates left out, their loss or gradient was not finite")
+    if guard["rollbacks"]:
+        steps = ", ".join(f"{first} to {last}" for first, last in guard["passed_over"])
+        parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} passed over")
+    return [f"  guard           {'; '.join(parts)}"] if parts else []
 
 
 def _cache_text(cache: dict[str, Any] | None) -> str:

@@ -10,9 +10,11 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from tpu_experiments.checkpoint.store import remove_after
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.training.evaluate import Evaluation
+from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.inputs import (
     StepInfo,
     program_shapes,
@@ -20,7 +22,6 @@ from tpu_experiments.training.inputs import (
     stage_steps,
     step_batches,
 )
-from tpu_experiments.training.parts import Parts
 from tpu_experiments.training.profiling import Profiler
 from tpu_experiments.training.progress import StageRecord
 from tpu_experiments.training.sample import prompt_ids
@@ -28,12 +29,13 @@ from tpu_experiments.training.saved import Snapshot, read_state, snapshot
 from tpu_experiments.training.step import StepOutput, seed_of
 from tpu_experiments.training.stop import StoppedByRequest
 from tpu_experiments.training.summary import Ending
-from tpu_experiments.training.window import Pending, Reading, TrainingStopped
+from tpu_experiments.training.watched import Watched
+from tpu_experiments.training.window import Pending, TrainingStopped
 
 log = logging.getLogger(__name__)
 
 
-class Trainer(Parts):
+class Trainer(Watched):
     """One run in one process; with several processes each has one and only rank 0 writes."""
 
     # ---- the run --------------------------------------------------------------------------------------------
@@ -51,8 +53,11 @@ class Trainer(Parts):
         try:
             if self.progress.eval_loss_before is None:
                 self.look_before()
-            for stage in self.inputs.stages[self.progress.stage :]:
-                self.run_stage(stage)
+            while self.progress.stage < len(self.inputs.stages):
+                try:
+                    self.run_stage(self.inputs.stages[self.progress.stage])
+                except RollBack as wish:
+                    self.roll_back(wish)
             self.look_after()
         except UnexpectedProgram as error:
             self.stop_for(error)
@@ -65,16 +70,16 @@ class Trainer(Parts):
         num_steps = stage_steps(rows, stage, config=self.config)
         if self.progress.stage_step == 0:
             self.progress.stages.append(StageRecord(stage.name))
+            self.progress.guard.recent = []
             if stage.optimizer == "fresh" and stage.index > 0:
                 self.state.update(self.fresh_state())
         log.info(
             "stage %s: %d steps over %d rows of %s", stage.name, num_steps, rows.num_rows, ", ".join(stage.sources)
         )
-        compiling = self.runtime.counters().compile_seconds
-        tokens = self.progress.tokens
+        first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
         process = (self.runtime.rank, self.runtime.world_size)
-        batches = step_batches(rows, stage, config=self.config, first=self.progress.stage_step, process=process)
-        with self.watch.measure("train"):
+        batches = step_batches(rows, stage, config=self.config, first=first, process=process, left_out=left_out)
+        with self.watch.measure("train"), self.counted():
             self.meters.begin(stage.geometry)
             with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
                 for info, batch in self.meters.timed(feed):
@@ -82,15 +87,16 @@ class Trainer(Parts):
                     self.train_one(info, batch)
                     self.profile_up_to_here(last=info.is_last)
                     self.between_steps(last=info.is_last)
-            assert self.progress.stage_step == num_steps, "the feed ended before the stage"
+            assert left_out.issuperset(range(self.progress.stage_step, num_steps)), "the feed ended before the stage"
+            self.progress.advance(num_steps)
             self.settle()
-        self.train_compile_seconds += self.runtime.counters().compile_seconds - compiling
-        self.train_tokens += self.progress.tokens - tokens
+            self.heed_guard()
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
         self.save(ends_stage=True)
 
     def train_one(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
+        self.progress.advance(info.stage_step)
         self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.rank))
         step = self.progress.step + 1
         due = step % self.config.trainer.log_every_steps == 0 or info.is_last
@@ -103,9 +109,8 @@ class Trainer(Parts):
             self.window.read(steps)
 
         pending.output = self.step_program(batch, then=read if due else None)
-        self.progress.step, self.progress.stage_step = step, info.stage_step + 1
+        self.progress.advance(info.stage_step + 1)
         self.progress.peak_lr = max(self.progress.peak_lr, info.lr)
-        self.progress.stages[-1].steps = info.stage_step + 1
         self.progress.stages[-1].tokens += info.num_tokens
 
     def between_steps(self, *, last: bool) -> None:
@@ -120,26 +125,26 @@ class Trainer(Parts):
                 self.report_evaluation(self.timed_evaluation())
         agrees = step % config.trainer.log_every_steps == 0 or self.runtime.world_size == 1
         self.saver.look(agrees=agrees)
-        if agrees and self.runtime.any_process(self.stop.requested):
-            self.save()
-            raise StoppedByRequest
-        if self.saver.is_due(step, is_evaluated=is_evaluated, agrees=agrees) and not last:
+        if agrees:
+            self.heed_guard()
+            if self.runtime.any_process(self.stop.requested):
+                self.save()
+                raise StoppedByRequest
+        if self.saver.is_due(step, is_evaluated=is_evaluated, agrees=agrees) and not last and self.is_sound():
             self.save(is_interval=True)
 
-    def record(self, readings: list[Reading]) -> None:
-        """Hand log records to the loggers and keep the stage's first and last loss."""
-        for reading in readings:
-            stage = self.progress.stages[-1]
-            if stage.first_train_loss is None:
-                stage.first_train_loss = reading.losses[0][1]
-            stage.last_train_loss = reading.losses[-1][1]
-            meters = self.meters.values(reading)
-            self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
-
-    def settle(self) -> None:
-        """Wait for the device, and record what it has done."""
-        self.runtime.wait()
-        self.record(self.window.drain())
+    def roll_back(self, wish: RollBack) -> None:
+        """Go back to the last good checkpoint; from there on the steps that did it are passed over."""
+        folder, before = self.outputs.folder.path("checkpoints"), self.progress.guard
+        self.saver.join()
+        target = self.guard.target(wish, before, folder=folder)
+        self.window.clear()
+        self.restore(before=target + 1)
+        self.progress.guard = self.guard.went_back(wish, found=self.progress.guard, before=before)
+        self.runtime.barrier("rolled back")
+        if self.runtime.rank == 0:
+            remove_after(folder, self.progress.step)
+        self.outputs.rewind()
 
     def profile_from_here(self) -> None:
         """Begin the profile where the next step is its first."""
@@ -169,6 +174,7 @@ class Trainer(Parts):
         """Held-out loss, a sample, the export and result.json."""
         evaluation = self.timed_evaluation()
         self.report_evaluation(evaluation)
+        self.guard.last_word(evaluation.loss, self.progress.guard)
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
             self.outputs.export(self.model)
@@ -219,6 +225,7 @@ class Trainer(Parts):
         With `is_interval` it may be written by another thread while the run goes on; else it is complete on return.
         """
         self.settle()
+        self.look_at_unread()
         with self.watch.measure("checkpoint"), self.meters.aside():
             step = self.progress.step
             self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
@@ -228,11 +235,11 @@ class Trainer(Parts):
         """Copies of everything that changes."""
         return snapshot(self.progress, parameters=self.parameters, state=self.state)
 
-    def restore(self) -> None:
-        """Go on from the newest complete checkpoint of the run folder, if there is one."""
+    def restore(self, *, before: int | None = None) -> None:
+        """Go on from the newest complete checkpoint of the run folder (of a step below `before`), if there is one."""
         self.saver.join()
         folder, place = self.outputs.folder.path("checkpoints"), self.runtime.place
-        found = read_state(folder, parameters=self.parameters, state=self.state, place=place)
+        found = read_state(folder, parameters=self.parameters, state=self.state, place=place, before=before)
         if found is not None:
             self.progress = found
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)

@@ -49,6 +49,19 @@ class Pending:
     """When it was queued."""
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A step whose loss or gradient norm was not finite."""
+
+    step: int
+    lr: float
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    rows: list[str]
+    """`source:row` of this process's rows whose own loss is not finite."""
+
+
 @dataclass
 class Reading:
     """One log record."""
@@ -56,7 +69,7 @@ class Reading:
     step: int
     lr: float
     losses: list[tuple[int, float]]
-    """(step, loss) of every step since the record before."""
+    """(step, loss) of every finite step since the record before."""
     grad_norm: float
     num_tokens: int
     time: float
@@ -65,12 +78,26 @@ class Reading:
     mark: Mark = Mark()
     """When the last of its steps was queued."""
     norms: list[list[float]] = field(default_factory=list)
-    """Of the last step: norms of gradient and update by group; empty where none are computed."""
+    """Of the last finite step: norms of gradient and update by group; empty where none are computed."""
+    skipped: list[Skipped] = field(default_factory=list)
+    """Steps that were not finite, so that nothing was updated; they are not among `losses`."""
+    steps: list[Pending] = field(default_factory=list)
+    """What the losses are of."""
 
     @property
     def mean_loss(self) -> float:
-        """Mean over the steps of the record."""
-        return sum(loss for _, loss in self.losses) / len(self.losses)
+        """Mean over the finite steps of the record; nan without any."""
+        return sum(loss for _, loss in self.losses) / len(self.losses) if self.losses else math.nan
+
+    @property
+    def num_steps(self) -> int:
+        """All steps since the record before."""
+        return len(self.losses) + len(self.skipped)
+
+    @property
+    def first_step(self) -> int:
+        """The first of them."""
+        return min(step for step, _ in [*self.losses, *((s.step, s.loss) for s in self.skipped)])
 
 
 @dataclass
@@ -78,7 +105,7 @@ class Window:
     """The steps since the last log record."""
 
     pending: list[Pending] = field(default_factory=list)
-    inbox: "queue.SimpleQueue[Reading | TrainingStopped]" = field(default_factory=queue.SimpleQueue)
+    inbox: "queue.SimpleQueue[Reading]" = field(default_factory=queue.SimpleQueue)
 
     def close(self) -> list[Pending]:
         """Hand over the steps collected so far."""
@@ -87,43 +114,53 @@ class Window:
 
     def read(self, steps: list[Pending]) -> None:
         """Move the reports of `steps` to the host (waits for the device) into the inbox."""
-        losses, supervised = [], 0.0
-        for pending in steps:
-            assert pending.output is not None
-            loss = float(pending.output.loss.cpu())
-            if not math.isfinite(loss):
-                self.inbox.put(_non_finite(pending, loss, pending.output))
-                return
-            losses.append((pending.step, loss))
-            supervised += float(pending.output.num_supervised.cpu())
-        last = steps[-1]
-        assert last.output is not None
-        norm = float(last.output.grad_norm.cpu())
-        tokens = sum(pending.num_tokens for pending in steps)
-        norms = [] if last.output.norms is None else last.output.norms.cpu().tolist()
-        arrived = time.perf_counter()
-        self.inbox.put(Reading(last.step, last.lr, losses, norm, tokens, arrived, supervised, last.mark, norms))
+        self.inbox.put(reading_of(steps))
+
+    def unread(self) -> Reading | None:
+        """The reports that no record has been due for; they stay where they are. Waits for the device."""
+        return reading_of(self.pending) if self.pending else None
 
     def drain(self) -> list[Reading]:
-        """The readings that have arrived.
-
-        Raises:
-            TrainingStopped: a loss was not finite.
-        """
+        """The readings that have arrived."""
         readings: list[Reading] = []
         while not self.inbox.empty():
-            item = self.inbox.get()
-            if isinstance(item, TrainingStopped):
-                raise item
-            readings.append(item)
+            readings.append(self.inbox.get())
         return readings
 
+    def clear(self) -> None:
+        """Forget what is queued and what has arrived."""
+        self.close()
+        self.drain()
 
-def _non_finite(pending: Pending, loss: float, output: StepOutput) -> TrainingStopped:
-    values = output.row_losses_AR.cpu().flatten().tolist()
-    bad = [label for label, value in zip(pending.labels, values, strict=True) if not math.isfinite(value)]
-    rows = ", ".join(bad[:16]) or "none by itself: the parameters were not finite before"
-    return TrainingStopped(
-        f"train loss is {loss} at step {pending.step} (learning rate {pending.lr:.3g}); rows (source:row): {rows}; "
-        "the last checkpoint is from before; lower optim.lr, or look at these rows."
+
+def reading_of(steps: list[Pending]) -> Reading:
+    """The reports of `steps`, read from the device."""
+    losses: list[tuple[int, float]] = []
+    skipped: list[Skipped] = []
+    supervised, grad_norm = 0.0, math.nan
+    finite: StepOutput | None = None
+    for pending in steps:
+        output = pending.output
+        assert output is not None
+        loss, norm = float(output.loss.cpu()), float(output.grad_norm.cpu())
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            rows = [label for label, value in row_losses(pending) if not math.isfinite(value)]
+            skipped.append(Skipped(pending.step, pending.lr, loss, norm, pending.num_tokens, rows))
+            continue
+        losses.append((pending.step, loss))
+        supervised += float(output.num_supervised.cpu())
+        grad_norm, finite = norm, output
+    last = steps[-1]
+    norms = [] if finite is None or finite.norms is None else finite.norms.cpu().tolist()
+    tokens = sum(pending.num_tokens for pending in steps)
+    arrived = time.perf_counter()
+    return Reading(
+        last.step, last.lr, losses, grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps)
     )
+
+
+def row_losses(pending: Pending) -> list[tuple[str, float]]:
+    """`source:row` and loss sum of this process's rows of one step, read from the device."""
+    assert pending.output is not None
+    values = pending.output.row_losses_AR.cpu().flatten().tolist()
+    return list(zip(pending.labels, values, strict=True))

@@ -1,0 +1,175 @@
+"""The guard over losses and gradients: counts steps without an update, finds spikes, and says when to roll back.
+
+The device leaves out the update of a step that is not finite by itself (training/step.py). The guard looks at the
+reports when values are read. Its decisions depend on the reports alone, so that a run which is killed and goes on, and
+every process of a run, takes the same ones.
+"""
+
+import logging
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tpu_experiments.checkpoint.store import latest_step
+from tpu_experiments.config.guarding import GuardConfig
+from tpu_experiments.training.progress import GuardState, Progress
+from tpu_experiments.training.window import Pending, Reading, Skipped, TrainingStopped, row_losses
+
+log = logging.getLogger(__name__)
+MAX_ROWS = 16
+"""Rows that a message names."""
+
+
+@dataclass
+class RollBack(Exception):
+    """The run must go back to before step `bad`, and pass over the steps from `first` to `last`."""
+
+    first: int
+    bad: int
+    last: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; steps {self.first} to {self.last} are to be passed over"
+
+
+class Guard:
+    """What one process's run knows of its steps, kept in `Progress.guard`."""
+
+    def __init__(self, settings: GuardConfig, *, process: tuple[int, int]) -> None:
+        self.settings, (self.rank, self.world_size) = settings, process
+        self.wish: RollBack | None = None
+        self._reason = ""
+
+    def went_back(self, wish: RollBack, *, found: GuardState, before: GuardState) -> GuardState:
+        """What is known once the checkpoint is restored whose state is `found`; `before` was the state until then."""
+        self.wish = None
+        passed = [*before.passed_over, [wish.first, wish.last]]
+        log.warning(
+            "%s; rolled back to step %d; steps %d to %d are passed over", wish.reason, found.seen, wish.first, wish.last
+        )
+        return replace(found, rollbacks=before.rollbacks + 1, passed_over=passed)
+
+    def look(self, reading: Reading, progress: Progress) -> None:
+        """Take in the steps of a reading that were not seen before, and log the bad ones.
+
+        Raises:
+            TrainingStopped: a step was not finite, and `trainer.guard.action=stop`.
+        """
+        state = progress.guard
+        skipped = {each.step: each for each in reading.skipped}
+        losses, pending = dict(reading.losses), {each.step: each for each in reading.steps}
+        for step in sorted(skipped.keys() | losses.keys()):
+            if step <= state.seen:
+                continue
+            state.seen = step
+            if step in skipped:
+                self._take_skipped(skipped[step], progress)
+            else:
+                state.streak = []
+                self._take_loss(losses[step], pending.get(step), state=state, step=step)
+
+    def judge(self, reading: Reading, state: GuardState) -> None:
+        """Decide, at a log record, whether to roll back."""
+        spikes, state.spikes = [step for step in state.spikes if step <= reading.step], []
+        if len(state.streak) > self.settings.max_skipped:
+            bad, last = state.streak[0], state.streak[-1]
+            reason = self._reason or f"{len(state.streak)} steps in a row were not finite"
+        elif spikes and self.settings.spike_action == "rollback":
+            bad, last, reason = spikes[0], spikes[-1], self._reason or f"the loss jumped at step {spikes[0]}"
+        else:
+            return
+        self.wish = RollBack(self._first(bad, state), bad, last, reason)
+
+    def _first(self, bad: int, state: GuardState) -> int:
+        """The first step to pass over: `before_steps` before `bad`, those that are passed over already not counted."""
+        first, left = bad, self.settings.before_steps
+        while left and first > 1:
+            first -= 1
+            left -= not state.passes_over(first)
+        return first
+
+    def target(self, wish: RollBack, state: GuardState, *, folder: str) -> int:
+        """The step of the checkpoint to go back to: the newest from before the steps that are passed over, or, where
+        none is kept, from before the bad ones.
+
+        Raises:
+            TrainingStopped: there is none, or the run has rolled back often enough.
+        """
+        if state.rollbacks >= self.settings.max_rollbacks:
+            text = f"the run has rolled back {state.rollbacks} times (trainer.guard.max_rollbacks)"
+            raise TrainingStopped(f"{wish.reason}; {text}; the last checkpoint is from before; {REMEDY}")
+        found = latest_step(folder, before=wish.first) or latest_step(folder, before=wish.bad)
+        if not found:
+            raise TrainingStopped(f"{wish.reason}; there is no checkpoint from before to go back to; {REMEDY}")
+        return found
+
+    def last_word(self, eval_loss: float, state: GuardState) -> None:
+        """Refuse to end a run whose last steps and held-out loss were not finite.
+
+        Raises:
+            TrainingStopped: so it is.
+        """
+        if state.streak and not math.isfinite(eval_loss):
+            reason = self._reason or f"steps {state.streak[0]} to {state.streak[-1]} were not finite"
+            raise TrainingStopped(f"{reason}; and the held-out loss is {eval_loss}; {REMEDY}")
+
+    def _take_skipped(self, skipped: Skipped, progress: Progress) -> None:
+        state = progress.guard
+        text = self.sentence(skipped)
+        if self.settings.action == "stop":
+            raise TrainingStopped(f"{text}; the last checkpoint is from before; {REMEDY}")
+        if not state.streak:
+            self._reason = text
+        state.streak.append(skipped.step)
+        state.skipped += 1
+        progress.stages[-1].tokens -= skipped.num_tokens
+        if self.rank == 0 or skipped.rows:
+            log.warning("%s; its update was left out (%d so far)", text, state.skipped)
+
+    def _take_loss(self, loss: float, pending: Pending | None, *, state: GuardState, step: int) -> None:
+        """Compare a finite loss with those before it."""
+        factor, window = self.settings.spike_factor, self.settings.spike_window
+        if factor is None:
+            return
+        if len(state.recent) == window:
+            median = statistics.median(state.recent)
+            if loss > factor * median:
+                state.spikes.append(step)
+                self._reason = spike_sentence(step, loss, median=median, window=window, pending=pending)
+                log.warning("%s", self._reason)
+        state.recent = [*state.recent, loss][-window:]
+
+    def sentence(self, skipped: Skipped) -> str:
+        """What was not finite, and in which rows."""
+        if skipped.rows:
+            rows = f"rows (source:row): {named(skipped.rows)}"
+        elif self.world_size > 1:
+            rows = f"rows (source:row): none of process {self.rank}"
+        elif math.isfinite(skipped.loss):
+            rows = "rows (source:row): none by itself: the gradient is not finite"
+        else:
+            rows = "rows (source:row): none by itself: the parameters were not finite before"
+        what = "train loss" if not math.isfinite(skipped.loss) else "gradient norm"
+        value = skipped.loss if not math.isfinite(skipped.loss) else skipped.grad_norm
+        return f"{what} is {value} at step {skipped.step} (learning rate {skipped.lr:.3g}); {rows}"
+
+
+REMEDY = "lower optim.lr, or look at these rows."
+
+
+def spike_sentence(step: int, loss: float, *, median: float, window: int, pending: Pending | None) -> str:
+    """How far a loss jumped, and this process's rows with the largest loss sums."""
+    text = f"train loss is {loss:.4f} at step {step}, {loss / max(median, 1e-9):.1f} times the median {median:.4f} "
+    text += f"of the {window} steps before"
+    if pending is None or pending.output is None:
+        return text
+    worst = sorted(row_losses(pending), key=lambda each: -each[1])[:4]
+    return f"{text}; rows with the largest loss sums (source:row): {named([label for label, _ in worst])}"
+
+
+def named(rows: Sequence[str]) -> str:
+    """Some of the rows, and how many more there are."""
+    more = f" and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
+    return ", ".join(rows[:MAX_ROWS]) + more

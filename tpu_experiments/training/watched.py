@@ -1,0 +1,64 @@
+"""What a trainer does with the reports of its steps: log them, count them, and have the guard look at them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tpu_experiments.training.parts import Parts
+from tpu_experiments.training.window import Reading
+
+
+class Watched(Parts):
+    """Base of `Trainer` between making things and running them."""
+
+    def record(self, readings: list[Reading]) -> None:
+        """Hand log records to the loggers and keep the stage's first and last loss."""
+        for reading in readings:
+            if self.guard.wish is not None:
+                return  # what comes later is undone, and is not the same in every process
+            stage = self.progress.stages[-1]
+            if reading.losses:
+                if stage.first_train_loss is None:
+                    stage.first_train_loss = reading.losses[0][1]
+                stage.last_train_loss = reading.losses[-1][1]
+            self.guard.look(reading, self.progress)
+            self.guard.judge(reading, self.progress.guard)
+            meters = self.meters.values(reading)
+            self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
+
+    def settle(self) -> None:
+        """Wait for the device, and record what it has done."""
+        self.runtime.wait()
+        self.record(self.window.drain())
+
+    def heed_guard(self) -> None:
+        """Leave the stage when a process's guard wants to roll back; all processes come here at the same step.
+
+        Raises:
+            RollBack: the same in every process.
+        """
+        if self.runtime.any_process(self.guard.wish is not None):
+            self.settle()  # after it every process has read the same reports
+            assert self.guard.wish is not None, "two processes have read different losses"
+            raise self.guard.wish
+
+    def is_sound(self) -> bool:
+        """Whether the last step's update was applied; a checkpoint in a streak of others would push out a good one."""
+        self.settle()
+        self.look_at_unread()
+        return not self.progress.guard.streak
+
+    def look_at_unread(self) -> None:
+        """Have the guard know all steps so far, whatever is due; after a settle."""
+        reading = self.window.unread()
+        if reading is not None:
+            self.guard.look(reading, self.progress)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count compilation and tokens of a stage, or of what was done of it before it is left."""
+        compiling, tokens = self.runtime.counters().compile_seconds, self.progress.tokens
+        try:
+            yield
+        finally:
+            self.train_compile_seconds += self.runtime.counters().compile_seconds - compiling
+            self.train_tokens += self.progress.tokens - tokens
