@@ -49,6 +49,17 @@ def test_a_resumed_run_has_one_curve(place: str, make_context: MakeContext) -> N
     assert [record["step"] for record in records(context)] == [0, 1, 2, 3, 4, 5]
 
 
+def test_an_evaluation_behind_the_last_checkpoint_is_there_once(make_context: MakeContext) -> None:
+    logger = start(make_context(), steps=[1, 2])
+    logger.scalars(2, {"eval/loss": 3.0})
+    logger.finish()
+    logger = JsonlLogger(make_context(resume_step=2))
+    logger.scalars(2, {"eval/loss": 3.0})
+    logger.text(2, tag="sample_after", text="a")
+    logger.finish()
+    assert [sorted(record)[0] for record in records(make_context())] == ["step", "step", "eval/loss", "sample_after"]
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_over(make_context: MakeContext) -> None:
     start(make_context(), steps=[0, 1, 2]).finish()
     context = make_context()

@@ -15,6 +15,7 @@ from tpu_experiments.config.guarding import GuardConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
 from tpu_experiments.config.preparing import LoaderConfig, PrepareConfig
+from tpu_experiments.config.resuming import ResumeCheckTaskConfig
 from tpu_experiments.config.sources import (
     DataSourceConfig,
     LoraConfig,
@@ -224,7 +225,7 @@ class Config:
 
 
 GROUPS: dict[str, dict[str, type]] = {
-    "task": {"base_plan": PlanTaskConfig, "base": TaskConfig},
+    "task": {"base_plan": PlanTaskConfig, "base_resume_check": ResumeCheckTaskConfig, "base": TaskConfig},
     "model": {"base": ModelConfig},
     "hw": {"base": HwConfig},
     "curriculum": {"base": CurriculumConfig},

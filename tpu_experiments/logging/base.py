@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 class MetricLogger(Protocol):
     """A place metrics are written to.
 
+    A class may have `rows(step, labels)` too: it is given `source:row` of every row of the global batch when a step is
+    queued, which may be repeated when the run is killed before its next checkpoint.
+
     A class may set `on_error = "drop"`: its errors are logged, it is dropped, and the run goes on.
     """
 
@@ -62,6 +65,10 @@ class Loggers:
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
         """See MetricLogger."""
         self._each(lambda logger: logger.hparams(values, metrics))
+
+    def rows(self, step: int, labels: list[str]) -> None:
+        """See MetricLogger."""
+        self._each(lambda logger: logger.rows(step, labels) if hasattr(logger, "rows") else None)
 
     def finish(self) -> None:
         """Finish every logger, also after one of them failed, then raise the first error.

@@ -1,7 +1,9 @@
 """metrics.jsonl: one JSON object a line, `{"step", "time", ...}`; `time` in unix seconds.
 
 A run that was killed and resumed leaves one curve: records after the checkpoint it resumed from are
-dropped before the first new one. Non-finite values are written as null.
+dropped before the first new one, and a record of that very step which is there already (the evaluation
+behind the last checkpoint, when what follows it was killed) is not written again. Non-finite values are
+written as null.
 """
 
 import json
@@ -22,8 +24,10 @@ class JsonlLogger:
     def __init__(self, context: LoggerContext) -> None:
         self._mirror = Mirror.of_file(context.run_folder.path("metrics.jsonl"))
         local = str(self._mirror.local)
+        self._resume_step, self._kept = context.resume_step, set[frozenset[str]]()
         if paths.exists(local):
-            _keep_until(local, step=context.resume_step)
+            kept = _keep_until(local, step=context.resume_step)
+            self._kept = {frozenset(record) for record in kept if record["step"] == context.resume_step}
         self._file = self._mirror.local.open("a", encoding="utf-8")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -43,17 +47,21 @@ class JsonlLogger:
         self._mirror.close()
 
     def _write(self, record: dict[str, Any]) -> None:
+        if record["step"] == self._resume_step and frozenset(record) in self._kept:
+            return
         self._file.write(strict_json.dumps(record) + "\n")
         self._file.flush()
         self._mirror.upload_if_due()
 
 
-def _keep_until(path: str, *, step: int) -> None:
-    """Keep the records up to `step`; a start from 0 keeps none, for it writes step 0 again."""
+def _keep_until(path: str, *, step: int) -> list[dict[str, Any]]:
+    """Keep the records up to `step`, and return them; a start from 0 keeps none, for it writes step 0 again."""
     *lines, torn = paths.read_text(path).split("\n")  # splitlines would also cut at U+2028 inside a text
     if torn:
         log.warning("%s: dropped its last line, torn when the run was killed", path)
-    kept = [line for line in lines if step > 0 and json.loads(line)["step"] <= step]
+    read = [(line, json.loads(line)) for line in lines]
+    kept = [(line, record) for line, record in read if step > 0 and record["step"] <= step]
     if len(kept) < len(lines):
         log.info("%s: dropped %d records after step %d", path, len(lines) - len(kept), step)
-    paths.write_text_atomic(path, "".join(f"{line}\n" for line in kept))
+    paths.write_text_atomic(path, "".join(f"{line}\n" for line, _ in kept))
+    return [record for _, record in kept]

@@ -59,7 +59,7 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
 
 
 def _xla_child(index: int, parent: int, main: Main, config: Config, args: tuple[Any, ...]) -> None:
-    _die_with(parent)
+    die_with(parent)
     main(make_runtime(config, process=index), config, *args)
 
 
@@ -97,7 +97,7 @@ def _forward_signals() -> None:
 
 
 def _eager_child(rank: int, parent: int, port: int, payload: bytes) -> None:
-    _die_with(parent)
+    die_with(parent)
     import torch.distributed as dist
 
     main, config, args = pickle.loads(payload)
@@ -117,7 +117,7 @@ def _eager_child(rank: int, parent: int, port: int, payload: bytes) -> None:
         dist.destroy_process_group()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends; end at once if it already has."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

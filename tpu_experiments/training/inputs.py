@@ -53,6 +53,8 @@ class StepInfo:
     lr: float
     labels: list[str]
     """`source:row` of every row of this process."""
+    global_labels: list[str]
+    """The same of the global batch."""
     num_tokens: int
     """Tokens of the global batch that are not padding."""
     is_last: bool
@@ -118,7 +120,7 @@ def step_batches(
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = cut(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
         mine = whole.slice_process(*process)
-        info = StepInfo(step, lr, mine.labels, whole.num_tokens, is_last=step == last)
+        info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
         yield info, training_tensors(mine, geometry, lr=lr)
 
 

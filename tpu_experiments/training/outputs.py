@@ -81,6 +81,11 @@ class RunOutputs:
         self._tokens += reading.num_tokens
         self.loggers.scalars(reading.step, values | meters)
 
+    def rows(self, step: int, labels: list[str]) -> None:
+        """The rows of the global batch of a step that is queued."""
+        if self.loggers is not None:
+            self.loggers.rows(step, labels)
+
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Held-out loss and perplexity, over all sources and for each."""
         if self.loggers is None:

@@ -57,6 +57,8 @@ class Progress:
     eval_step: int = -1
     """Latest held-out loss, and after how many steps it was."""
     sample_before: str | None = None
+    open_losses: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss) of the steps since the last log record, which the next record is a mean over as well."""
     data: dict[str, str] = field(default_factory=dict)
     """`<source>@<row length>` to the audit hash of what was trained on."""
 
@@ -89,5 +91,7 @@ class Progress:
         Raises:
             TypeError, KeyError: these are the values of something else.
         """
+        losses = [(step, loss) for step, loss in values.get("open_losses", [])]
         stages = [StageRecord(**record) for record in values["stages"]]
-        return cls(**{**values, "stages": stages, "guard": GuardState(**values.get("guard", {}))})
+        guard = GuardState(**values.get("guard", {}))
+        return cls(**{**values, "stages": stages, "guard": guard, "open_losses": losses})

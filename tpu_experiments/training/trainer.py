@@ -102,6 +102,7 @@ class Trainer(Watched):
         due = step % self.config.trainer.log_every_steps == 0 or info.is_last
         pending = Pending(step, info.lr, info.labels, info.num_tokens, mark=self.meters.mark())
         self.window.pending.append(pending)
+        self.outputs.rows(step, info.global_labels)
         steps = self.window.close() if due else []
 
         def read(output: StepOutput) -> None:
@@ -226,6 +227,7 @@ class Trainer(Watched):
         """
         self.settle()
         self.look_at_unread()
+        self.progress.open_losses = self.window.open_losses()
         with self.watch.measure("checkpoint"), self.meters.aside():
             step = self.progress.step
             self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
@@ -241,7 +243,7 @@ class Trainer(Watched):
         folder, place = self.outputs.folder.path("checkpoints"), self.runtime.place
         found = read_state(folder, parameters=self.parameters, state=self.state, place=place, before=before)
         if found is not None:
-            self.progress = found
+            self.progress, self.window.carried = found, list(found.open_losses)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
 
     def stop_for(self, error: UnexpectedProgram) -> NoReturn:

@@ -7,6 +7,7 @@ XLA, and puts the numbers into an inbox that the loop empties when it passes by.
 import math
 import queue
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 
 from tpu_experiments.training.step import StepOutput
@@ -83,6 +84,8 @@ class Reading:
     """Steps that were not finite, so that nothing was updated; they are not among `losses`."""
     steps: list[Pending] = field(default_factory=list)
     """What the losses are of."""
+    num_carried: int = 0
+    """How many of the losses, the first ones, an earlier life of the run computed."""
 
     @property
     def mean_loss(self) -> float:
@@ -91,8 +94,8 @@ class Reading:
 
     @property
     def num_steps(self) -> int:
-        """All steps since the record before."""
-        return len(self.losses) + len(self.skipped)
+        """All steps since the record before that this life of the run did."""
+        return len(self.losses) - self.num_carried + len(self.skipped)
 
     @property
     def first_step(self) -> int:
@@ -106,6 +109,12 @@ class Window:
 
     pending: list[Pending] = field(default_factory=list)
     inbox: "queue.SimpleQueue[Reading]" = field(default_factory=queue.SimpleQueue)
+    carried: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss) of the steps since the last record that an earlier life of the run did; the next record has them."""
+
+    def open_losses(self) -> list[tuple[int, float]]:
+        """(step, loss) of every finite step since the last record, for a checkpoint; waits for the device."""
+        return self.carried + (reading_of(self.pending).losses if self.pending else [])
 
     def close(self) -> list[Pending]:
         """Hand over the steps collected so far."""
@@ -114,7 +123,8 @@ class Window:
 
     def read(self, steps: list[Pending]) -> None:
         """Move the reports of `steps` to the host (waits for the device) into the inbox."""
-        self.inbox.put(reading_of(steps))
+        carried, self.carried = self.carried, []
+        self.inbox.put(reading_of(steps, carried=carried))
 
     def unread(self) -> Reading | None:
         """The reports that no record has been due for; they stay where they are. Waits for the device."""
@@ -133,9 +143,9 @@ class Window:
         self.drain()
 
 
-def reading_of(steps: list[Pending]) -> Reading:
-    """The reports of `steps`, read from the device."""
-    losses: list[tuple[int, float]] = []
+def reading_of(steps: list[Pending], *, carried: Sequence[tuple[int, float]] = ()) -> Reading:
+    """The reports of `steps`, read from the device, behind the losses that were `carried` over a resume."""
+    losses = list(carried)
     skipped: list[Skipped] = []
     supervised, grad_norm = 0.0, math.nan
     finite: StepOutput | None = None
@@ -154,9 +164,8 @@ def reading_of(steps: list[Pending]) -> Reading:
     norms = [] if finite is None or finite.norms is None else finite.norms.cpu().tolist()
     tokens = sum(pending.num_tokens for pending in steps)
     arrived = time.perf_counter()
-    return Reading(
-        last.step, last.lr, losses, grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps)
-    )
+    values = (grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps), len(carried))
+    return Reading(last.step, last.lr, losses, *values)
 
 
 def row_losses(pending: Pending) -> list[tuple[str, float]]:

@@ -1,0 +1,75 @@
+"""What a run does, step by step, in a local file; and a kill after a chosen step: the witness of task=resume_check."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from tpu_experiments.checkpoint.store import COMMIT
+from tpu_experiments.io import paths
+from tpu_experiments.logging.base import LoggerContext
+
+WAIT_SECONDS = 120.0
+
+
+class Probe:
+    """One JSON object a line, flushed: `start`, `rows` when a step is queued, `read` when its loss has arrived.
+
+    Args:
+        context: of the run.
+        path: a local file; every start of the run appends to it.
+        kill_after: SIGKILL the whole run when the loss of this step arrives; null never. A run logs a step before it
+            writes a checkpoint of it or of a later one, so what is lost is known.
+        checkpoint: step of a checkpoint that must be complete before (it may be written in the background).
+    """
+
+    def __init__(
+        self, context: LoggerContext, *, path: str, kill_after: int | None = None, checkpoint: int | None = None
+    ) -> None:
+        self._context, self._kill_after, self._checkpoint = context, kill_after, checkpoint
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (until finish)
+        self._write({"event": "start", "resume_step": context.resume_step})
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """A training record; other records are passed over."""
+        if "train/loss" not in values:
+            return
+        self._write({"event": "read", "step": step, "loss": values["train/loss"], "lr": values["train/lr"]})
+        if self._kill_after is not None and step >= self._kill_after:
+            self._kill()
+
+    def rows(self, step: int, labels: list[str]) -> None:
+        """`source:row` of every row of the global batch."""
+        self._write({"event": "rows", "step": step, "rows": labels})
+
+    def text(self, step: int, *, tag: str, text: str) -> None:
+        """Nothing."""
+
+    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event | {"time": time.time()}) + "\n")
+        self._file.flush()
+
+    def _kill(self) -> None:
+        """End this process and, where others run beside it, the one that started them all, who takes them along."""
+        self._wait_for_checkpoint()
+        if self._context.config.hw.parallel == "spawn":
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._checkpoint is None:
+            return
+        marker = self._context.run_folder.path("checkpoints", f"step_{self._checkpoint:08d}", COMMIT)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not paths.exists(marker):
+            assert time.monotonic() < deadline, f"{marker} is not there {WAIT_SECONDS} s after its step"
+            time.sleep(0.02)

@@ -1,0 +1,169 @@
+"""The lives of the two runs of a resume check: run.py in processes of its own, watched by a probe."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tpu_experiments.checkpoint.store import COMMIT, latest_step
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.launch import die_with
+from tpu_experiments.training.sources import prepared_folder
+
+log = logging.getLogger(__name__)
+WHOLE, KILLED = "whole", "killed"
+RUN = str(Path(sys.argv[0]).resolve())
+# With several threads XLA's CPU matrix products sum in an order of their own: on a busy machine an ulp differs.
+ONE_ORDER = "--xla_cpu_multi_thread_eigen=false"
+SHOWN_LINES = 20
+OURS = ("task", "name", "output_dir")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL when the loss of step `after` has arrived, with the checkpoint of step `checkpoint` complete."""
+
+    checkpoint: int
+    after: int
+    where: str
+
+
+@dataclass
+class Life:
+    """One process of a run, from its start to its end or kill."""
+
+    run: str
+    kill: Kill | None
+    started: float
+    """Unix seconds."""
+    resume_step: int = 0
+    """Step of the checkpoint it went on from; 0 from the start."""
+    rows: dict[int, list[str]] = field(default_factory=dict)
+    """`source:row` of every row, by step, in the order they were queued."""
+    read: dict[int, float] = field(default_factory=dict)
+    """Loss by step, of those that arrived."""
+    first_read: float = 0.0
+    """Unix seconds when the first loss arrived."""
+    checkpoint_after: int = 0
+    """Step of the newest complete checkpoint when it ended."""
+    checkpoint_bytes: int = 0
+    """Of the checkpoint it went on from."""
+
+
+class Children:
+    """Starts lives one after the other."""
+
+    def __init__(self, config: Config, *, place: str, witness: Path, every_steps: int) -> None:
+        self._config, self._place, self._witness = config, place, witness
+        self._common = [*kept_overrides(sys.argv[1:]), *check_overrides(config, place=place, every_steps=every_steps)]
+
+    def live(self, run: str, *, kill: Kill | None = None) -> Life:
+        """One life of a run.
+
+        Raises:
+            ConfigError: the child was refused.
+            RuntimeError: it ended otherwise than it had to.
+        """
+        events, output = self._witness / "events", self._witness / "output"
+        events.unlink(missing_ok=True)
+        checkpoints = paths.join(self._place, run, "checkpoints")
+        life = Life(run, kill, time.time(), checkpoint_bytes=size_of_newest(checkpoints))
+        parent = os.getpid()
+        log.info("%s: %s", run, f"until it is killed after step {kill.after}, {kill.where}" if kill else "to its end")
+        with output.open("wb") as file:
+            code = subprocess.run(
+                [sys.executable, RUN, *self._common, f"name={run}", logger_override(events, kill)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment(self._config),
+                preexec_fn=lambda: die_with(parent),
+                check=False,
+            ).returncode
+        self._require(code, output, kill=kill)
+        read_events(life, events)
+        life.checkpoint_after = latest_step(checkpoints)
+        return life
+
+    def _require(self, code: int, output: Path, *, kill: Kill | None) -> None:
+        if code == (-signal.SIGKILL if kill else 0):
+            return
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        if code == 2:
+            problems = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "       "))]
+            raise ConfigError("\n".join(problems) or lines[-1])
+        shown = "\n".join(lines[-SHOWN_LINES:])
+        raise RuntimeError(f"a child of task=resume_check ended with exit code {code}; its last lines:\n{shown}")
+
+
+def kept_overrides(arguments: list[str]) -> list[str]:
+    """The user's command line without what the check decides itself."""
+    keys = [(argument, argument.lstrip("+~").partition("=")[0]) for argument in arguments]
+    return [
+        argument for argument, key in keys if key not in (*OURS, "-m", "--multirun") and not key.startswith("task.")
+    ]
+
+
+def check_overrides(config: Config, *, place: str, every_steps: int) -> list[str]:
+    """Where a child writes, how long its stages are, when it saves; of the loggers it keeps metrics.jsonl."""
+    cache = compile_cache_folder(config, process=0)
+    if cache is not None and config.hw.parallel == "spawn":
+        cache = os.path.dirname(cache)
+    overrides = [
+        "task=train",
+        f"output_dir='{place}'",
+        f"prepare.folder='{prepared_folder(config)}'",
+        f"hw.compile_cache='{cache or 'none'}'",
+        f"trainer.max_stage_steps={config.trainer.max_stage_steps}",
+        "trainer.log_every_steps=1",
+        "trainer.profile.start_step=null",
+        f"checkpoint.every_steps={every_steps}",
+    ]
+    return overrides + [f"~logger.{name}" for name in config.logger if name != "jsonl"]
+
+
+def logger_override(events: Path, kill: Kill | None) -> str:
+    """metrics.jsonl, and the logger that witnesses a child and kills it."""
+    options = f"path: '{events}'"
+    if kill is not None:
+        options += f", kill_after: {kill.after}, checkpoint: {kill.checkpoint}"
+    loggers = "tpu_experiments.logging"
+    probe = f"probe: {{_target_: {loggers}.probe.Probe, options: {{{options}}}}}"
+    return f"+logger={{jsonl: {{_target_: {loggers}.jsonl.JsonlLogger}}, {probe}}}"
+
+
+def environment(config: Config) -> dict[str, str]:
+    """This process's, with one order of summation where the CPU computes."""
+    values = dict(os.environ)
+    if config.hw.runtime == "xla" and config.hw.device == "cpu":
+        values["XLA_FLAGS"] = f"{values.get('XLA_FLAGS', '')} {ONE_ORDER}".strip()
+    return values
+
+
+def read_events(life: Life, file: Path) -> None:
+    """What the probe of a child wrote."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["event"] == "start":
+            life.resume_step = event["resume_step"]
+        elif event["event"] == "rows":
+            life.rows[event["step"]] = event["rows"]
+        else:
+            life.first_read = life.first_read or event["time"]
+            life.read[event["step"]] = event["loss"]
+
+
+def size_of_newest(checkpoints: str) -> int:
+    """Bytes of the newest complete checkpoint, as its commit record has them; 0 where there is none."""
+    step = latest_step(checkpoints)
+    if not step:
+        return 0
+    commit = json.loads(paths.read_text(paths.join(checkpoints, f"step_{step:08d}", COMMIT)))
+    return sum(facts["bytes"] for facts in commit["files"].values())

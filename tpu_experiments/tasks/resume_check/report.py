@@ -1,0 +1,61 @@
+"""The verdict and the cost of a resume, as a table and as JSON."""
+
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from tpu_experiments.tasks.resume_check.children import Life
+from tpu_experiments.tasks.resume_check.compare import Verdict
+
+MIB = 2**20
+
+
+def costs(lives: list[Life]) -> list[dict[str, Any]]:
+    """What each resume of the killed run cost; seconds are wall time of this machine."""
+    killed = lives[1:]
+    found = []
+    for before, life in pairwise(killed):
+        assert before.kill is not None, "all lives but the last end in a kill"
+        found.append(
+            {
+                "killed_after_step": max(before.read),
+                "where": before.kill.where,
+                "resumed_from_step": life.resume_step,
+                "steps_repeated": max(before.rows) - life.resume_step,
+                "seconds_to_first_step": life.first_read - life.started,
+                "bytes_read": life.checkpoint_bytes,
+            }
+        )
+    return found
+
+
+def as_json(verdict: Verdict, lives: list[Life]) -> dict[str, Any]:
+    """The content of resume_check.json."""
+    whole = lives[0]
+    return {
+        "equal": verdict.is_equal,
+        "steps": max(whole.rows),
+        "checks": [asdict(check) | {"equal": not check.difference} for check in verdict.checks],
+        "resumes": costs(lives),
+        "uninterrupted_seconds_to_first_step": whole.first_read - whole.started,
+    }
+
+
+def as_text(verdict: Verdict, lives: list[Life], *, place: str) -> str:
+    """Two tables and a sentence."""
+    whole = lives[0]
+    lines = [f"{max(whole.rows)} steps, killed {len(lives) - 2} times, beside the same without a kill"]
+    lines += [
+        f"  {check.name:<36}{'DIFFERS: ' + check.difference if check.difference else 'equal'}   {check.compared}"
+        for check in verdict.checks
+    ]
+    lines.append("cost of a resume")
+    for cost in costs(lives):
+        lines.append(
+            f"  killed after step {cost['killed_after_step']}, {cost['where']}: went on from step "
+            f"{cost['resumed_from_step']}, {cost['steps_repeated']} steps repeated, "
+            f"{cost['seconds_to_first_step']:.1f} s to the first step "
+            f"(a fresh start: {whole.first_read - whole.started:.1f} s), {cost['bytes_read'] / MIB:.2f} MiB read"
+        )
+    word = "this run can be killed: it goes on exactly" if verdict.is_equal else "this run does not go on exactly"
+    return "\n".join([*lines, f"{word}; {place}"])
