@@ -4,7 +4,6 @@
 however the parent ends, so nothing keeps holding a device.
 """
 
-import contextlib
 import ctypes
 import os
 import pickle
@@ -13,15 +12,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
-
-import psutil
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.stopping import Ticket, join, signals_for_children
 
 Main = Callable[..., Any]
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -34,10 +31,11 @@ def launch(main: Main, config: Config, *args: Any) -> None:
     elif config.hw.runtime == "xla":
         import torch_xla
 
-        # Its children run `main` in a thread, where no signal arrives: on SIGTERM they end with this process.
-        torch_xla.launch(_xla_child, args=(os.getpid(), main, config, args))
+        with signals_for_children() as ticket:
+            torch_xla.launch(_xla_child, args=(ticket, main, config, args))
     else:
-        _spawn_eager(main, config, args)
+        with signals_for_children() as ticket:
+            _spawn_eager(ticket, main, config, args)
 
 
 def make_runtime(config: Config, *, process: int = 0) -> Runtime:
@@ -58,12 +56,13 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
     return EagerRuntime(config.hw)
 
 
-def _xla_child(index: int, parent: int, main: Main, config: Config, args: tuple[Any, ...]) -> None:
-    die_with(parent)
+def _xla_child(index: int, ticket: Ticket, main: Main, config: Config, args: tuple[Any, ...]) -> None:
+    die_with(ticket.parent)
+    join(ticket, rank=index)
     main(make_runtime(config, process=index), config, *args)
 
 
-def _spawn_eager(main: Main, config: Config, args: tuple[Any, ...]) -> None:
+def _spawn_eager(ticket: Ticket, main: Main, config: Config, args: tuple[Any, ...]) -> None:
     import torch.multiprocessing as mp
 
     with socket.socket() as probe:
@@ -71,9 +70,8 @@ def _spawn_eager(main: Main, config: Config, args: tuple[Any, ...]) -> None:
         port = probe.getsockname()[1]
     payload = pickle.dumps((main, config, args))
     children = mp.start_processes(
-        _eager_child, (os.getpid(), port, payload), nprocs=config.hw.num_devices, join=False, start_method="spawn"
+        _eager_child, (ticket, port, payload), nprocs=config.hw.num_devices, join=False, start_method="spawn"
     )
-    _forward_signals()
     try:
         while not children.join():
             pass
@@ -83,21 +81,9 @@ def _spawn_eager(main: Main, config: Config, args: tuple[Any, ...]) -> None:
         raise
 
 
-def _forward_signals() -> None:
-    """Pass SIGTERM and Ctrl-C on to the children, who save and stop; this process waits for them."""
-    me = psutil.Process()
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for child in me.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
-
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, forward)
-
-
-def _eager_child(rank: int, parent: int, port: int, payload: bytes) -> None:
-    die_with(parent)
+def _eager_child(rank: int, ticket: Ticket, port: int, payload: bytes) -> None:
+    die_with(ticket.parent)
+    join(ticket, rank=rank)
     import torch.distributed as dist
 
     main, config, args = pickle.loads(payload)

@@ -66,6 +66,7 @@ class Trainer(Watched):
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from where the progress stands to its last step."""
+        self.leave_if_asked()
         rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, config=self.config)
         if self.progress.stage_step == 0:
@@ -128,9 +129,9 @@ class Trainer(Watched):
         self.saver.look(agrees=agrees)
         if agrees:
             self.heed_guard()
-            if self.runtime.any_process(self.stop.requested):
-                self.save()
-                raise StoppedByRequest
+        if self.stop.agreed():
+            self.save()
+            raise StoppedByRequest
         if self.saver.is_due(step, is_evaluated=is_evaluated, agrees=agrees) and not last and self.is_sound():
             self.save(is_interval=True)
 
@@ -146,6 +147,11 @@ class Trainer(Watched):
         if self.runtime.rank == 0:
             remove_after(folder, self.progress.step)
         self.outputs.rewind()
+
+    def leave_if_asked(self) -> None:
+        """Stop on request where everything that was done is saved."""
+        if self.stop.agreed():
+            raise StoppedByRequest
 
     def profile_from_here(self) -> None:
         """Begin the profile where the next step is its first."""
@@ -173,6 +179,7 @@ class Trainer(Watched):
 
     def look_after(self) -> None:
         """Held-out loss, a sample, the export and result.json."""
+        self.leave_if_asked()
         evaluation = self.timed_evaluation()
         self.report_evaluation(evaluation)
         self.guard.last_word(evaluation.loss, self.progress.guard)

@@ -1,0 +1,140 @@
+"""A request to stop that all processes of a run on one machine see, and the step at which they follow it together.
+
+A process that starts others takes SIGTERM and Ctrl-C for them: torch_xla's children run in a thread, where Python runs
+no handler. It blocks both signals in its main thread before it starts them, which they inherit, so that a signal to the
+whole group kills nobody; a thread of each process waits for signals instead. What they share is a page of memory: the
+request, and how often each process has asked whether to stop.
+"""
+
+import fcntl
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MAX_PROCESSES = 256
+REQUESTED, STOP_AT, CALLS = 0, 1, 2
+"""Places in the page, of 8 bytes each; from CALLS on one for each process."""
+STUCK_SECONDS = 300.0  # the longest that a maintenance event of a TPU waits for a process that was asked to stop
+INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+TERMINATED_EXIT_CODE = 143
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Where a child finds the page: an open file of the process that started it."""
+
+    parent: int
+    file: int
+
+
+class SharedRequest:
+    """The page; whoever holds it may ask all to stop."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        os.ftruncate(file, 8 * (CALLS + MAX_PROCESSES))
+        self._page = memoryview(mmap.mmap(file, 8 * (CALLS + MAX_PROCESSES))).cast("q")
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "SharedRequest":
+        """The page of the process that started this one."""
+        return cls(os.open(f"/proc/{ticket.parent}/fd/{ticket.file}", os.O_RDWR))
+
+    @property
+    def requested(self) -> bool:
+        """Whether somebody has asked."""
+        return bool(self._page[REQUESTED])
+
+    def request(self) -> None:
+        """Ask all to stop; a second time changes nothing."""
+        self._page[REQUESTED] = 1
+
+    def agreed(self, rank: int) -> bool:
+        """Whether to stop here; every process of the run must call it at the same points of its work.
+
+        True at one point for all: the first that no process has passed.
+        """
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            self._page[CALLS + rank] += 1
+            mine = self._page[CALLS + rank]
+            if self._page[REQUESTED] and not self._page[STOP_AT]:
+                others = max(self._page[CALLS + r] for r in range(MAX_PROCESSES) if r != rank)
+                self._page[STOP_AT] = mine if others < mine else others + 1
+            return mine == self._page[STOP_AT]
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+_joined: tuple[SharedRequest, int] | None = None
+
+
+def joined() -> tuple[SharedRequest, int] | None:
+    """The page of this process and its rank; None where the run is one process."""
+    return _joined
+
+
+def join(ticket: Ticket, *, rank: int) -> None:
+    """Make a process that was started under `signals_for_children` part of what it shares."""
+    global _joined
+    request = SharedRequest.of(ticket)
+    _joined = request, rank
+    threading.Thread(target=_watch, args=(request, ticket.parent), name="signals", daemon=True).start()
+
+
+def _watch(request: SharedRequest, parent: int) -> None:
+    """Signals of a child; the process that started it ends it with SIGTERM when another child has died."""
+    while True:
+        info = signal.sigwaitinfo(SIGNALS)
+        if info.si_signo == signal.SIGTERM and info.si_pid == parent and not request.requested:
+            os._exit(TERMINATED_EXIT_CODE)
+        request.request()
+        stuck = threading.Timer(STUCK_SECONDS, os._exit, args=(TERMINATED_EXIT_CODE,))
+        stuck.daemon = True
+        stuck.start()
+
+
+@contextmanager
+def signals_for_children() -> Iterator[Ticket]:
+    """Inside, SIGTERM and the first Ctrl-C ask the children to stop; a second Ctrl-C ends everything at once.
+
+    Only the main thread may call it; children are started inside, and hand the ticket to `join`.
+    """
+    file = os.memfd_create("tpu_experiments_stop")
+    request = SharedRequest(file)
+    resource_tracker.ensure_running()  # starting it unblocks both signals
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    former = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    wakeup = signal.set_wakeup_fd(writing)
+    listener = threading.Thread(target=_listen, args=(reading, request), name="signals", daemon=True)
+    listener.start()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield Ticket(os.getpid(), file)
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        os.close(writing)  # ends the listener
+        listener.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(file)
+
+
+def _listen(reading: int, request: SharedRequest) -> None:
+    """The numbers of the signals that arrived, whichever thread the kernel gave them to."""
+    interrupted = False
+    while numbers := os.read(reading, 64):
+        for number in numbers:
+            if number == signal.SIGINT and interrupted:
+                os._exit(INTERRUPTED_EXIT_CODE)  # the children die with this process
+            interrupted = interrupted or number == signal.SIGINT
+            request.request()
