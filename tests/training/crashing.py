@@ -1,0 +1,186 @@
+"""A run killed with SIGKILL at drawn instants until it is done, for the crash tests and their benchmark."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.training.runs import REPOSITORY, SAME_SUMS
+
+EVERY = 2
+"""Steps between two checkpoints; log records are of three steps, so that checkpoints cut them."""
+TWO_STAGES = (
+    "model=qwen05b",
+    "data=[sample_text,sample_chat]",
+    "lora=all_linear_r8",
+    "lora.dropout=0.1",
+    "debug=smoke",
+    "trainer.max_stage_steps=8",
+    "trainer.log_every_steps=3",
+    "trainer.eval_every_steps=5",
+    "trainer.max_eval_rows=8",
+    "sample.max_new_tokens=0",
+    f"checkpoint.every_steps={EVERY}",
+    "name=run",
+)
+
+
+@dataclass
+class Death:
+    """One life that ended in a kill."""
+
+    kind: str
+    """`instant`, drawn from the wall time of a whole run, or `save`, while a checkpoint was being written."""
+    seconds: float
+    """From the start of the process."""
+    done: int
+    """Last step that was queued; 0 where none was."""
+    is_torn: bool
+    """A checkpoint folder without its commit record was left."""
+
+
+@dataclass
+class Run:
+    """One run folder and its lives."""
+
+    folder: Path
+    overrides: tuple[str, ...]
+    deaths: list[Death] = field(default_factory=list)
+    resumes: list[tuple[int, int]] = field(default_factory=list)
+    """(step that a life went on from, steps it repeated)."""
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """One more life."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        probe = f"_target_: tpu_experiments.logging.probe.Probe, options: {{path: '{self.events}'}}"
+        given = [*TWO_STAGES, *self.overrides, f"output_dir={self.folder}", f"+logger={{probe: {{{probe}}}}}"]
+        kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+        with (self.folder / "output").open("ab") as output:
+            command = [sys.executable, "run.py", *given]
+            return subprocess.Popen(command, cwd=REPOSITORY, env=kept | SAME_SUMS, stdout=output, stderr=output)
+
+    def finish(self) -> float:
+        """A life to the end; its seconds."""
+        started = time.monotonic()
+        code = self.start().wait(timeout=600)
+        assert code == 0, (self.folder / "output").read_text()[-4000:]
+        self.note_resumes()
+        return time.monotonic() - started
+
+    def kill_at(self, seconds: float) -> bool:
+        """A life of that many seconds; False when it was done before."""
+        started, process = time.monotonic(), self.start()
+        try:
+            process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return self._kill(process, "instant", started)
+        return self._is_done(process)
+
+    def kill_in_save(self, number: int, *, delay: float) -> bool:
+        """A life until its `number`-th checkpoint folder has been there for `delay` seconds without a commit record."""
+        started, process, seen = time.monotonic(), self.start(), set(self.torn)
+        while process.poll() is None:
+            new = {name for name in self.torn if name not in seen}
+            seen |= new
+            number -= len(new)
+            if new and number <= 0:
+                time.sleep(delay)
+                return self._kill(process, "save", started)
+            time.sleep(0.0005)
+        return self._is_done(process)
+
+    def _kill(self, process: "subprocess.Popen[bytes]", kind: str, started: float) -> bool:
+        process.kill()
+        process.wait()
+        queued = [event["step"] for event in self.lives[-1] if event["event"] == "rows"] if self.lives else []
+        self.deaths.append(Death(kind, time.monotonic() - started, max(queued, default=0), bool(self.torn)))
+        return True
+
+    def _is_done(self, process: "subprocess.Popen[bytes]") -> bool:
+        assert process.returncode == 0, (self.folder / "output").read_text()[-4000:]
+        return False
+
+    @property
+    def events(self) -> Path:
+        return self.folder / "events"
+
+    @property
+    def torn(self) -> list[str]:
+        """Checkpoint folders without a commit record."""
+        folders = (self.folder / "run" / "checkpoints").glob("step_*")
+        return [folder.name for folder in folders if not (folder / "COMMIT.json").exists()]
+
+    @property
+    def lives(self) -> list[list[dict[str, Any]]]:
+        """Events of each life that came as far as its loggers; a torn last line is left out."""
+        lives: list[list[dict[str, Any]]] = []
+        text = self.events.read_text() if self.events.exists() else ""
+        for line in text.split("\n")[:-1]:
+            event = json.loads(line)
+            if event["event"] == "start":
+                lives.append([])
+            lives[-1].append(event)
+        return lives
+
+    def note_resumes(self) -> None:
+        """From which step each life went on, and how many steps that had been queued before it did again."""
+        done, self.resumes = 0, []
+        for life in self.lives:
+            if done:
+                self.resumes.append((life[0]["resume_step"], max(0, done - life[0]["resume_step"])))
+            done = max([done, *(event["step"] for event in life if event["event"] == "rows")])
+
+    @property
+    def rows(self) -> dict[int, list[list[str]]]:
+        """Rows of every step, once for each life that did it."""
+        rows: dict[int, list[list[str]]] = {}
+        for event in (event for life in self.lives for event in life if event["event"] == "rows"):
+            rows.setdefault(event["step"], []).append(event["rows"])
+        return rows
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """metrics.jsonl without what a clock says."""
+        lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return [{k: v for k, v in r.items() if k != "time" and not k.startswith("perf/")} for r in records]
+
+    @property
+    def adapter(self) -> str:
+        """SHA-256 of the adapter."""
+        return hashlib.sha256((self.folder / "run" / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+    @property
+    def optimizer(self) -> bytes:
+        """Optimizer state of the last checkpoint."""
+        return (max((self.folder / "run" / "checkpoints").glob("step_*")) / "optimizer.safetensors").read_bytes()
+
+
+def require_equal(killed: Run, whole: Run) -> None:
+    """Every record, row and byte of a run that was killed, and that nothing before its last checkpoint was repeated."""
+    assert killed.records == whole.records
+    assert killed.adapter == whole.adapter
+    assert killed.optimizer == whole.optimizer
+    once = {step: rows for step, (rows,) in whole.rows.items()}
+    assert {step: rows for step, rows in killed.rows.items() if any(r != once[step] for r in rows)} == {}
+    assert killed.rows.keys() == once.keys()
+    # A save that is under way when the kill comes does not count, and costs its interval too.
+    assert all(repeated <= 2 * EVERY for _, repeated in killed.resumes), killed.resumes
+
+
+def crash(killed: Run, rng: random.Random, *, wall: float, num_kills: int, share_in_saves: float = 0.5) -> None:
+    """At most `num_kills` lives that are killed, then one to the end; `wall` is the time of a whole run."""
+    for _ in range(num_kills):
+        if rng.random() < share_in_saves:
+            was_killed = killed.kill_in_save(rng.randint(1, 3), delay=rng.random() * 0.01)
+        else:
+            was_killed = killed.kill_at(rng.random() * wall)
+        if not was_killed:
+            break
+    killed.finish()
