@@ -8,6 +8,9 @@ from pathlib import Path
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the Hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault(
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
+)  # read when gcsfs is imported, as io/paths.py sees to
 # Tiny matrices: with more threads than free cores, 20 eager steps took 137 s instead of 2.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -4,6 +4,7 @@ A written file appears whole or not at all: locally through a temporary file and
 through one upload whose bytes are ready before it starts. (fsspec publishes the partial object when
 an exception leaves an open file's `with` block, so no file is ever held open on a URL.)
 Listings are never cached: gcsfs would keep another writer's new file invisible.
+An operation that fails for the moment is tried again (io/retry.py).
 """
 
 import os
@@ -11,7 +12,11 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tpu_experiments.io.retry import retried
+
+Result = TypeVar("Result")
 
 GCSFS_CHUNK_BYTES = 64 * 2**20  # gcsfs uploads in 5 MiB pieces otherwise, one request each
 
@@ -34,11 +39,18 @@ def absolute(path: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file at `path`, or a folder (remotely: at least one object below it)."""
+    """Whether there is a file at `path`, or a folder (remotely: at least one object below it).
+
+    Raises:
+        Exception: the file system does not say. (fsspec's own `exists` takes any error for a no.)
+    """
     if not is_remote(path):
         return _local(path).exists()
-    filesystem, key = filesystem_of(path)
-    return bool(filesystem.exists(key))
+    try:
+        _remotely(path, lambda filesystem, key: filesystem.info(key))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def make_dirs(path: str) -> None:
@@ -56,11 +68,10 @@ def list_names(folder: str) -> list[str]:
     try:
         if not is_remote(folder):
             return sorted(os.listdir(_local(folder)))
-        filesystem, key = filesystem_of(folder)
-        found = filesystem.ls(key, detail=False)
+        found = _remotely(folder, lambda filesystem, key: filesystem.ls(key, detail=False))
     except FileNotFoundError:
         return []
-    own = key.strip("/")
+    own = filesystem_of(folder)[1].strip("/")
     keys = {str(name).strip("/") for name in found} - {own}  # gcsfs lists a placeholder as itself
     return sorted(name.rpartition("/")[2] for name in keys)
 
@@ -73,8 +84,7 @@ def read_bytes(path: str) -> bytes:
     """
     if not is_remote(path):
         return _local(path).read_bytes()
-    filesystem, key = filesystem_of(path)
-    return bytes(filesystem.cat_file(key))
+    return bytes(_remotely(path, lambda filesystem, key: filesystem.cat_file(key)))
 
 
 def read_text(path: str) -> str:
@@ -94,10 +104,23 @@ def write_text_atomic(path: str, text: str) -> None:
 def write_bytes_atomic(path: str, data: bytes) -> None:
     """Replace the file by `data`; readers see the old file or the new one, also after a crash."""
     if is_remote(path):
-        filesystem, key = filesystem_of(path)
-        filesystem.pipe_file(key, data)
+        _remotely(path, lambda filesystem, key: filesystem.pipe_file(key, data))
     else:
-        _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data))
+        retried(lambda: _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data)), place=path)
+
+
+def modified_seconds(path: str) -> float | None:
+    """Unix seconds of the last write by the storage's own clock; None where it keeps no such time.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if not is_remote(path):
+        return _local(path).stat().st_mtime
+    try:
+        return float(_remotely(path, lambda filesystem, key: filesystem.modified(key)).timestamp())
+    except NotImplementedError:
+        return None
 
 
 def write_chunks_atomic(path: str, chunks: Iterable[memoryview]) -> None:
@@ -129,11 +152,8 @@ def copy_file(local: str, destination: str) -> None:
         FileNotFoundError: `local` does not exist.
     """
     if is_remote(destination):
-        filesystem, key = filesystem_of(destination)
-        if destination.startswith(("gs://", "gcs://")):
-            filesystem.put_file(local, key, chunksize=GCSFS_CHUNK_BYTES)
-        else:
-            filesystem.put_file(local, key)
+        options = {"chunksize": GCSFS_CHUNK_BYTES} if destination.startswith(("gs://", "gcs://")) else {}
+        _remotely(destination, lambda filesystem, key: filesystem.put_file(local, key, **options))
     else:
         _replace(_local(destination), fill=lambda temporary: shutil.copyfile(local, temporary))
 
@@ -141,9 +161,7 @@ def copy_file(local: str, destination: str) -> None:
 def remove_tree(path: str) -> None:
     """Remove a folder with everything below it, or one file; nothing there is fine."""
     if is_remote(path):
-        filesystem, key = filesystem_of(path)
-        if filesystem.exists(key):
-            filesystem.rm(key, recursive=True)
+        _remotely(path, _remove_remote)
     elif _local(path).is_dir():
         shutil.rmtree(_local(path))
     else:
@@ -163,6 +181,18 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     filesystem, key = url_to_fs(url, use_listings_cache=False)
     filesystem.invalidate_cache()
     return filesystem, key
+
+
+def _remotely(url: str, call: Callable[[Any, str], Result]) -> Result:
+    """What `call(file system, key)` returns."""
+    return retried(lambda: call(*filesystem_of(url)), place=url)
+
+
+def _remove_remote(filesystem: Any, key: str) -> None:
+    try:
+        filesystem.rm(key, recursive=True)
+    except FileNotFoundError:  # never there, or an earlier try removed it and its answer was lost
+        return
 
 
 def _replace(path: Path, *, fill: Callable[[Path], object]) -> None:

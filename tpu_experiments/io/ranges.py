@@ -8,11 +8,7 @@ from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
-
-# Google asks for growing, randomised waits after 408, 429 and 5xx (cloud.google.com/storage/docs/retry-strategy).
-WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
-TRANSIENT_CODES = {408, 429, 500, 502, 503, 504}
-LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+from tpu_experiments.io.retry import WAITS_SECONDS, is_transient
 
 Range = tuple[str, int, int]
 """Path or URL, first byte, byte after the last."""
@@ -70,16 +66,6 @@ def read_ranges(pieces: Sequence[Range], *, wait: Callable[[float], object] = ti
         if wait(seconds * random.uniform(0.75, 1.25)):
             raise ConfigError(f"{pieces[0][0]}; reading was stopped while it was tried again.")
     return [found[place] for place in range(len(pieces))]
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether the same read may succeed later."""
-    code = getattr(error, "code", None) or getattr(error, "status", None)
-    if code is not None:
-        return int(code) in TRANSIENT_CODES
-    if isinstance(error, LASTING) or "Forbidden" in str(error):  # gcsfs raises OSError("Forbidden: ...") for a 403
-        return False
-    return isinstance(error, OSError | EOFError) or type(error).__module__.startswith(("aiohttp", "requests", "google"))
 
 
 def _read_once(pieces: Sequence[Range]) -> list[bytes | BaseException]:

@@ -6,6 +6,7 @@ Everything a user can get wrong is found before the run folder is made and befor
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
+from tpu_experiments.io import lease
 from tpu_experiments.io.folder import RunFolder, open_run
 from tpu_experiments.logging.base import LoggerContext, Loggers
 from tpu_experiments.logging.promise import Promise
@@ -49,6 +51,7 @@ def run(config: Config) -> None:
         print(summary(finished, folder=folder))
         print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
         return
+    lease.refuse_if_held(folder.path(), name=folder.name)
     start_run_log(None, rank=0)
     with watch.measure("setup"):
         check_loggers(config)
@@ -58,11 +61,17 @@ def run(config: Config) -> None:
         check_data(folder, inputs)
         for stage in inputs.stages:
             stage_rows(inputs, stage, config=config)  # refuses too few written epochs
-    folder.create(config)
-    launch(train_process, config, inputs, folder, dict(watch.seconds))
+    with lease.held(folder.path(), name=folder.name, on_lost=end_at_once):
+        folder.create(config)
+        launch(train_process, config, inputs, folder, dict(watch.seconds))
     result = folder.finished()
     assert result is not None, "the run ended without result.json"
     print(summary(result, folder=folder))
+
+
+def end_at_once() -> None:
+    """The run belongs to another process: nothing more may be written, not even a checkpoint."""
+    os._exit(1)
 
 
 def make_inputs(config: Config) -> RunInputs:

@@ -1,0 +1,81 @@
+"""Every operation of a save goes wrong once, in every way: afterwards the old checkpoint or the new one is found."""
+
+import pytest
+import torch
+
+from tests import faulty
+from tests.faulty import FAULTS, Died, going_wrong
+from tpu_experiments.checkpoint.store import load_latest, save_checkpoint
+from tpu_experiments.io import retry
+
+FOLDER = "faulty://bkt/runs/x/checkpoints"
+
+
+def content(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return {group: {"a": torch.randn(7, 5, generator=generator)} for group in ("parameters", "optimizer")}
+
+
+def save(step: int) -> None:
+    save_checkpoint(FOLDER, step=step, groups=content(step), progress={"step": step, "data": {}}, keep_last=2)
+
+
+def found() -> int | None:
+    """Step of what a new process finds, after checking every number of it."""
+    loaded = load_latest(FOLDER)
+    if loaded is None:
+        return None
+    progress, groups = loaded
+    expected = content(progress["step"])
+    for group, tensors in expected.items():
+        assert torch.equal(groups[group]["a"], tensors["a"])
+    return int(progress["step"])
+
+
+@pytest.fixture(autouse=True)
+def storage(monkeypatch):
+    """Three checkpoints were made, the first is gone by retention."""
+    monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
+    faulty.wipe()
+    for step in (2, 4, 6):
+        save(step)
+    yield
+    faulty.wipe()
+
+
+def num_operations() -> int:
+    with going_wrong(None, -1) as kind:
+        save(8)
+        assert found() == 8
+        return kind.count
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_operation_of_a_save_and_a_load(fault):
+    total = num_operations()
+    assert total > 10
+    for n in range(total):
+        faulty.wipe()
+        for step in (2, 4, 6):
+            save(step)
+        try:
+            with going_wrong(fault, n):
+                save(8)
+                found()
+        except (Died, OSError):
+            pass
+        before = found()
+        assert before in (6, 8), f"operation {n}"
+        if fault in ("fails", "answer_lost", "delays"):
+            assert before == 8, f"operation {n} was to be repeated"
+        save(10)  # the same process or the next goes on
+        assert found() == 10, f"operation {n}"
+
+
+def test_a_torn_object_is_named_and_passed_over(caplog):
+    key = next(
+        name for name in faulty.snapshot() if "step_00000006" in name and name.endswith("parameters.safetensors")
+    )
+    faulty.FaultyFileSystem.store[key].truncate(20)
+    assert found() == 4
+    assert "step_00000006" in caplog.text

@@ -1,0 +1,295 @@
+"""One writer at a time for a run folder: a lease that its owner renews, and that anybody may take once it is old.
+
+`<run>/.lease.json` says who owns it and how often it was renewed. Two machines' clocks are never compared: its age is
+the difference of two modification times that the storage itself gave, its own and that of a file written now; where
+the storage gives none, it is watched for as long as it is valid. On its owner's own machine a process that is gone is
+seen at once. A lease is created only where there is none: on a local disk under a lock on the folder, on gs:// with
+`ifGenerationMatch`; and read back after a pause, which decides between two writers on storage that has neither.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import paths
+
+NAME = ".lease.json"
+RENEW_SECONDS = 20.0
+VALID_SECONDS = 120.0  # six renewals: a bucket that is out for a minute costs nobody his run
+PAUSE_SECONDS = 1.0  # two that create at the same moment have both written before either reads back
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Content of a lease."""
+
+    id: str
+    host: str
+    machine: str
+    """Boot and process namespace: where it is the same, a process number means the same process."""
+    pid: int
+    pid_started: float
+    """Unix seconds by that machine; a number that was given to another process since does not count."""
+    started: str
+    renewals: int = 0
+
+    @classmethod
+    def me(cls) -> "Owner":
+        """This process."""
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _pid_started(os.getpid()), started)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it was a process of this machine that is no more."""
+        if self.machine != _machine():
+            return False
+        try:
+            return abs(_pid_started(self.pid) - self.pid_started) > 1.0
+        except psutil.NoSuchProcess:
+            return True
+
+
+class Lease:
+    """Held by this process from `acquire` to `release`; `is_lost` once another has taken it."""
+
+    def __init__(self, folder: str, *, name: str, on_lost: Callable[[], object], renew_seconds: float | None = None):
+        self.path = paths.join(folder, NAME)
+        self.is_lost = False
+        self._on_lost = on_lost
+        self._folder, self._name = folder, name
+        self._owner = Owner.me()
+        self._stop = threading.Event()
+        self._writing = threading.Lock()
+        self._renew_seconds = RENEW_SECONDS if renew_seconds is None else renew_seconds
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+
+    def acquire(self) -> "Lease":
+        """Take the lease and keep it renewed.
+
+        Raises:
+            ConfigError: another process holds it.
+        """
+        paths.make_dirs(self._folder)
+        with _locked(self._folder):
+            _refuse_if_held(self._folder, name=self._name, clear=True)
+            # FileExistsError: created by another a moment ago, or by this process in a try whose answer was lost.
+            with contextlib.suppress(FileExistsError):
+                _create(self.path, _text(self._owner))
+        if paths.is_remote(self._folder):
+            time.sleep(PAUSE_SECONDS)
+        holder = read(self._folder)
+        if holder is None or holder.id != self._owner.id:
+            raise ConfigError(_refusal(self._name, holder, seconds=VALID_SECONDS))
+        self._thread.start()
+        return self
+
+    def release(self) -> None:
+        """Give it back where it is still this process's; again does nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        with self._writing, contextlib.suppress(Exception):  # it expires by itself where storage is out of reach
+            holder = read(self._folder)
+            if holder is not None and holder.id == self._owner.id:
+                paths.remove_tree(self.path)
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._renew_seconds):
+            try:
+                self._renew()
+            except Exception as error:  # an outage: the lease is as old as it is, and the next try may find it ours
+                log.info("the lease of %s could not be renewed: %s", self._folder, error)
+            if self.is_lost:
+                self._on_lost()
+                return
+
+    def _renew(self) -> None:
+        with self._writing:
+            if self._stop.is_set():
+                return
+            holder = read(self._folder)
+            if holder is None or holder.id == self._owner.id:
+                self._owner = replace(self._owner, renewals=self._owner.renewals + 1)
+                paths.write_text_atomic(self.path, _text(self._owner))
+                return
+            self.is_lost = True
+            log.error(
+                "name=%s was taken over by process %d on %s; this process writes nothing more to it",
+                self._name,
+                holder.pid,
+                holder.host,
+            )
+
+
+@contextlib.contextmanager
+def held(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[None]:
+    """Hold the lease of a run folder, on the first host of a slice of several; the others belong to the same run.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    if os.environ.get("TPU_WORKER_ID", "0") not in ("", "0"):
+        yield
+        return
+    lease = Lease(folder, name=name, on_lost=on_lost).acquire()
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def refuse_if_held(folder: str, *, name: str) -> None:
+    """Look only: nothing is written but, next to somebody's lease, a file that tells the storage's time.
+
+    Raises:
+        ConfigError: another process holds the run.
+    """
+    _refuse_if_held(folder, name=name, clear=False)
+
+
+def read(folder: str) -> Owner | None:
+    """The owner of the run folder; None without one. What is no lease counts as none."""
+    try:
+        return Owner(**json.loads(paths.read_text(paths.join(folder, NAME))))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        log.warning("%s is no lease (%s); passing over it", paths.join(folder, NAME), error)
+        return None
+
+
+def _refuse_if_held(folder: str, *, name: str, clear: bool) -> None:
+    """Raise for a lease that is valid; remove one that is not where `clear` says so."""
+    path = paths.join(folder, NAME)
+    before = _generation(path)
+    holder = read(folder)
+    if holder is None and not paths.exists(path):
+        return
+    if holder is not None and not holder.is_dead:
+        left = VALID_SECONDS - _age_seconds(folder, holder)
+        if left > 0:
+            raise ConfigError(_refusal(name, holder, seconds=left))
+    if clear:
+        if holder is not None:
+            log.warning("took over name=%s from process %d on %s, which is gone", name, holder.pid, holder.host)
+        _remove(path, generation=before)
+
+
+def _refusal(name: str, holder: Owner | None, *, seconds: float) -> str:
+    who = "another process" if holder is None else f"process {holder.pid} on {holder.host} (since {holder.started})"
+    return (
+        f"name={name}; {who} is writing this run; stop it, choose another name=, or, if it was killed, wait "
+        f"{max(seconds, 1):.0f} s: its lease expires then."
+    )
+
+
+def _age_seconds(folder: str, holder: Owner) -> float:
+    """Seconds since the last renewal by the storage's clock; where it has none the lease is watched for its time."""
+    path = paths.join(folder, NAME)
+    probe = paths.join(folder, f".time-{uuid.uuid4().hex[:8]}")
+    paths.write_text_atomic(probe, "")
+    try:
+        now, then = paths.modified_seconds(probe), paths.modified_seconds(path)
+    except FileNotFoundError:
+        return VALID_SECONDS  # released meanwhile
+    finally:
+        paths.remove_tree(probe)
+    return now - then if now is not None and then is not None else _watched(folder, holder)
+
+
+def _watched(folder: str, holder: Owner) -> float:
+    """0 as soon as it is renewed, `VALID_SECONDS` when it never is or goes away."""
+    for _ in range(round(VALID_SECONDS)):
+        time.sleep(1.0)
+        latest = read(folder)
+        if latest is None:
+            break
+        if latest != holder:
+            return 0.0
+    return VALID_SECONDS
+
+
+def _text(owner: Owner) -> str:
+    return json.dumps(asdict(owner), indent=1) + "\n"
+
+
+def _create(path: str, text: str) -> None:
+    """Write where there is nothing; local callers hold the folder's lock.
+
+    Raises:
+        FileExistsError: the bucket has one.
+    """
+    if path.startswith(("gs://", "gcs://")):
+        filesystem, key = paths.filesystem_of(path)
+        filesystem.pipe_file(key, text.encode(), mode="create")
+    else:
+        paths.write_text_atomic(path, text)
+
+
+def _generation(path: str) -> str | None:
+    """Number of the object's present content in a bucket; None elsewhere."""
+    if not path.startswith(("gs://", "gcs://")):
+        return None
+    filesystem, key = paths.filesystem_of(path)
+    try:
+        return str(filesystem.info(key)["generation"])
+    except (FileNotFoundError, KeyError):
+        return None
+
+
+def _remove(path: str, *, generation: str | None) -> None:
+    """Remove the file; in a bucket only the content that was looked at."""
+    if generation is None:
+        paths.remove_tree(path)
+        return
+    filesystem, key = paths.filesystem_of(path)
+    bucket, name, _ = filesystem.split_path(key)
+    with contextlib.suppress(FileNotFoundError, FileExistsError):  # 404 and 412: somebody was faster
+        filesystem.call("DELETE", "b/{}/o/{}", bucket, name, ifGenerationMatch=generation)
+    filesystem.invalidate_cache()
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """A lock on a local folder; none where there is no such thing (a bucket, some mounts)."""
+    if paths.is_remote(folder):
+        yield
+        return
+    descriptor = os.open(folder.removeprefix("file://"), os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _machine() -> str:
+    try:
+        boot: Any = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}/{uuid.getnode()}"
+
+
+def _pid_started(pid: int) -> float:
+    process = psutil.Process(pid)
+    if process.status() == psutil.STATUS_ZOMBIE:
+        raise psutil.NoSuchProcess(pid)
+    return float(process.create_time())

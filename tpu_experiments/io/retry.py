@@ -1,0 +1,124 @@
+"""Which failures of storage pass by themselves, how long they are waited for, and what a user is told of the others.
+
+gcsfs 2026 tries a request 6 times within about 33 s (408, 429, 5xx, broken connections, refused tokens) before its
+error arrives here, so a `gs://` operation that failed in that way is not tried again: 6 x 6 tries would take minutes.
+What it does not repeat (timeouts of its own, errors of the login) and every other file system is.
+"""
+
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Kind = Literal["transient", "credentials", "forbidden", "missing", "full", "lasting"]
+
+# Google asks for growing, randomised waits after 408, 429 and 5xx (cloud.google.com/storage/docs/retry-strategy).
+WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
+TRANSIENT_CODES = {408, 429, 500, 502, 503, 504}
+FULL = {errno.ENOSPC, errno.EDQUOT}
+# Of a mounted bucket, Google Drive or NFS that has lost its connection for the moment.
+TRANSIENT_ERRNOS = {
+    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EPIPE,
+    errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
+}  # fmt: skip
+LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+CLIENTS = ("aiohttp", "requests", "urllib3", "google", "gcsfs", "fsspec")
+
+
+class StorageFailed(Exception):
+    """Storage refused what a run cannot do without; the message is one sentence for the user."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same operation may succeed later."""
+    return kind_of(error) == "transient"
+
+
+def kind_of(error: BaseException) -> Kind | None:
+    """What kind of failure of storage `error` is; None where it is none (a TypeError, say)."""
+    code = getattr(error, "code", None) or getattr(error, "status", None)
+    if isinstance(code, int) or (isinstance(code, str) and code.isdigit()):
+        return _kind_of_code(int(code))
+    if _is_refused_login(error):
+        return "credentials"
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, LASTING):
+        if error.errno in FULL:
+            return "full"
+        return "transient" if error.errno in TRANSIENT_ERRNOS or isinstance(error, TimeoutError) else "lasting"
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    if isinstance(error, LASTING):
+        return "forbidden" if isinstance(error, PermissionError) else "lasting"
+    if isinstance(error, OSError) and str(error).startswith("Forbidden"):
+        return "forbidden"  # so gcsfs says 403
+    is_client = type(error).__module__.split(".")[0] in CLIENTS
+    return "transient" if is_client or isinstance(error, OSError | EOFError | TimeoutError) else None
+
+
+def retried(call: Callable[[], Result], *, place: str, wait: Callable[[float], object] | None = None) -> Result:
+    """The result of `call`, which works on the path or URL `place`; tried again after `WAITS_SECONDS`.
+
+    `call` must be fit to be repeated: a request whose answer was lost has had its effect.
+
+    Raises:
+        Exception: what `call` raised, when it is lasting, or transient at the last try.
+    """
+    for seconds in WAITS_SECONDS:
+        try:
+            return call()
+        except Exception as error:
+            if not _is_worth_another(error, place):
+                raise
+            log.info("%s; %s, tried again in %.0f s", place, shown(error), seconds)
+        (wait or time.sleep)(seconds * random.uniform(0.75, 1.25))
+    return call()
+
+
+def complaint(error: BaseException, *, place: str) -> str:
+    """One sentence: the place, what is wrong, what to do."""
+    remedy = {
+        "credentials": "the credentials are expired or missing; run `gcloud auth application-default login`, or on a "
+        "VM give its service account the scope cloud-platform",
+        "forbidden": "this account may not write there; give it roles/storage.objectUser on the bucket, or choose "
+        "another output_dir=",
+        "missing": "there is no such bucket or folder; create it (`gcloud storage buckets create`) or mend output_dir=",
+        "full": "the disk is full; free some space, or choose another output_dir=",
+        "transient": "storage does not answer; check the network, and give the same command again",
+    }
+    sentence = remedy.get(kind_of(error) or "", "storage refuses the operation; the log has the trace")
+    return f"{place}; {shown(error)}: {sentence}."
+
+
+def shown(error: BaseException) -> str:
+    """Type and first line of an error."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
+
+
+def _kind_of_code(code: int) -> Kind:
+    if code in TRANSIENT_CODES:
+        return "transient"
+    kinds: dict[int, Kind] = {401: "credentials", 403: "forbidden", 404: "missing"}
+    return kinds.get(code, "lasting")
+
+
+def _is_refused_login(error: BaseException) -> bool:
+    """google.auth says itself whether another try may help: a metadata server that hiccups, but no revoked token."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "GoogleAuthError" in names and "TransportError" not in names and not getattr(error, "retryable", False)
+
+
+def _is_worth_another(error: BaseException, place: str) -> bool:
+    if kind_of(error) != "transient":
+        return False
+    if "://" not in place or place.startswith("file://"):
+        return isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
+    if place.startswith(("gs://", "gcs://")):
+        from gcsfs.retry import is_retriable
+
+        return not is_retriable(error)
+    return True
