@@ -52,7 +52,7 @@ def test_the_second_is_refused_and_told_by_whom(folder):
 
 
 def test_one_of_another_machine_expires_by_the_clock_of_the_storage(folder, monkeypatch):
-    write(folder, replace(Owner.me(), **ELSEWHERE, started="1970-01-01T00:00:00Z", pid_started=0.0))
+    write(folder, replace(Owner.me(), **ELSEWHERE, started="1970-01-01T00:00:00Z", pid_ticks=0))
     with monkeypatch.context() as patch:
         patch.setattr(lease.time, "time", lambda: 4e9)  # this machine's clock is a century off
         with pytest.raises(ConfigError, match=r"process 4242 on vm-b \(since 1970"):
@@ -111,7 +111,7 @@ def test_a_dead_process_of_this_machine_is_seen_at_once(folder):
 
 
 def test_a_number_given_to_another_process_since_is_no_owner(tmp_path):
-    write(str(tmp_path), replace(Owner.me(), pid_started=1.0))
+    write(str(tmp_path), replace(Owner.me(), pid_ticks=1))
     refuse_if_held(str(tmp_path), name="x")
 
 
@@ -183,4 +183,4 @@ def test_hosts_of_one_slice_are_one_run(tmp_path, monkeypatch):
 
 
 def test_the_content_is_plain():
-    assert set(asdict(Owner.me())) == {"id", "host", "machine", "pid", "pid_started", "started", "renewals"}
+    assert set(asdict(Owner.me())) == {"id", "host", "machine", "pid", "pid_ticks", "started", "renewals"}

@@ -27,7 +27,9 @@ MODES = {
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Every logged value that is no clock."""
-    return [{k: v for k, v in r.items() if not k.startswith("perf/") and k != "time"} for r in records(folder)]
+    return [
+        {k: v for k, v in r.items() if not k.startswith(("perf/", "goodput/")) and k != "time"} for r in records(folder)
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
+from tpu_experiments.io.process import started_ticks
 
 NAME = ".lease.json"
 RENEW_SECONDS = 20.0
@@ -43,8 +42,8 @@ class Owner:
     machine: str
     """Boot and process namespace: where it is the same, a process number means the same process."""
     pid: int
-    pid_started: float
-    """Unix seconds by that machine; a number that was given to another process since does not count."""
+    pid_ticks: int
+    """When that process began, in ticks since the boot: its number may have been given to another since."""
     started: str
     renewals: int = 0
 
@@ -52,7 +51,7 @@ class Owner:
     def me(cls) -> "Owner":
         """This process."""
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _pid_started(os.getpid()), started)
+        return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), started_ticks(os.getpid()), started)
 
     @property
     def is_dead(self) -> bool:
@@ -60,8 +59,8 @@ class Owner:
         if self.machine != _machine():
             return False
         try:
-            return abs(_pid_started(self.pid) - self.pid_started) > 1.0
-        except psutil.NoSuchProcess:
+            return started_ticks(self.pid) != self.pid_ticks
+        except ProcessLookupError:
             return True
 
 
@@ -200,7 +199,7 @@ def _refusal(name: str, holder: Owner | None, *, seconds: float) -> str:
 
 
 def _age_seconds(folder: str, holder: Owner) -> float:
-    """Seconds since the last renewal by the storage's clock; where it has none the lease is watched for its time."""
+    """Seconds since the last renewal by the storage's clock; where it has none the lease is watched instead."""
     path = paths.join(folder, NAME)
     probe = paths.join(folder, f".time-{uuid.uuid4().hex[:8]}")
     paths.write_text_atomic(probe, "")
@@ -286,10 +285,3 @@ def _machine() -> str:
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return f"{socket.gethostname()}/{uuid.getnode()}"
-
-
-def _pid_started(pid: int) -> float:
-    process = psutil.Process(pid)
-    if process.status() == psutil.STATUS_ZOMBIE:
-        raise psutil.NoSuchProcess(pid)
-    return float(process.create_time())

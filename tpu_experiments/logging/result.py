@@ -10,6 +10,7 @@ FIELDS = (
     "status", "name", "task", "model", "data", "hw", "stages", "eval_loss_before", "eval_loss", "perplexity",
     "num_trainable", "num_parameters", "tokens", "tokens_per_second", "seconds", "num_compiles",
     "compiles_after_warmup", "peak_host_rss_gib", "adapter_path", "config_hash", "git_commit", "versions", "plan",
+    "goodput",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Wall time by activity, for `seconds` of result.json."""
+"""Wall time by activity, for `seconds` and `goodput` of result.json."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -10,18 +10,32 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._inner: list[float] = []
+        self.compiled: dict[str, float] = {}
+        """What of `seconds` was compilation."""
+        self._open: list[str] = []
+        self._switched = time.perf_counter()
+        self._compile_seconds: Callable[[], float] = lambda: 0.0
+        self._compiled_before = 0.0
+
+    def watch_compiler(self, compile_seconds: Callable[[], float]) -> None:
+        """`compile_seconds` says how many there have been so far in this process."""
+        self._compile_seconds, self._compiled_before = compile_seconds, 0.0
 
     @contextmanager
     def measure(self, activity: str) -> Iterator[None]:
         """Add the time spent inside to `activity`."""
-        started = time.perf_counter()
-        self._inner.append(0.0)
+        self.settle()
+        self._open.append(activity)
         try:
             yield
         finally:
-            total = time.perf_counter() - started
-            own = total - self._inner.pop()
-            self.seconds[activity] = self.seconds.get(activity, 0.0) + own
-            if self._inner:
-                self._inner[-1] += total
+            self.settle()
+            self._open.pop()
+
+    def settle(self) -> None:
+        """Count the time up to this moment to the innermost open activity."""
+        now, compiled = time.perf_counter(), self._compile_seconds()
+        for sums, amount in ((self.seconds, now - self._switched), (self.compiled, compiled - self._compiled_before)):
+            if self._open:
+                sums[self._open[-1]] = sums.get(self._open[-1], 0.0) + amount
+        self._switched, self._compiled_before = now, compiled

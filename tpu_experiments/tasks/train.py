@@ -19,6 +19,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io import lease
 from tpu_experiments.io.folder import RunFolder, open_run
+from tpu_experiments.io.process import started_seconds
 from tpu_experiments.logging.base import LoggerContext, Loggers
 from tpu_experiments.logging.promise import Promise
 from tpu_experiments.logging.provenance import provenance, write_provenance
@@ -29,6 +30,7 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.launch import launch
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.inputs import RunInputs, expected_programs, stage_rows, stage_steps
+from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest
@@ -63,7 +65,7 @@ def run(config: Config) -> None:
             stage_rows(inputs, stage, config=config)  # refuses too few written epochs
     with lease.held(folder.path(), name=folder.name, on_lost=end_at_once):
         folder.create(config)
-        launch(train_process, config, inputs, folder, dict(watch.seconds))
+        launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
     result = folder.finished()
     assert result is not None, "the run ended without result.json"
     print(summary(result, folder=folder))
@@ -149,9 +151,9 @@ def check_data(folder: RunFolder, inputs: RunInputs) -> None:
 
 
 def train_process(
-    runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, seconds: dict[str, float]
+    runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, seconds: dict[str, float], began: float
 ) -> None:
-    """What every process of the run does."""
+    """What every process of the run does; `began`: when the first of them did, in seconds since the boot."""
     watch = Stopwatch()
     watch.seconds.update(seconds)
     start_run_log(folder, rank=runtime.rank)
@@ -167,12 +169,14 @@ def train_process(
         loggers=loggers,
         provenance=facts,
         promise=promised(config, rank=runtime.rank),
+        ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
         reopened=lambda: make_loggers(config, folder, inputs),
     )
     trainer: Any = locate(config.trainer._target_, key="trainer")
     try:
         trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
     except StoppedByRequest:
+        outputs.close("stopped")
         say(runtime, f"stopped on request; the same command goes on from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
     except TrainingStopped as error:
@@ -181,6 +185,15 @@ def train_process(
     finally:
         outputs.close()
         stop_run_log()
+
+
+def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: Stopwatch, began: float) -> Ledger:
+    """The account of this life's wall time."""
+
+    def compile_seconds() -> float:
+        return runtime.counters().compile_seconds
+
+    return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds)
 
 
 def promised(config: Config, *, rank: int) -> Promise:

@@ -82,6 +82,11 @@ class Meters:
                 return
             yield item
 
+    @property
+    def input_wait_seconds(self) -> float:
+        """Seconds that batches were waited for so far, compilations or not."""
+        return self._input_wait
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What happens inside is no part of a step; every reading before it must have been taken."""

@@ -18,6 +18,8 @@ from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.runtime.stacked import unstacked
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
+from tpu_experiments.training.lives import Ledger
+from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.summary import Ending, result_fields
 from tpu_experiments.training.window import Reading
 
@@ -36,10 +38,11 @@ class RunOutputs:
         loggers: Loggers | None,
         provenance: dict[str, Any],
         promise: Promise,
+        ledger: Ledger | None,
         reopened: Callable[[], Loggers] = lambda: Loggers({}),
     ) -> None:
         """`reopened` makes the loggers as at the start of a run that goes on from its newest checkpoint."""
-        self.config, self.folder, self.inputs = config, folder, inputs
+        self.config, self.folder, self.inputs, self.ledger = config, folder, inputs, ledger
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.reopened = reopened
         self.adapter_path: str | None = None
@@ -54,11 +57,20 @@ class RunOutputs:
             self.loggers.finish()
             self.loggers = self.reopened()
 
-    def close(self) -> None:
-        """Finish the loggers; nothing is logged afterwards."""
+    def close(self, ended: str = "failed") -> None:
+        """Finish the loggers and the ledger of this life; nothing is logged afterwards."""
         loggers, self.loggers = self.loggers, None
-        if loggers is not None:
-            loggers.finish()
+        try:
+            if loggers is not None:
+                loggers.finish()
+        finally:
+            if self.ledger is not None:
+                self.ledger.close(ended)
+
+    def begin(self, *, step: int, meters: Meters) -> None:
+        """Training goes on from `step`."""
+        if self.ledger is not None:
+            self.ledger.begin(step=step, input_wait=lambda: meters.input_wait_seconds)
 
     def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
         """One training record: mean loss of the interval, learning rate, norms, meters; `groups` names the norms."""
@@ -79,7 +91,8 @@ class RunOutputs:
                 values |= {f"norms/{kind}_{group}": norm for group, norm in zip(groups, norms, strict=True)}
         self._steps[stage] += reading.num_steps
         self._tokens += reading.num_tokens
-        self.loggers.scalars(reading.step, values | meters)
+        goodput = self.ledger.update(reading.step) if self.ledger is not None else {}
+        self.loggers.scalars(reading.step, values | meters | goodput)
 
     def rows(self, step: int, labels: list[str]) -> None:
         """The rows of the global batch of a step that is queued."""
@@ -142,10 +155,11 @@ class RunOutputs:
         hparams |= {"lr": self.inputs.stages[0].lr, "seed": config.seed}
         metrics = {"hparam/eval_loss": loss, "hparam/perplexity": ending.evaluation.perplexity}
         self.loggers.hparams(hparams, {name: v for name, v in metrics.items() if math.isfinite(v)})
-        self.close()
+        goodput = self.ledger.result() if self.ledger is not None else None
+        self.close("finished")
         fields = result_fields(ending, config=config, provenance=self.provenance)
         fields |= {"adapter_path": self.adapter_path, "expected_programs": expected_programs(self.inputs, config)}
-        fields |= {"plan": held_against(self.promise, self._measured(ending))}
+        fields |= {"plan": held_against(self.promise, self._measured(ending)), "goodput": goodput}
         write_result(self.folder, fields)
 
     def _measured(self, ending: Ending) -> Measured:

@@ -10,6 +10,7 @@ from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.logging.promise import promise_line
 from tpu_experiments.logging.result import peak_host_rss_gib
+from tpu_experiments.metrics.goodput import goodput_lines
 from tpu_experiments.models.lora import ParameterReport
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training.evaluate import Evaluation
@@ -107,6 +108,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s; seconds: {times}",
         *promise_line(result.get("plan")),
         *_step_lines(result["meters"]),
+        *goodput_lines((result.get("goodput") or {}).get("run")),
         f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up"
         + _cache_text(result["compile_cache"]),
         f"  sample before   {result['sample_before']!r}",

@@ -47,6 +47,7 @@ class Trainer(Watched):
             self.build()
             self.saver = self.build_saver()
             self.restore()
+        self.outputs.begin(step=self.progress.step, meters=self.meters)
         place = self.outputs.folder.path("profile")
         self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
         self.runtime.expect(program_shapes(self.inputs, self.config, world_size=self.runtime.world_size))

@@ -1,0 +1,105 @@
+"""The ledger of a run's lives: one file each, steps done again, kills, broken files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.metrics import stopwatch
+from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.training import lives as module
+from tpu_experiments.training.lives import Ledger
+
+HW = composed("hw=v6e8", "model=mistral7b", "data=uk_law").hw
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """Every clock of the ledger, as a list of one number."""
+    clock = [100.0]
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(module, "boot_seconds", lambda: clock[0])
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(module.time, "time", lambda: clock[0] + 1e9)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def opened(tmp_path: Path, now: list[float], *, step: int) -> tuple[Ledger, Stopwatch]:
+    watch = Stopwatch()
+    ledger = Ledger(RunFolder(str(tmp_path), "x"), HW, watch=watch, began=now[0] - 10)
+    ledger.begin(step=step, input_wait=lambda: 0.0)
+    return ledger, watch
+
+
+def stored(tmp_path: Path) -> list[dict]:
+    return [json.loads(file.read_text()) for file in sorted((tmp_path / "x" / "lives").iterdir())]
+
+
+def test_steps_done_again_after_a_kill_are_lost(tmp_path, now):
+    first, watch = opened(tmp_path, now, step=0)
+    with watch.measure("train"):
+        for step in range(10, 60, 10):
+            now[0] += 20
+            values = first.update(step)
+    assert values["goodput/step_percent"] == pytest.approx(100 * 100 / 110)
+    now[0] += 500  # killed here, and a new machine comes up; its newest checkpoint is of step 30
+    second, watch = opened(tmp_path, now, step=30)
+    with watch.measure("train"):
+        for step in (40, 50, 60, 70):
+            now[0] += 30
+            second.update(step)
+    totals = second.totals()
+    assert totals["lives"] == 2
+    assert totals["lost_steps"] == 20
+    assert totals["seconds"]["lost"] == pytest.approx(60.0)
+    assert totals["seconds"]["step"] == pytest.approx(100.0 + 60.0)
+    assert totals["seconds"]["setup"] == pytest.approx(20.0)
+    assert totals["down_seconds"] == pytest.approx(490.0)
+    assert totals["wall_seconds"] == pytest.approx(sum(totals["seconds"].values()))
+    assert totals["usd"]["on_demand"] == pytest.approx(8 * 2.97 * (110 + 130) / 3600)
+    second.close("finished")
+    second.close("failed")
+    before, after = stored(tmp_path)
+    assert (before["ended"], before["step"], before["resumed_step"]) == (None, 50, 0)
+    assert (after["ended"], after["step"], after["resumed_step"]) == ("finished", 70, 30)
+    assert before["id"].startswith("0001_")
+    assert after["id"].startswith("0002_")
+
+
+def test_an_interval_that_is_half_new_is_half_lost(tmp_path, now):
+    first, watch = opened(tmp_path, now, step=0)
+    with watch.measure("train"):
+        now[0] += 5
+        first.update(5)
+    second, watch = opened(tmp_path, now, step=0)
+    with watch.measure("train"):
+        now[0] += 10
+        second.update(10)
+    assert second.totals()["seconds"]["lost"] == pytest.approx(5.0)
+
+
+def test_a_life_that_cannot_be_read_is_named_and_left_out(tmp_path, now, caplog):
+    opened(tmp_path, now, step=0)
+    (tmp_path / "x" / "lives" / "0002_torn.json").write_text('{"id": ')
+    (tmp_path / "x" / "lives" / "0003_other.json").write_text('{"id": "a", "unknown": 1}')
+    ledger, _ = opened(tmp_path, now, step=0)
+    assert ledger.totals()["lives"] == 2
+    assert "0002_torn.json" in caplog.text
+    assert "0003_other.json" in caplog.text
+    assert ledger.life.id.startswith("0004_")
+
+
+def test_a_full_disk_does_not_stop_the_run(tmp_path, now, monkeypatch, caplog):
+    ledger, _ = opened(tmp_path, now, step=0)
+    monkeypatch.setattr(module.paths, "write_text_atomic", _full)
+    for step in (1, 2, 3):
+        now[0] += 1
+        ledger.update(step)
+    assert caplog.text.count("cannot be written") == 1
+
+
+def _full(path: str, text: str) -> None:
+    raise OSError(28, "No space left on device")

@@ -1,0 +1,128 @@
+"""What a run's wall time went to and what it cost, over all lives of its process.
+
+Goodput is the share of the time in which steps were trained that count (Google's ML Goodput divides in the same way:
+github.com/AI-Hypercomputer/ml-goodput-measurement).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tpu_experiments.config.hardware import HwConfig
+
+HOUR = 3600.0
+PARTS = ("setup", "compile", "input_wait", "step", "evaluation", "save", "lost")
+"""`setup` is all that is nothing else: start, preparing, loading. `lost`: steps that an earlier life had done."""
+
+
+@dataclass
+class Life:
+    """One process of a run, from its start to its end or its last sign; content of its file in `lives/`."""
+
+    id: str
+    host: str
+    started: float
+    """Unix seconds."""
+    num_devices: int
+    usd_per_hour: dict[str, float | None]
+    """Of all devices, `on_demand` and `spot`; null where no price is known."""
+    resumed_step: int = 0
+    step: int = 0
+    """Last optimizer step that was logged."""
+    lost_steps: int = 0
+    ended: str | None = None
+    """`finished`, `stopped` or `failed`; null while it runs and after a kill."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall seconds by `PARTS`."""
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the start to the last sign."""
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return asdict(self)
+
+
+def hourly_price(hw: HwConfig) -> dict[str, float | None]:
+    """Dollars of an hour of all devices."""
+    price = hw.price
+    if price is None:
+        return {"on_demand": None, "spot": None}
+    spot = price.usd_per_chip_hour_spot
+    return {
+        "on_demand": price.usd_per_chip_hour_on_demand * hw.num_devices,
+        "spot": None if spot is None else spot * hw.num_devices,
+    }
+
+
+def split(
+    wall: float, *, seconds: Mapping[str, float], compiled: Mapping[str, float], input_wait: float, lost: float
+) -> dict[str, float]:
+    """Wall seconds by `PARTS`; they add up to `wall`.
+
+    `seconds` and `compiled` are a Stopwatch's; `input_wait` and `lost` lie inside of training.
+    """
+    own = {name: max(value - compiled.get(name, 0.0), 0.0) for name, value in seconds.items()}
+    train = own.get("train", 0.0)
+    waited = min(input_wait, train)
+    again = min(lost, train - waited)
+    parts = {
+        "compile": sum(compiled.values()),
+        "input_wait": waited,
+        "step": train - waited - again,
+        "evaluation": own.get("eval", 0.0),
+        "save": own.get("checkpoint", 0.0),
+        "lost": again,
+    }
+    return {"setup": max(wall - sum(parts.values()), 0.0)} | parts
+
+
+def account(lives: Sequence[Life]) -> dict[str, Any]:
+    """Seconds, shares and dollars of lives together, in the order they ran.
+
+    The time between two lives is `down_seconds`, by the clocks of their machines, and no part of the wall time; a life
+    that was killed ends with its last sign. Dollars are null where a life's price is not known.
+    """
+    seconds = {part: sum(life.seconds.get(part, 0.0) for life in lives) for part in PARTS}
+    wall = sum(seconds.values())
+    ends = [life.started + life.wall_seconds for life in lives]
+    return {
+        "lives": len(lives),
+        "wall_seconds": wall,
+        "down_seconds": sum(max(life.started - end, 0.0) for life, end in zip(lives[1:], ends, strict=False)),
+        "seconds": seconds,
+        "shares": {part: value / wall if wall else 0.0 for part, value in seconds.items()},
+        "lost_steps": sum(life.lost_steps for life in lives),
+        "usd": {kind: _dollars(lives, kind) for kind in ("on_demand", "spot")},
+    }
+
+
+def scalars(totals: Mapping[str, Any]) -> dict[str, float]:
+    """`goodput/*` of a log record: the share of each part in percent, hours, dollars where there is a price."""
+    values = {f"goodput/{part}_percent": 100 * share for part, share in totals["shares"].items()}
+    values["goodput/wall_hours"] = totals["wall_seconds"] / HOUR
+    return values | {f"goodput/usd_{kind}": usd for kind, usd in totals["usd"].items() if usd is not None}
+
+
+def goodput_lines(totals: Mapping[str, Any] | None) -> list[str]:
+    """Lines of the closing summary."""
+    if not totals:
+        return []
+    parts = ", ".join(f"{part.replace('_', ' ')} {100 * share:.1f}" for part, share in totals["shares"].items())
+    lives = totals["lives"]
+    several = "" if lives == 1 else f" over {lives} lives, {totals['down_seconds']:,.0f} s between them"
+    dollars = [f"${usd:,.2f} {kind.replace('_', ' ')}" for kind, usd in totals["usd"].items() if usd is not None]
+    cost = f"; {', '.join(dollars)}" if dollars else ""
+    return [f"  wall time       {totals['wall_seconds']:,.0f} s{several}: {parts} %{cost}"]
+
+
+def _dollars(lives: Sequence[Life], kind: str) -> float | None:
+    total = 0.0
+    for life in lives:
+        price = life.usd_per_hour.get(kind)
+        if price is None:
+            return None
+        total += price * life.wall_seconds / HOUR
+    return total
