@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import fsspec
@@ -43,6 +44,9 @@ class FaultyFileSystem(MemoryFileSystem):
             super(FaultyFileSystem, self).pipe_file(path, data, mode="overwrite", **kwargs)
 
         self._do(lambda: write(value), torn=lambda: write(value[: len(value) // 2]))
+
+    def put_file(self, lpath, rpath, **kwargs):
+        self.pipe_file(rpath, Path(lpath).read_bytes())
 
     def rm(self, path, recursive=False, maxdepth=None):
         """One request an object, in the order of names, as object stores do it."""

@@ -1,5 +1,7 @@
 """metrics.jsonl: one strict JSON object a line, and one curve however often the run was killed."""
 
+import errno
+import io
 import json
 import time
 import uuid
@@ -86,3 +88,34 @@ def test_a_text_with_other_line_separators_is_one_line(make_context: MakeContext
     start(context, steps=[2]).finish()
     lines = paths.read_text(context.run_folder.path("metrics.jsonl")).split("\n")
     assert [json.loads(line)["step"] for line in lines if line] == [1, 1, 2]
+
+
+class SmallDisk(io.FileIO):
+    """A file on a disk with room for so many bytes; then a write is cut short, and the next one fails."""
+
+    room = 0
+
+    def write(self, data: Any) -> int:
+        written = min(len(data), self.room)
+        if not written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= written
+        return super().write(data[:written])
+
+
+def test_records_of_a_full_disk_wait_until_there_is_room(
+    make_context: MakeContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = make_context()
+    logger = start(context, steps=[1])
+    logger._file.close()
+    disk = logger._file = SmallDisk(context.run_folder.path("metrics.jsonl"), "ab")
+    disk.room = 10
+    for step in (2, 3, 4):
+        logger.scalars(step, {"train/loss": 0.0})
+        assert [record["step"] for record in records(context)] == [1]  # no half line
+    assert caplog.text.count("wait in memory until there is room") == 1
+    disk.room = 10_000
+    logger.scalars(5, {"train/loss": 0.0})
+    logger.finish()
+    assert [record["step"] for record in records(context)] == [1, 2, 3, 4, 5]

@@ -1,7 +1,9 @@
 """Event files read back record for record with TensorBoard's own reader."""
 
+import errno
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data, p
 
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import config_yaml
+from tpu_experiments.logging import tensorboard
 from tpu_experiments.logging.base import LoggerContext
 from tpu_experiments.logging.tensorboard import TensorBoardLogger
 
@@ -99,6 +102,32 @@ def test_a_remote_run_folder_gets_every_record(make_context: MakeContext, tmp_pa
     for name in paths.list_names(folder):
         (tmp_path / name).write_bytes(paths.read_bytes(paths.join(folder, name)))
     assert [step for step, _ in curve(read(str(tmp_path)), "train/loss")] == [*range(151), 151, 152]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's own thread
+def test_a_full_disk_costs_records_and_no_run(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+
+    def full(self: object, filename: bytes, content: bytes, binary_mode: bool = False) -> None:
+        with Path(filename.decode()).open("ab") as file:
+            file.write(content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensorboard, "FULL_SECONDS", 0.0)
+    context = make_context()
+    logger = start(context, steps=[1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "append", full)
+        for step in (3, 4):
+            logger.scalars(step, {"train/loss": 0.0})
+    time.sleep(1.1)  # event files are named by the second
+    logger.scalars(5, {"train/loss": 5.0})
+    logger.finish()
+    assert curve(read(context.run_folder.path("tensorboard")), "train/loss") == [(1, 1.0), (2, 2.0), (5, 5.0)]
+    assert caplog.text.count("until there is room") == 1
+    assert "lacks 2 records" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
 from tpu_experiments.io.process import started_ticks
+from tpu_experiments.io.retry import told
 
 NAME = ".lease.json"
 RENEW_SECONDS = 20.0
@@ -82,8 +83,14 @@ class Lease:
         """Take the lease and keep it renewed.
 
         Raises:
-            ConfigError: another process holds it.
+            ConfigError: another process holds it, or storage refuses.
         """
+        with told(self._folder):
+            self._take()
+        self._thread.start()
+        return self
+
+    def _take(self) -> None:
         paths.make_dirs(self._folder)
         with _locked(self._folder):
             _refuse_if_held(self._folder, name=self._name, clear=True)
@@ -95,8 +102,6 @@ class Lease:
         holder = read(self._folder)
         if holder is None or holder.id != self._owner.id:
             raise ConfigError(_refusal(self._name, holder, seconds=VALID_SECONDS))
-        self._thread.start()
-        return self
 
     def release(self) -> None:
         """Give it back where it is still this process's; again does nothing."""

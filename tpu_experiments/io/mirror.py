@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from tpu_experiments.io import paths
+from tpu_experiments.io.retry import shown
 
 UPLOAD_SECONDS = 30.0  # event files and logs are kilobytes; GCS allows one update a second per object
 
@@ -26,6 +27,7 @@ class Mirror:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._thread: threading.Thread | None = None
         self._last_upload = time.monotonic()
+        self._failed_since: float | None = None
         if paths.is_remote(target):
             self._temporary = tempfile.TemporaryDirectory(prefix="tpu_experiments_")
             self.local = Path(self._temporary.name) / target.rpartition("/")[2]
@@ -80,11 +82,18 @@ class Mirror:
             self._temporary = None
 
     def _try_upload(self) -> None:
-        """An upload that fails is made good by the next one, and the last one raises."""
+        """An upload that fails is made good by the next one, and the last one raises; an outage is told once."""
         try:
             self._upload()
         except Exception as error:
-            log.warning("upload to %s failed, to be repeated: %s", self._target, error)
+            if self._failed_since is None:
+                self._failed_since = time.monotonic()
+                log.warning("upload to %s failed, to be repeated: %s", self._target, shown(error))
+            return
+        if self._failed_since is not None:
+            minutes = (time.monotonic() - self._failed_since) / 60
+            log.warning("upload to %s succeeded after %.1f min", self._target, minutes)
+            self._failed_since = None
 
     def _upload(self) -> None:
         if self.local.is_file():

@@ -9,8 +9,11 @@ import errno
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, TypeVar
+
+from tpu_experiments.config.errors import ConfigError
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -91,6 +94,27 @@ def complaint(error: BaseException, *, place: str) -> str:
     }
     sentence = remedy.get(kind_of(error) or "", "storage refuses the operation; the log has the trace")
     return f"{place}; {shown(error)}: {sentence}."
+
+
+def is_told(error: BaseException, *, place: str) -> bool:
+    """Whether `complaint` says all that a user needs; of other errors the trace is wanted."""
+    kind, is_remote = kind_of(error), "://" in place and not place.startswith("file://")
+    return kind in ("credentials", "full") or (is_remote and kind in ("transient", "forbidden", "missing"))
+
+
+@contextmanager
+def told(place: str) -> Iterator[None]:
+    """Turn a failure of storage at `place` into one sentence, before a run has begun.
+
+    Raises:
+        ConfigError: storage refused, or does not answer.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigError) or not is_told(error, place=place):
+            raise
+        raise ConfigError(complaint(error, place=place)) from error
 
 
 def shown(error: BaseException) -> str:

@@ -6,14 +6,20 @@ behind the last checkpoint, when what follows it was killed) is not written agai
 written as null.
 """
 
+import errno
 import json
 import logging
+import os
 import time
 from typing import Any
 
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.mirror import Mirror
+from tpu_experiments.io.retry import kind_of, shown
 from tpu_experiments.logging.base import LoggerContext
+
+MAX_WAITING = 10_000
+"""Records that are kept while the disk is full; older ones are dropped."""
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +34,8 @@ class JsonlLogger:
         if paths.exists(local):
             kept = _keep_until(local, step=context.resume_step)
             self._kept = {frozenset(record) for record in kept if record["step"] == context.resume_step}
-        self._file = self._mirror.local.open("a", encoding="utf-8")
+        self._file = self._mirror.local.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """One line."""
@@ -44,14 +51,36 @@ class JsonlLogger:
     def finish(self) -> None:
         """Close the file and upload it where the run folder is remote."""
         self._file.close()
+        if self._waiting:
+            log.warning("%s lacks its last %d records: the disk was full", self._mirror.local, len(self._waiting))
         self._mirror.close()
 
     def _write(self, record: dict[str, Any]) -> None:
         if record["step"] == self._resume_step and frozenset(record) in self._kept:
             return
-        self._file.write(strict_json.dumps(record) + "\n")
-        self._file.flush()
+        self._waiting.append(strict_json.dumps(record).encode() + b"\n")
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.pop(0)
+        except OSError as error:
+            if kind_of(error) != "full":
+                raise
+            if len(self._waiting) == 1:
+                log.warning("%s; %s: records wait in memory until there is room", self._mirror.local, shown(error))
+            del self._waiting[:-MAX_WAITING]
         self._mirror.upload_if_due()
+
+    def _append(self, line: bytes) -> None:
+        """The whole line or nothing of it."""
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
+        except OSError:
+            self._file.truncate(end)
+            raise
 
 
 def _keep_until(path: str, *, step: int) -> list[dict[str, Any]]:

@@ -80,6 +80,7 @@ def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
     root.addHandler(terminal)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # a trace for each error; who asked says it in a sentence
     logging.captureWarnings(True)
     if folder is None:
         root.addHandler(_memory_handler(kept))

@@ -4,55 +4,93 @@ A resumed run opens with a purge event, so TensorBoard shows one curve. For a re
 files are written locally and uploaded: on gs:// the writer would overwrite the file per record.
 """
 
+import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tpu_experiments.io.folder import config_yaml
 from tpu_experiments.io.mirror import Mirror
+from tpu_experiments.io.retry import kind_of, shown
 from tpu_experiments.logging.base import LoggerContext
+
+FULL_SECONDS = 60.0  # a full disk is tried again no more often
+
+log = logging.getLogger(__name__)
 
 
 class TensorBoardLogger:
     """Scalars, text, the config, and one row of the HPARAMS tab."""
 
     def __init__(self, context: LoggerContext) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # seconds, and not every run wants it
-
         self._mirror = Mirror.of_folder(context.run_folder.path("tensorboard"))
         # A purge drops steps >= its own; from 0 it clears a run killed before its first checkpoint.
         purge_step = context.resume_step + 1 if context.resume_step > 0 else 0
-        self._writer = SummaryWriter(str(self._mirror.local), purge_step=purge_step)
+        self._writer: Any = self._opened(purge_step=purge_step)
+        self._full_since: float | None = None
+        self._num_dropped = 0
         self._last_step = context.resume_step
         if context.resume_step == 0:
             self.text(0, tag="config", text=f"```yaml\n{config_yaml(context.config)}```")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """One scalar per value."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
         self._last_step = step
-        self._flush()
+
+        def add(writer: Any) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self._write(add)
 
     def text(self, step: int, *, tag: str, text: str) -> None:
         """Shown as Markdown under the TEXT tab."""
-        self._writer.add_text(tag, text, step)
-        self._flush()
+        self._write(lambda writer: writer.add_text(tag, text, step))
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
         """One row of the HPARAMS tab, in this run (`add_hparams` would make a sub-run of it)."""
         from torch.utils.tensorboard.summary import hparams
 
-        shown = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
-        for summary in hparams(shown, metrics):
-            self._writer._get_file_writer().add_summary(summary)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, self._last_step)
-        self._flush()
+        shown_values = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
+
+        def add(writer: Any) -> None:
+            for summary in hparams(shown_values, metrics):
+                writer._get_file_writer().add_summary(summary)
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, self._last_step)
+
+        self._write(add)
 
     def finish(self) -> None:
         """Close the event file and upload it where the run folder is remote."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._num_dropped:
+            log.warning("%s lacks %d records: the disk was full", self._mirror.local, self._num_dropped)
         self._mirror.close()
 
-    def _flush(self) -> None:
-        self._writer.flush()
+    def _opened(self, *, purge_step: int | None) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # seconds, and not every run wants it
+
+        return SummaryWriter(str(self._mirror.local), purge_step=purge_step)
+
+    def _write(self, add: Callable[[Any], None]) -> None:
+        """Add a record and bring it to disk. Where that is full it is dropped (metrics.jsonl keeps it): the file's
+        thread has died of it, so a new file is begun once there is room."""
+        if self._full_since is not None and time.monotonic() - self._full_since < FULL_SECONDS:
+            self._num_dropped += 1
+            return
+        try:
+            self._writer = self._writer or self._opened(purge_step=None)
+            add(self._writer)
+            self._writer.flush()
+        except OSError as error:
+            if kind_of(error) != "full":
+                raise
+            if self._full_since is None:
+                log.warning("%s; %s: records are left out of it until there is room", self._mirror.local, shown(error))
+            self._full_since, self._writer = time.monotonic(), None
+            self._num_dropped += 1
+            return
+        self._full_since = None
         self._mirror.upload_if_due()

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from tpu_experiments.checkpoint.store import latest_progress, latest_step
+from tpu_experiments.checkpoint.store import COMMIT, latest_progress, latest_step
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
@@ -20,6 +20,8 @@ from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io import lease
 from tpu_experiments.io.folder import RunFolder, open_run
 from tpu_experiments.io.process import started_seconds
+from tpu_experiments.io.retry import StorageFailed, complaint, is_told, told
+from tpu_experiments.io.spool import Spool, key_of
 from tpu_experiments.logging.base import LoggerContext, Loggers
 from tpu_experiments.logging.promise import Promise
 from tpu_experiments.logging.provenance import provenance, write_provenance
@@ -47,13 +49,14 @@ def run(config: Config) -> None:
         ConfigError: something the user can mend; nothing was written.
     """
     watch = Stopwatch()
-    folder = open_run(config)
-    finished = folder.finished()
+    with told(config.output_dir):
+        folder = open_run(config)
+        finished = folder.finished()
+        lease.refuse_if_held(folder.path(), name=folder.name)
     if finished is not None:
         print(summary(finished, folder=folder))
         print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
         return
-    lease.refuse_if_held(folder.path(), name=folder.name)
     start_run_log(None, rank=0)
     with watch.measure("setup"):
         check_loggers(config)
@@ -64,7 +67,9 @@ def run(config: Config) -> None:
         for stage in inputs.stages:
             stage_rows(inputs, stage, config=config)  # refuses too few written epochs
     with lease.held(folder.path(), name=folder.name, on_lost=end_at_once):
-        folder.create(config)
+        with told(config.output_dir):
+            folder.create(config)
+            spool_of(folder).deliver()  # what a life that was killed in an outage had left on this machine
         launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
     result = folder.finished()
     assert result is not None, "the run ended without result.json"
@@ -74,6 +79,12 @@ def run(config: Config) -> None:
 def end_at_once() -> None:
     """The run belongs to another process: nothing more may be written, not even a checkpoint."""
     os._exit(1)
+
+
+def spool_of(folder: RunFolder) -> Spool:
+    """Where the checkpoints of the run are kept while its folder is out of reach."""
+    key = key_of(folder.path(), identity=folder.identity_path)
+    return Spool(folder.path("checkpoints"), key=key, marker=COMMIT)
 
 
 def make_inputs(config: Config) -> RunInputs:
@@ -170,6 +181,7 @@ def train_process(
         provenance=facts,
         promise=promised(config, rank=runtime.rank),
         ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
+        spool=spool_of(folder),
         reopened=lambda: make_loggers(config, folder, inputs),
     )
     trainer: Any = locate(config.trainer._target_, key="trainer")
@@ -179,12 +191,29 @@ def train_process(
         outputs.close("stopped")
         say(runtime, f"stopped on request; the same command goes on from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
-    except TrainingStopped as error:
+    except (TrainingStopped, StorageFailed) as error:
         say(runtime, f"error: {error}")
         sys.exit(1)
+    except Exception as error:
+        if not is_told(error, place=config.output_dir):
+            raise
+        say(runtime, f"error: {complaint(error, place=folder.path())} The same command goes on.")
+        sys.exit(1)
     finally:
+        end(runtime, outputs)
+
+
+def end(runtime: Runtime, outputs: RunOutputs) -> None:
+    """Close everything; storage that is out of reach even now is told in a sentence."""
+    try:
         outputs.close()
         stop_run_log()
+    except StorageFailed as error:
+        say(runtime, f"error: {error}")
+    except Exception as error:
+        if not is_told(error, place=outputs.folder.path()):
+            raise
+        say(runtime, f"error: {complaint(error, place=outputs.folder.path())}")
 
 
 def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: Stopwatch, began: float) -> Ledger:

@@ -11,6 +11,7 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.io.spool import Spool
 from tpu_experiments.logging.base import Loggers
 from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
@@ -39,10 +40,11 @@ class RunOutputs:
         provenance: dict[str, Any],
         promise: Promise,
         ledger: Ledger | None,
+        spool: Spool,
         reopened: Callable[[], Loggers] = lambda: Loggers({}),
     ) -> None:
         """`reopened` makes the loggers as at the start of a run that goes on from its newest checkpoint."""
-        self.config, self.folder, self.inputs, self.ledger = config, folder, inputs, ledger
+        self.config, self.folder, self.inputs, self.ledger, self.spool = config, folder, inputs, ledger, spool
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.reopened = reopened
         self.adapter_path: str | None = None
@@ -66,6 +68,7 @@ class RunOutputs:
         finally:
             if self.ledger is not None:
                 self.ledger.close(ended)
+                self.spool.close()
 
     def begin(self, *, step: int, meters: Meters) -> None:
         """Training goes on from `step`."""

@@ -121,8 +121,8 @@ class Parts:
         batches = (next(iter(found), None) for found in evaluation_batches(self.inputs, self.config).values())
         answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
         start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
-        folder = self.outputs.folder.path("checkpoints")
-        return Saver(self.config.checkpoint, folder, runtime=self.runtime, start=start, answers=answers)
+        spool = self.outputs.spool
+        return Saver(self.config.checkpoint, spool, runtime=self.runtime, start=start, answers=answers)
 
     def proof_of_export(self) -> dict[str, Any] | None:
         """What was looked at of the adapter or model that was written; every process takes part."""

@@ -16,6 +16,8 @@ from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name
 from tpu_experiments.checkpoint.retention import Keep, Retention
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.io import paths
+from tpu_experiments.io.retry import kind_of, shown
+from tpu_experiments.io.spool import Spool
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.proof import Answers, Start, UnprovenError
 from tpu_experiments.training.saved import PARAMETERS, Snapshot
@@ -23,18 +25,20 @@ from tpu_experiments.training.window import TrainingStopped
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
+"""What was saved, where it lies, and what was proven of it."""
 
 
 class Saver:
     """The checkpoints of one process's life; only rank 0 writes, every process must make the same calls."""
 
     def __init__(
-        self, settings: CheckpointConfig, folder: str, *, runtime: Runtime, start: Start, answers: Answers
+        self, settings: CheckpointConfig, spool: Spool, *, runtime: Runtime, start: Start, answers: Answers
     ) -> None:
-        self.settings, self.folder, self._runtime = settings, folder, runtime
+        self.settings, self.folder, self._runtime, self._spool = settings, spool.target, runtime, spool
         self.start, self.answers = start, answers
         self._worker = Background()
-        self._retention = Retention(folder)
+        self._retention = Retention(spool.target)
         self._keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
         self._has_asked = not settings.prove
         self._saved_at = time.monotonic()
@@ -97,23 +101,44 @@ class Saver:
                 copy = take()
                 self._worker.start(lambda: self._whole(copy))
             return
-        draft = self._together(lambda: self._written(take()))
+        written = self._together(lambda: self._first_half(take()))
         answer = None
-        if asks:
+        if asks and self._runtime.any_process(written is not None and written[1].target == self._target(step)):
             try:
                 answer = self.answers.compared(lambda: store.group_of(self._target(step), PARAMETERS))
             except UnprovenError as error:
                 raise stopping(error) from error
             self._has_asked = True
-        self._together(lambda: self._committed(draft, answer))
+        self._together(lambda: self._second_half(written, answer))
 
-    def _whole(self, copy: Snapshot) -> None:
-        self._committed(self._written(copy), None)
+    def _whole(self, copy: Snapshot, answer: dict[str, Any] | None = None) -> None:
+        self._spool.save(lambda place: self._committed(self._written(copy, place), answer), make_room=self._make_room)
 
-    def _written(self, copy: Snapshot) -> "tuple[Snapshot, store.Draft, dict[str, Any] | None]":
+    def _first_half(self, copy: Snapshot) -> Written | None:
+        """Written where storage takes it; None where a full disk does not."""
+        return self._spool.save(lambda place: self._written(copy, place), make_room=self._make_room)
+
+    def _second_half(self, written: Written | None, answer: dict[str, Any] | None) -> None:
+        if written is None:
+            return
+        try:
+            self._committed(written, answer)
+        except Exception as error:
+            if kind_of(error) is None:
+                raise
+            log.warning("%s: written again", shown(error))
+            self._whole(written[0], answer)
+
+    def _make_room(self) -> None:
+        """Remove from a full disk what the policy does not keep."""
+        complete = store.latest_step(self.folder)
+        if complete:
+            self._retention.apply(newest=complete, eval_loss=self._retention.loss_of(complete), keep=self._keep)
+
+    def _written(self, copy: Snapshot, place: str) -> Written:
         """Every file, read back and looked at where that is asked for; it does not count yet."""
         started, progress = time.perf_counter(), copy.progress
-        draft = store.begin(self.folder, step=progress.step, progress=progress.to_dict())
+        draft = store.begin(place, step=progress.step, progress=progress.to_dict())
         proof: dict[str, Any] = {"read_back": 1}
         if self.settings.prove:
             store.read_back(draft, PROGRESS)
@@ -129,14 +154,15 @@ class Saver:
         log.info("checkpoint of step %d: %.1f MB in %.2f s", progress.step, draft.num_bytes / 1e6, seconds)
         return copy, draft, proof if self.settings.prove else None
 
-    def _committed(self, written: Any, answer: dict[str, Any] | None) -> None:
+    def _committed(self, written: Written, answer: dict[str, Any] | None) -> None:
         copy, draft, proof = written
         progress = copy.progress
         if proof is not None and answer is not None:
             proof["answer"] = answer
         eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
         store.commit(draft, eval_loss=eval_loss, proof=proof)
-        self._retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._keep)
+        if draft.target == self._target(progress.step):
+            self._retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._keep)
 
     def _target(self, step: int) -> str:
         return paths.join(self.folder, folder_name(step))
