@@ -34,6 +34,7 @@ from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.inputs import RunInputs, expected_programs, stage_rows, stage_steps
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
+from tpu_experiments.training.pages import write_pages
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest
 from tpu_experiments.training.summary import summary
@@ -168,22 +169,7 @@ def train_process(
     watch = Stopwatch()
     watch.seconds.update(seconds)
     start_run_log(folder, rank=runtime.rank)
-    facts = provenance(config, device=str(runtime.device), argv=sys.argv)
-    loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
-    if runtime.rank == 0:
-        write_provenance(folder, facts)
-        log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
-    outputs = RunOutputs(
-        config,
-        folder,
-        inputs=inputs,
-        loggers=loggers,
-        provenance=facts,
-        promise=promised(config, rank=runtime.rank),
-        ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
-        spool=spool_of(folder),
-        reopened=lambda: make_loggers(config, folder, inputs),
-    )
+    outputs = make_outputs(runtime, config, inputs, folder, watch=watch, began=began)
     trainer: Any = locate(config.trainer._target_, key="trainer")
     try:
         trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
@@ -214,6 +200,30 @@ def end(runtime: Runtime, outputs: RunOutputs) -> None:
         if not is_told(error, place=outputs.folder.path()):
             raise
         say(runtime, f"error: {complaint(error, place=outputs.folder.path())}")
+
+
+def make_outputs(
+    runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, *, watch: Stopwatch, began: float
+) -> RunOutputs:
+    """Loggers, ledger and what the run is told before it begins; only rank 0 writes."""
+    facts = provenance(config, device=str(runtime.device), argv=sys.argv)
+    promise = promised(config, rank=runtime.rank)
+    loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
+    if loggers is not None:
+        write_provenance(folder, facts)
+        write_pages(folder, inputs=inputs, promise=promise, loggers=loggers, is_new=not resume_step(folder))
+        log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
+    return RunOutputs(
+        config,
+        folder,
+        inputs=inputs,
+        loggers=loggers,
+        provenance=facts,
+        promise=promise,
+        ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
+        spool=spool_of(folder),
+        reopened=lambda: make_loggers(config, folder, inputs),
+    )
 
 
 def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: Stopwatch, began: float) -> Ledger:

@@ -1,0 +1,133 @@
+"""The whole main job with `output_dir=gs://...`: run.py in processes of its own against the emulator of this one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.training.runs import REPOSITORY, SAME_SUMS, finished
+from tpu_experiments.io import paths
+from tpu_experiments.io.lease import Lease
+from tpu_experiments.metrics.goodput import PARTS
+
+pytest_plugins = ("tests.gcs",)
+# The eager runtime: what is tested is the storage, and two minutes of compiling for the CPU would add nothing to it.
+COMMON = (
+    "debug=smoke", "hw.runtime=eager", "data=sample_text", "trainer.log_every_steps=1", "checkpoint.every_steps=2",
+    "sample.max_new_tokens=2",
+)  # fmt: skip
+NAME = "in_a_bucket"
+BROUGHT = {
+    "adapter", "audit.html", "audit.json", "base", "checkpoints", "config.yaml", "identity.json", "lives",
+    "metrics.jsonl", "plan.md", "provenance.json", "result.json", "run.log", "tensorboard",
+}  # fmt: skip
+
+
+def started(output_dir: str, *overrides: str) -> "subprocess.Popen[str]":
+    """run.py with the emulator's address in its environment."""
+    dropped = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped} | SAME_SUMS
+    command = [sys.executable, "run.py", *COMMON, f"name={NAME}", f"output_dir={output_dir}", *overrides]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def stop_after(process: "subprocess.Popen[str]", step: int) -> str:
+    """Send SIGTERM when the line of this step is there; all output."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if re.search(rf"step +{step}/", line):
+            process.send_signal(signal.SIGTERM)
+    return "".join(seen)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The same job on the local disk, without a stop."""
+    folder = tmp_path_factory.mktemp("local")
+    return folder / NAME, finished(*COMMON, f"name={NAME}", output_dir=folder)
+
+
+def test_interrupted_and_continued_in_a_bucket(uninterrupted, gcs_bucket):
+    local, result_of_local = uninterrupted
+    output_dir, run = f"{gcs_bucket}/runs", f"{gcs_bucket}/runs/{NAME}"
+    with started(output_dir) as process:
+        output = stop_after(process, 3)
+    assert process.returncode == 75, output
+    assert paths.list_names(paths.join(run, "checkpoints"))
+    assert not paths.exists(paths.join(run, "result.json"))
+    held = Lease(run, name=NAME, on_lost=lambda: None).acquire()  # the first has given its own back
+    with started(output_dir) as process:
+        output = process.communicate()[0]
+    assert process.returncode == 2, output
+    assert f"process {os.getpid()} on" in output
+    assert "is writing this run" in output
+    held.release()
+    with started(output_dir) as process:
+        output = process.communicate()[0]
+    assert process.returncode == 0, output
+
+    assert set(paths.list_names(run)) == BROUGHT
+    adapter = paths.read_bytes(paths.join(run, "adapter", "adapter_model.safetensors"))
+    assert adapter == (local / "adapter" / "adapter_model.safetensors").read_bytes()
+    result = json.loads(paths.read_text(paths.join(run, "result.json")))
+    assert result["eval_loss"] == result_of_local["eval_loss"]
+    account_is_whole(result["goodput"])
+    tensorboard_has_every_record(run)
+    no_stale_listing(run)
+
+
+def account_is_whole(goodput: dict) -> None:
+    run, life = goodput["run"], goodput["life"]
+    assert (run["lives"], life["lives"]) == (2, 1)
+    for account in (run, life):
+        assert set(account["seconds"]) == set(PARTS)
+        assert sum(account["seconds"].values()) == pytest.approx(account["wall_seconds"])
+        assert sum(account["shares"].values()) == pytest.approx(1.0)
+        assert all(seconds >= 0 for seconds in account["seconds"].values())
+    assert run["lost_steps"] == 0  # a stop on request saves first
+    assert run["usd"] == {"on_demand": None, "spot": None}
+    assert min(run["seconds"][part] for part in ("setup", "step", "evaluation", "save")) > 0
+
+
+def tensorboard_has_every_record(run: str) -> None:
+    """Against metrics.jsonl, value for value; one curve over both lives."""
+    lines = paths.read_text(paths.join(run, "metrics.jsonl")).splitlines()
+    records = [json.loads(line) for line in lines]
+    folder = paths.join(run, "tensorboard")
+    assert len(paths.list_names(folder)) == 2
+    found = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0}).Reload()  # from the bucket itself
+    tags = {tag for record in records for tag, value in record.items() if isinstance(value, float) and "/" in tag}
+    assert {"train/loss", "eval/loss", "perf/tokens_per_second", "goodput/step_percent"} <= tags
+    for tag in tags:
+        expected = [(r["step"], r[tag]) for r in records if r.get(tag) is not None]
+        curve = [(event.step, event.value) for event in found.Scalars(tag)]
+        assert [step for step, _ in curve] == [step for step, _ in expected], tag
+        assert [value for _, value in curve] == pytest.approx([value for _, value in expected], rel=1e-6), tag
+    steps = [event.step for event in found.Scalars("train/loss")]
+    assert steps == list(range(1, 7))
+    texts = {tag: found.Tensors(f"{tag}/text_summary") for tag in ("config", "audit", "plan", "sample_after")}
+    assert {tag: len(shown) for tag, shown in texts.items()} == dict.fromkeys(texts, 1)
+    assert b"supervised" in texts["audit"][0].tensor_proto.string_val[0]
+    assert found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+
+
+def no_stale_listing(run: str) -> None:
+    """Another client's new file is seen by one that has listed the folder before."""
+    import gcsfs
+
+    before = paths.list_names(paths.join(run, "checkpoints"))
+    other = gcsfs.GCSFileSystem(skip_instance_cache=True)
+    other.pipe_file(f"{run}/checkpoints/step_99999999/COMMIT.json", b"{}")
+    assert paths.list_names(paths.join(run, "checkpoints")) == [*before, "step_99999999"]
+    assert paths.exists(paths.join(run, "checkpoints", "step_99999999", "COMMIT.json"))
+    other.rm_file(f"{run}/checkpoints/step_99999999/COMMIT.json")
+    assert paths.list_names(paths.join(run, "checkpoints")) == before
