@@ -89,3 +89,19 @@ def test_finished_only_with_the_status_finished(tmp_path: Path) -> None:
     assert folder.finished() is None
     path.write_text(json.dumps({"status": "finished", "eval_loss": 2.5}))
     assert folder.finished() == {"status": "finished", "eval_loss": 2.5}
+
+
+def test_a_damaged_identity_is_made_anew_while_there_is_nothing_to_lose(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config("name=x", f"output_dir={tmp_path}")
+    open_run(config).create(config)
+    path = tmp_path / "x" / "identity.json"
+    whole = path.read_text()
+    path.write_text(whole[:100])
+    open_run(config).create(config)
+    assert path.read_text() == whole
+    path.write_text(whole[:100])
+    (tmp_path / "x" / "checkpoints" / "step_00000002").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"identity\.json is damaged .*; restore the file, or choose another name="):
+        open_run(config)

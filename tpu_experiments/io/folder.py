@@ -17,6 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths, strict_json
 
 RESULT = "result.json"
+WRITES = 2  # what belongs to whom must not be torn: it is read back, and written again where it differs
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,39 @@ class RunFolder:
         """Whether `create` has been called, by this process or an earlier one."""
         return paths.exists(self.identity_path)
 
+    def stored_identity(self) -> dict[str, Any] | None:
+        """The identity of the config that made the folder; None where there is none, or a start was cut off in it.
+
+        Raises:
+            ConfigError: it is damaged, and there are checkpoints whose config nobody knows.
+        """
+        if not self.exists():
+            return None
+        try:
+            stored = strict_json.loads(paths.read_bytes(self.identity_path))
+            if not isinstance(stored, dict):
+                raise ValueError("no JSON object")
+            return stored
+        except ValueError as error:
+            if not paths.list_names(self.path("checkpoints")):
+                return None
+            raise ConfigError(
+                f"name={self.name}; {self.identity_path} is damaged ({error}), so nobody knows which config made these "
+                "checkpoints; restore the file, or choose another name=."
+            ) from error
+
     def create(self, config: Config) -> None:
         """Make the folder, or note the latest config in the one that is there.
 
         Call it after `open_run`, on one process only.
         """
         paths.make_dirs(self.path())
-        if not self.exists():
-            text = json.dumps(identity(config), default=str, indent=1, sort_keys=True)
-            paths.write_text_atomic(self.identity_path, text + "\n")
+        if self.stored_identity() is None:
+            text = json.dumps(identity(config), default=str, indent=1, sort_keys=True) + "\n"
+            for _ in range(WRITES):
+                paths.write_text_atomic(self.identity_path, text)
+                if paths.read_text(self.identity_path) == text:
+                    break
         paths.write_text_atomic(self.config_path, config_yaml(config))
 
     def finished(self) -> dict[str, Any] | None:
@@ -95,8 +120,9 @@ def open_run(config: Config) -> RunFolder:
     assert config.name is not None, "to_config names the run"
     folder = RunFolder(config.output_dir, config.name)
     if folder.exists():
-        stored = _read_json(folder.identity_path)
-        require_same(stored, config, folder=folder.path())
+        stored = folder.stored_identity()
+        if stored is not None:
+            require_same(stored, config, folder=folder.path())
     elif _holds_files(folder):
         raise ConfigError(
             f"name={config.name}; {folder.path()} exists and is not a run folder "

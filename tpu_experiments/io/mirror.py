@@ -37,9 +37,10 @@ class Mirror:
     @classmethod
     def of_file(cls, target: str) -> "Mirror":
         """A file; what it already holds is there to be continued."""
+        held = paths.read_bytes(target) if paths.is_remote(target) and paths.exists(target) else None
         mirror = cls(target)
-        if paths.is_remote(target) and paths.exists(target):
-            mirror.local.write_bytes(paths.read_bytes(target))
+        if held is not None:
+            mirror.local.write_bytes(held)
         return mirror
 
     @classmethod
