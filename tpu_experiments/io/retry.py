@@ -90,7 +90,7 @@ def complaint(error: BaseException, *, place: str) -> str:
         "another output_dir=",
         "missing": "there is no such bucket or folder; create it (`gcloud storage buckets create`) or mend output_dir=",
         "full": "the disk is full; free some space, or choose another output_dir=",
-        "transient": "storage does not answer; check the network, and give the same command again",
+        "transient": "storage does not answer; check the network",
     }
     sentence = remedy.get(kind_of(error) or "", "storage refuses the operation; the log has the trace")
     return f"{place}; {shown(error)}: {sentence}."
@@ -118,9 +118,11 @@ def told(place: str) -> Iterator[None]:
 
 
 def shown(error: BaseException) -> str:
-    """Type and first line of an error."""
+    """Type, code and first line of an error."""
+    code = getattr(error, "code", None)
+    kind = f"{type(error).__name__} {code}" if isinstance(code, int | str) else type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
+    return kind if not first or first.startswith("<") else f"{kind}: {first[:200]}"  # a proxy's page says nothing
 
 
 def _kind_of_code(code: int) -> Kind:

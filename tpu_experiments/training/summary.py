@@ -116,7 +116,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         f"  run folder      {folder.path()}",
         f"  adapter         {result['adapter_path']}",
         "next:",
-        f"  tensorboard --logdir {shlex.quote(paths.join(folder.path(), 'tensorboard'))}",
+        f"  tensorboard --logdir {shlex.quote(paths.join(folder.path(), 'tensorboard'))}{_remote_flag(folder)}",
         "  python run.py " + shlex.quote(f"name={result['name']}_r32") + " lora=all_linear_r32   # rank 32 instead",
     ]
     return "\n".join(lines)
@@ -144,6 +144,11 @@ def _guard_lines(guard: dict[str, Any]) -> list[str]:
         steps = ", ".join(f"{first} to {last}" for first, last in guard["passed_over"])
         parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} passed over")
     return [f"  guard           {'; '.join(parts)}"] if parts else []
+
+
+def _remote_flag(folder: RunFolder) -> str:
+    """TensorBoard's fast loader has a client for gs:// of its own; the slow one reads through fsspec, as we do."""
+    return " --load_fast=false" if paths.is_remote(folder.path()) else ""
 
 
 def _cache_text(cache: dict[str, Any] | None) -> str:
