@@ -104,6 +104,25 @@ def test_the_thread_delivers_as_soon_as_the_bucket_is_back(monkeypatch):
     place.close()
 
 
+def test_what_is_saved_while_it_delivers_arrives_too(monkeypatch):
+    place = made()
+    monkeypatch.setattr(FaultyFileSystem, "down", True)
+    place.save(writer(4))
+    monkeypatch.setattr(FaultyFileSystem, "down", False)
+    copy, saved = paths.copy_file, []
+
+    def copy_while_saving(source: str, to: str) -> None:
+        if not saved:
+            saved.append(place.save(writer(6)))
+        copy(source, to)
+
+    monkeypatch.setattr(paths, "copy_file", copy_while_saving)
+    assert place.deliver() == 2
+    assert saved == [str(place.local)]
+    assert arrived() == [4, 6]
+    assert not place.is_out
+
+
 def test_the_next_life_delivers_what_a_killed_one_left(monkeypatch):
     monkeypatch.setattr(FaultyFileSystem, "down", True)
     first = made()

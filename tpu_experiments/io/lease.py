@@ -24,7 +24,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
 from tpu_experiments.io.process import started_ticks
-from tpu_experiments.io.retry import told
+from tpu_experiments.io.retry import shown, told
 
 NAME = ".lease.json"
 RENEW_SECONDS = 20.0
@@ -118,7 +118,7 @@ class Lease:
             try:
                 self._renew()
             except Exception as error:  # an outage: the lease is as old as it is, and the next try may find it ours
-                log.info("the lease of %s could not be renewed: %s", self._folder, error)
+                log.info("the lease of %s could not be renewed: %s", self._folder, shown(error))
             if self.is_lost:
                 self._on_lost()
                 return

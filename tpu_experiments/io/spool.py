@@ -87,14 +87,14 @@ class Spool:
             Exception: the target is still out of reach.
         """
         arrived = 0
-        for name in reversed(self._names()):
-            if self._upload(name):
-                arrived += 1
-        with self._lock:
-            if not self._names():
-                shutil.rmtree(self.local, ignore_errors=True)
-                self._end_outage(arrived)
-        return arrived
+        while True:
+            with self._lock:  # a save that is under way may leave another one
+                names = self._names()
+                if not names:
+                    shutil.rmtree(self.local, ignore_errors=True)
+                    self._end_outage(arrived)
+                    return arrived
+            arrived += self._upload(names[-1])
 
     def close(self) -> None:
         """Deliver what is left.
