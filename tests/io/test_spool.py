@@ -191,9 +191,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 def test_a_full_disk_makes_room_and_tries_again(caplog):
     place, rooms = made(), []
+    place.save(writer(1))
+    paths.write_text_atomic(f"{TARGET}/step_00000009/a.safetensors", "an earlier life was killed in it")
     writes = iter([FULL, None])
     assert place.save(lambda f: writer(2, fail=next(writes))(f), make_room=lambda: rooms.append(1)) == TARGET
     assert rooms == [1]
+    assert paths.list_names(TARGET) == ["step_00000001", "step_00000002"]
     assert "removing what retention no longer needs" in caplog.text
 
 

@@ -51,9 +51,9 @@ class Spool:
     def save(self, write: Callable[[str], Result], *, make_room: Callable[[], object] | None = None) -> Result | None:
         """What `write(folder)` returns, which writes one checkpoint, a folder of its own, below the folder it is given.
 
-        That is the target, or the local folder while the target is out of reach. `make_room` removes from the target
-        what retention no longer needs; it is called when its disk is full, and where that was not enough the result
-        is None.
+        That is the target, or the local folder while the target is out of reach. When the target's disk is full,
+        incomplete checkpoints are removed, then `make_room` is called, which removes what retention does not need, and
+        `write` is called again; where that was not enough the result is None.
 
         Raises:
             StorageFailed: the disk was full `LIMIT` times in a row.
@@ -119,13 +119,21 @@ class Spool:
         try:
             result = write(self.target)
         except Exception as error:
-            if kind_of(error) != "full" or make_room is None:
+            if kind_of(error) != "full":
                 raise
             log.warning("%s; %s: removing what retention no longer needs", self.target, shown(error))
-            make_room()
+            self._remove_incomplete()
+            if make_room is not None:
+                make_room()
             result = write(self.target)
         self._num_full = 0
         return result
+
+    def _remove_incomplete(self) -> None:
+        """What this save or an earlier one left half-done; this process is the only writer."""
+        for name in paths.list_names(self.target):
+            if name.startswith("step_") and not paths.exists(paths.join(self.target, name, self._marker)):
+                paths.remove_tree(paths.join(self.target, name))
 
     def _go_on_without(self, error: Exception) -> None:
         """A save that did not fit."""
