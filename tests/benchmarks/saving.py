@@ -1,15 +1,16 @@
 """What a checkpoint costs: adapters of Mistral 7B's sizes, r=16 on seven projections, on torch_xla's CPU device.
 
-    python -m tests.benchmarks.saving [--steps 40] [--every 20] [--folder /tmp]
+    python -m tests.benchmarks.saving [--rounds 5] [--every 8] [--folder /tmp]
 
 The base is nothing: the adapters are made directly, in stacks of 32 layers as a run holds them, with AdamW's two
-moments. A step is the update of all of them and matrix products for the model's part. Runs without saves, with
-saves that the loop waits for and with saves in the background take turns over the same steps; the median of the steps
-between saves, and all steps together by the wall clock, tell what a save costs. The parts of one save are timed alone;
-memory is what the process holds resident above the moment before the save.
+moments. A step is the update of all of them and some matrix products. Blocks of steps without a save, with one that the
+loop waits for and with one in the background take turns. The parts of one save are timed alone; memory is what the
+process holds resident above the moment before the save.
 """
 
 import argparse
+import ctypes
+import gc
 import logging
 import os
 import shutil
@@ -109,8 +110,8 @@ class Job:
 def main() -> None:
     """Measure and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--products", type=int, default=4)
     parser.add_argument("--folder", default=None)
     args = parser.parse_args()
@@ -125,15 +126,14 @@ def main() -> None:
     folder = tempfile.mkdtemp(dir=args.folder)
     try:
         parts(job, folder)
-        steps(job, folder, num_steps=args.steps, every=args.every)
+        steps(job, folder, rounds=args.rounds, every=args.every)
     finally:
         shutil.rmtree(folder)
 
 
 def parts(job: Job, folder: str) -> None:
     """One save, piece by piece."""
-    process = psutil.Process()
-    before = process.memory_info().rss
+    before = trimmed()
     rows: list[tuple[str, float, float]] = []
 
     def timed(name: str, action: Callable[[], Any]) -> Any:
@@ -162,33 +162,38 @@ def parts(job: Job, folder: str) -> None:
         print(f"| {name} | {seconds:.2f} | {peak / 1e9:.2f} |")
 
 
-def steps(job: Job, folder: str, *, num_steps: int, every: int) -> None:
-    """The same number of steps without saves, with saves in front and behind."""
-    print(
-        f"\n| {num_steps} steps, a save every {every} | median step, s | all, s | in saves, s | peak GB above before |"
-    )
-    print("|---|---|---|---|---|")
-    cases = {"no saves": None, "in front": False, "in the background": True, "no saves, again": None}
-    for name, background in cases.items():
-        saver = None if background is None else job.saver(folder, background=background)
-        if saver is not None:
-            saver._has_asked = True  # the first is like the others
-        before = psutil.Process().memory_info().rss
-        seconds, in_saves, started = [], 0.0, time.perf_counter()
-        with peak_above(before) as peak:
-            for index in range(num_steps):
-                begun = time.perf_counter()
-                job.train_one()
-                seconds.append(time.perf_counter() - begun)
-                if saver is not None and (index + 1) % every == 0 and index + 1 < num_steps:
-                    begun = time.perf_counter()
+def steps(job: Job, folder: str, *, rounds: int, every: int) -> None:
+    """Blocks of steps in turns: without a save, after one in front, after one that goes on in the background."""
+    savers = {"no save": None, "in front": job.saver(folder, background=False), "in the background": job.saver(folder)}
+    blocks: dict[str, list[float]] = {name: [] for name in savers}
+    in_saves: dict[str, list[float]] = {name: [] for name in savers}
+    peaks = dict.fromkeys(savers, 0)
+    for _ in range(rounds):
+        for name, saver in savers.items():
+            before, started = trimmed(), time.perf_counter()
+            with peak_above(before) as peak:
+                if saver is not None:
+                    saver._has_asked = True  # the first is like the others
                     saver.save(job.copy, step=job.progress.step, is_interval=True)
-                    in_saves += time.perf_counter() - begun
-            total = time.perf_counter() - started
-            if saver is not None:
-                saver.join()
-        median = statistics.median(seconds)
-        print(f"| {name} | {median:.3f} | {total:.1f} | {in_saves:.2f} | {peak[0] / 1e9:.2f} |", flush=True)
+                in_saves[name].append(time.perf_counter() - started)
+                for _ in range(every):
+                    job.train_one()
+                blocks[name].append(time.perf_counter() - started)
+                if saver is not None:
+                    saver.join()
+            peaks[name] = max(peaks[name], peak[0])
+    print(f"\n| {every} steps, median of {rounds} | s | of it in the save, s | peak GB above before |")
+    print("|---|---|---|---|")
+    for name, seconds in blocks.items():
+        median, inside = statistics.median(seconds), statistics.median(in_saves[name])
+        print(f"| {name} | {median:.2f} | {inside:.2f} | {peaks[name] / 1e9:.2f} |", flush=True)
+
+
+def trimmed() -> int:
+    """Resident bytes, with what is freed given back to the system first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
 
 
 @contextmanager

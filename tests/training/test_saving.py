@@ -8,11 +8,14 @@ import torch
 from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.config.composing import composed
 from tests.training.tiny import built
 from tpu_experiments.checkpoint.store import latest_step, load_latest
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.data.batches import Batch
+from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training.evaluate import Evaluator
 from tpu_experiments.training.progress import Progress
@@ -21,6 +24,8 @@ from tpu_experiments.training.saved import read_state, snapshot
 from tpu_experiments.training.saving import Saver
 from tpu_experiments.training.step import next_token_loss
 from tpu_experiments.training.window import TrainingStopped
+
+RUNTIME = EagerRuntime(HwConfig(name="cpu", runtime="eager", device="cpu", num_devices=1, num_threads=1))
 
 
 class Forgetful(MemoryFileSystem):
@@ -42,11 +47,9 @@ register_implementation("forgetful", Forgetful, clobber=True)
 class Run:
     """A tiny trained model with what saves it, in plain torch."""
 
-    def __init__(self, make_config, folder: str, **settings: object) -> None:
-        config = make_config("hw.runtime=eager", "model=qwen05b", "debug=smoke", "lora=all_linear_r8")
-        self.runtime = EagerRuntime(config.hw)
-        self.model = built(config, self.runtime)
-        self.parameters = self.model.trainable
+    def __init__(self, model: BuiltModel, folder: str, **settings: object) -> None:
+        self.runtime, self.model = RUNTIME, model
+        self.parameters = {name: t.clone() for name, t in model.trainable.items()}
         self.state = {name: {"mean": torch.zeros_like(t)} for name, t in self.parameters.items()}
         self.progress = Progress(step=1, peak_lr=1e-3)
         start = Start(self.model.fingerprints, self.model.initial)
@@ -72,6 +75,12 @@ class Run:
         return json.loads(text)["proof"]
 
 
+@pytest.fixture(scope="module")
+def model() -> BuiltModel:
+    config = composed("hw.runtime=eager", "model=qwen05b", "debug=smoke", "lora=all_linear_r8")
+    return built(config, RUNTIME)
+
+
 def rows() -> Batch:
     ids = torch.arange(10, 42, dtype=torch.int32).reshape(2, 16).numpy()
     ones = torch.ones(2, 16, dtype=torch.int32).numpy()
@@ -79,8 +88,8 @@ def rows() -> Batch:
 
 
 @pytest.fixture
-def run(make_config, tmp_path) -> Run:
-    return Run(make_config, str(tmp_path / "checkpoints"))
+def run(model, tmp_path) -> Run:
+    return Run(model, str(tmp_path / "checkpoints"))
 
 
 def test_what_is_saved_is_what_was_when_it_was_asked_for(run):
@@ -110,8 +119,8 @@ def test_the_first_and_the_last_of_a_stage_answer_and_all_are_looked_at(run):
     assert trained["with_effect"] == trained["modules"] == 14
 
 
-def test_without_proof_there_is_none(make_config, tmp_path):
-    run = Run(make_config, str(tmp_path), prove=False)
+def test_without_proof_there_is_none(model, tmp_path):
+    run = Run(model, str(tmp_path), prove=False)
     run.save(1)
     run.saver.join()
     assert run.proof(1) is None
@@ -135,8 +144,8 @@ def test_it_is_where_no_step_had_a_learning_rate(run):
     assert "nothing had to change" in run.proof(7)["trained"]["note"]
 
 
-def test_storage_that_gives_back_something_else_stops_the_run(make_config):
-    run = Run(make_config, "forgetful://checkpoints")
+def test_storage_that_gives_back_something_else_stops_the_run(model):
+    run = Run(model, "forgetful://checkpoints")
     run.train()
     with pytest.raises(TrainingStopped, match=r"parameters\.safetensors differs from its commit record"):
         run.save(1)
@@ -196,8 +205,8 @@ def test_tensors_of_another_run_are_refused_with_both_shapes(run, change):
         read_state(run.folder, parameters=run.parameters, state=run.state, place=run.runtime.place)
 
 
-def test_minutes_of_the_clock(make_config, tmp_path):
-    run = Run(make_config, str(tmp_path), every_steps=0, every_minutes=1.0)
+def test_minutes_of_the_clock(model, tmp_path):
+    run = Run(model, str(tmp_path), every_steps=0, every_minutes=1.0)
     assert not run.saver.is_due(5, is_evaluated=False, agrees=True)
     run.saver._saved_at -= 60
     assert not run.saver.is_due(5, is_evaluated=False, agrees=False)
@@ -207,7 +216,7 @@ def test_minutes_of_the_clock(make_config, tmp_path):
     assert not run.saver.is_due(6, is_evaluated=False, agrees=True)
 
 
-def test_steps_and_evaluations(make_config, tmp_path):
-    run = Run(make_config, str(tmp_path), every_steps=4, keep_best=1)
+def test_steps_and_evaluations(model, tmp_path):
+    run = Run(model, str(tmp_path), every_steps=4, keep_best=1)
     due = {step: run.saver.is_due(step, is_evaluated=step == 6, agrees=False) for step in (4, 5, 6, 8)}
     assert due == {4: True, 5: False, 6: True, 8: True}
