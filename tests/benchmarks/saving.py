@@ -9,7 +9,6 @@ process holds resident above the moment before the save.
 """
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -29,6 +28,7 @@ from torch import Tensor
 from tests.config.composing import composed
 from tpu_experiments.checkpoint import store
 from tpu_experiments.config.checkpointing import CheckpointConfig
+from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.models.trained import fingerprints
 from tpu_experiments.training.progress import Progress
 from tpu_experiments.training.proof import Answers, Start
@@ -144,6 +144,7 @@ def parts(job: Job, folder: str) -> None:
         return result
 
     copy = timed("copy to the host", job.copy)
+    return_freed_memory()
     draft = store.begin(folder, step=copy.progress.step, progress=copy.progress.to_dict())
     for group, tensors in copy.groups.items():
         timed(f"write {group} ({sum(t.nbytes for t in tensors.values()) / 1e6:.0f} MB)",
@@ -192,7 +193,7 @@ def steps(job: Job, folder: str, *, rounds: int, every: int) -> None:
 def trimmed() -> int:
     """Resident bytes, with what is freed given back to the system first."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     return int(psutil.Process().memory_info().rss)
 
 

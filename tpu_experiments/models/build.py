@@ -98,11 +98,11 @@ def _placed(module: nn.Module, weights: Iterator[Named], *, place: Place, marks:
         del item  # else it lives on while the next tensor is read
         if passed_bytes >= TRIM_BYTES:
             passed_bytes = 0
-            _return_freed_memory()
+            return_freed_memory()
     return trainable
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Have glibc give freed blocks back to the system.
 
     The host copies of tensors below 32 MiB come from its heap and the device's buffers lie between them, so that

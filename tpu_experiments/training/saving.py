@@ -18,6 +18,7 @@ from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.io import paths
 from tpu_experiments.io.retry import kind_of, shown
 from tpu_experiments.io.spool import Spool
+from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.proof import Answers, Start, UnprovenError
 from tpu_experiments.training.saved import PARAMETERS, Snapshot
@@ -138,6 +139,7 @@ class Saver:
     def _written(self, copy: Snapshot, place: str) -> Written:
         """Every file, read back and looked at where that is asked for; it does not count yet."""
         started, progress = time.perf_counter(), copy.progress
+        return_freed_memory()  # the way from the device leaves up to half of the copy's size with the allocator
         draft = store.begin(place, step=progress.step, progress=progress.to_dict())
         proof: dict[str, Any] = {"read_back": 1}
         if self.settings.prove:
