@@ -30,3 +30,17 @@ class GuardConfig:
     """Losses that the median is of; there is no spike before there are so many."""
     spike_action: str = choice("warn", "rollback", default="warn")
     """`warn` logs the step with its rows; `rollback` also rolls back to before it and passes over its batch."""
+
+
+@dataclass
+class CanaryConfig:
+    """Gradients of the first step on several devices against a float32 reference on the host, before step 1.
+
+    The training program itself runs once on a few short rows, and what it leaves in the optimizer's state is compared
+    with what the same step leaves there in plain torch on one CPU device; then everything is put back.
+    """
+
+    when: str = choice("auto", "always", "never", default="auto")
+    """`auto`: on TPUs, with several devices, and where the reference fits into the host's free memory."""
+    max_tokens: int = number(default=512, at_least=8)
+    """Tokens of the reference, shared out over the devices."""

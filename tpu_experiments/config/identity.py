@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "trainer.trace_every_steps",
     "trainer.profile.",
     "trainer.guard.",
+    "trainer.canary.",
 )
 
 

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.config.fields import choice, number
-from tpu_experiments.config.guarding import GuardConfig
+from tpu_experiments.config.guarding import CanaryConfig, GuardConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
 from tpu_experiments.config.preparing import LoaderConfig, PrepareConfig
@@ -159,6 +159,8 @@ class TrainerConfig:
     """Steps that are profiled into `<run>/profile`."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Steps that are not finite, and losses that jump."""
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
+    """First gradients on several devices against a reference on the host."""
     trace_every_steps: int = number(default=50, at_least=1)
     """Calls of a program between two for which Python builds its graph anew (xla runtime); the others run the graph of
     before. A value that Python computes and that changes is found that late; 1 builds it for every call."""

@@ -6,6 +6,8 @@ all heads of a token beside each other: a kernel that reads them so needs no cop
 H query heads, K key/value heads, T tokens, D head dimension.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +47,17 @@ def install_attention_kernel(kernel: AttentionKernel | None) -> None:
     """From now on `attention` calls this kernel; None where the device has none."""
     global _installed
     _installed = kernel
+
+
+@contextmanager
+def without_attention_kernel() -> Iterator[None]:
+    """Inside, models compute attention in plain operations, as for tensors of the host."""
+    kernel = _installed
+    install_attention_kernel(None)
+    try:
+        yield
+    finally:
+        install_attention_kernel(kernel)
 
 
 def has_attention_kernel() -> bool:

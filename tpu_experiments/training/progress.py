@@ -63,6 +63,8 @@ class Progress:
     """`<source>@<row length>` to the audit hash of what was trained on."""
 
     guard: GuardState = field(default_factory=GuardState)
+    canary: dict[str, Any] | None = None
+    """What the layout canary found; None where it was not asked."""
 
     @property
     def tokens(self) -> int:

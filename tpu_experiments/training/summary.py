@@ -53,6 +53,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         **_quality(ending),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,
+        "canary": progress.canary,
         "guard": {name: getattr(progress.guard, name) for name in ("skipped", "rollbacks", "passed_over")},
         "tokens": progress.tokens,
         "tokens_per_second": ending.tokens_per_second,

@@ -13,6 +13,7 @@ from torch import Tensor
 from tpu_experiments.checkpoint.store import remove_after
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.runtime.base import UnexpectedProgram
+from tpu_experiments.training.canary import sing
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.inputs import (
@@ -52,6 +53,9 @@ class Trainer(Watched):
         self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
         self.runtime.expect(program_shapes(self.inputs, self.config, world_size=self.runtime.world_size))
         try:
+            if self.progress.step == 0:
+                with self.watch.measure("canary"):
+                    self.progress.canary = sing(self)
             if self.progress.eval_loss_before is None:
                 self.look_before()
             while self.progress.stage < len(self.inputs.stages):

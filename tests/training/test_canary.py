@@ -1,0 +1,120 @@
+"""The layout canary: right layouts pass, swapped shards and half a sum do not, and asking changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.runs import REPOSITORY, SAME_SUMS, records, run
+from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.training.canary import STOP_COSINE, WARN_COSINE, WARN_RATIO, Findings, places_of
+
+pytestmark = pytest.mark.xla
+TRAINER = '''
+from tpu_experiments.training.trainer import Trainer
+
+
+class HalfTrainer(Trainer):
+    """Its gradients are a mean over the processes where they should be a sum."""
+
+    def build(self):
+        super().build()
+        self.step.sum_over_processes = self.half
+
+    def half(self, tensors):
+        summed = self.runtime.sum_over_processes(tensors)
+        if len(tensors) == 1:  # the number of supervised tokens
+            return summed
+        return [*(tensor / self.runtime.world_size for tensor in summed[:-1]), summed[-1]]
+'''
+SMALL = (
+    "model=qwen05b",
+    "data=[sample_text]",
+    "lora=all_linear_r8",
+    "debug=smoke",
+    "hw.runtime=eager",
+    "hw.parallel=spawn",
+    "hw.num_devices=2",
+    "trainer.log_every_steps=1",
+    "trainer.max_stage_steps=2",
+    "trainer.max_eval_rows=8",
+    "sample.max_new_tokens=0",
+    "name=canary",
+)
+
+
+@pytest.fixture(scope="module")
+def on_four_devices() -> dict[str, Any]:
+    """Findings on a mesh of four virtual devices in bfloat16, weights split over all."""
+    command = [sys.executable, "-m", "tests.training.canary_run", "model=qwen05b", "data=[sample_text]"]
+    command += ["lora=all_linear_r8", "hw.num_devices=4", "model.dtype=bfloat16"]
+    environment = os.environ | SAME_SUMS
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def findings(values: dict[str, Any]) -> Findings:
+    return Findings(**{name: value for name, value in values.items() if name != "smallest"})
+
+
+def test_the_right_layout_is_far_inside_the_bound(on_four_devices):
+    right = findings(on_four_devices["right"])
+    assert set(right.cosine) == {"attention", "mlp"}
+    assert right.smallest > 0.999
+    assert not right.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO)
+    assert on_four_devices["restored"]
+
+
+@pytest.mark.parametrize("case", ["shards", "layer"])
+def test_swapped_shards_are_found(on_four_devices, case):
+    wrong = findings(on_four_devices[case])
+    assert wrong.smallest < STOP_COSINE
+    assert wrong.exceeds(cosine=STOP_COSINE, ratio=1.0)
+    assert wrong.loss < 0.01  # which a loss curve would not have shown
+
+
+@pytest.fixture
+def lab(tmp_path) -> dict[str, str]:
+    (tmp_path / "my_half.py").write_text(TRAINER)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_half_a_sum_ends_the_run_before_its_first_step(lab, tmp_path):
+    wrong = ("plugins=[my_half]", "trainer._target_=my_half.HalfTrainer", "trainer.canary.when=always")
+    done = run(*SMALL, *wrong, output_dir=tmp_path, env=lab)
+    assert done.returncode == 1, done.stdout + done.stderr
+    message = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "the first gradients on 2 devices are not those of one: loss 0.000 % off, gradient norm 50.000 %" in message
+    assert not list(tmp_path.glob("*/checkpoints/*"))
+
+
+def test_a_run_that_asked_is_the_run_that_did_not(tmp_path):
+    results = []
+    for when in ("always", "never"):
+        done = run(*SMALL, f"trainer.canary.when={when}", output_dir=tmp_path / when)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results.append(json.loads((tmp_path / when / "canary" / "result.json").read_text()))
+    asked, silent = results
+    assert asked["canary"]["grad_norm"] < 1e-5
+    assert min(asked["canary"]["cosine"].values()) > 0.999999
+    assert silent["canary"] is None
+    assert numbers(tmp_path / "always") == numbers(tmp_path / "never")
+    adapters = [(tmp_path / when / "canary" / "adapter" / "adapter_model.safetensors") for when in ("always", "never")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+def numbers(folder: Path) -> list[tuple[Any, ...]]:
+    return [(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in records(folder)]
+
+
+def test_every_device_has_a_row_and_micro_batches_take_turns():
+    spmd = Geometry(global_rows=24, micro_rows=2, accumulation=3, num_shards=4, seq_len=8)
+    assert places_of(spmd, world_size=1) == [0, 8 + 2, 16 + 4, 6]
+    assert places_of(spmd, world_size=4) == [0, 6 + 2, 12 + 4, 18]
+    assert places_of(spmd, world_size=2) == [0, 6 - 6 + 4 + 2, 12 + 8, 12 + 2]

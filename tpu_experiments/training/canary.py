@@ -1,0 +1,261 @@
+"""A layout canary: the first gradients of the program that runs on several devices, against one device of the host.
+
+A weight whose shards are swapped, or a gradient that is summed over too few devices, trains without an error and
+learns little (https://github.com/marin-community/marin/issues/4755). Here the training program itself runs once on a
+few short rows, one for each device. What its update leaves in the optimizer's state (AdamW: the first moment, which is
+the gradient times a constant) is compared with what the same step leaves there in plain torch, in float32, on the
+host's CPU. Then parameters and state are put back.
+"""
+
+import copy
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.data.batches import Batch
+from tpu_experiments.metrics.norms import grouped
+from tpu_experiments.models.build import build_model
+from tpu_experiments.models.lora import A, B
+from tpu_experiments.runtime.attention import without_attention_kernel
+from tpu_experiments.runtime.layout import as_it_lies
+from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.stacked import stacked
+from tpu_experiments.training.inputs import stage_rows, training_tensors
+from tpu_experiments.training.parts import Parts
+from tpu_experiments.training.saved import flat, to_host, zero_state
+from tpu_experiments.training.step import TrainStep, seed_of
+from tpu_experiments.training.window import TrainingStopped
+
+log = logging.getLogger(__name__)
+MAX_DROPOUT = 0.1
+"""Of adapters: the program has it and the reference has not. With more, the cosine says little."""
+NUDGE = 0.02
+"""Standard deviation of what stands for an adapter's zeros: with B = 0 the gradient of A is 0 and shows nothing."""
+WARN_COSINE, STOP_COSINE = 0.98, 0.9
+WARN_RATIO, STOP_RATIO = 0.05, 0.25
+SMALL = 1e-3
+"""Share of the largest gradient of its group below which a tensor's own cosine is rounding."""
+
+
+@dataclass
+class Findings:
+    """How far the devices are from the reference."""
+
+    loss: float
+    """Relative difference of the loss."""
+    grad_norm: float
+    """Relative difference of the global gradient norm."""
+    cosine: dict[str, float] = field(default_factory=dict)
+    """Smallest cosine of a tensor, by group of modules."""
+    difference: dict[str, float] = field(default_factory=dict)
+    """Largest relative difference of a tensor, norm of the difference over norm, by group of modules."""
+    worst: str = ""
+    """The tensor of the smallest cosine."""
+
+    @property
+    def smallest(self) -> float:
+        """The smallest cosine of all."""
+        return min(self.cosine.values())
+
+    def exceeds(self, *, cosine: float, ratio: float) -> bool:
+        """Whether something is further off; what is no number is."""
+        return not (self.smallest >= cosine and max(self.loss, self.grad_norm) <= ratio)
+
+    def __str__(self) -> str:
+        groups = ", ".join(f"{g} {c:.5f} ({100 * self.difference[g]:.2f} %)" for g, c in self.cosine.items())
+        return (
+            f"loss {100 * self.loss:.3f} % off, gradient norm {100 * self.grad_norm:.3f} % off; smallest cosine and "
+            f"largest difference of a tensor: {groups}; worst {self.worst}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one run of the step leaves, on the host and under Hugging Face's names."""
+
+    loss: float
+    grad_norm: float
+    state: dict[str, Tensor]
+    """The first slot of every parameter."""
+
+
+def sing(parts: Parts) -> dict[str, Any] | None:
+    """Compare, log, and warn; None where the canary stays silent.
+
+    Raises:
+        TrainingStopped: devices and reference are far apart.
+    """
+    reason = why_not(parts)
+    if reason is not None:
+        log.info("canary: not asked: %s", reason)
+        return None
+    batch, rows = canary_rows(parts)
+    found = on_devices(parts, batch)
+    findings = compare(found, on_host(parts, rows)) if parts.runtime.rank == 0 else None
+    is_far = findings is not None and findings.exceeds(cosine=STOP_COSINE, ratio=STOP_RATIO)
+    if parts.runtime.any_process(is_far):
+        raise TrainingStopped(
+            f"the first gradients on {parts.runtime.num_devices} devices are not those of one: {findings}; look at "
+            "sharding.rules, sharding.mesh and hw.parallel, try sharding=replicated, or start all the same with "
+            "trainer.canary.when=never."
+        )
+    if findings is None:
+        return None
+    is_odd = findings.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO)
+    log.log(logging.WARNING if is_odd else logging.INFO, "canary: %s", findings)
+    return asdict(findings)
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why nothing is compared; None where it is."""
+    config, settings = parts.config, parts.config.trainer.canary
+    if settings.when == "never":
+        return "trainer.canary.when=never"
+    if parts.runtime.num_devices == 1:
+        return "one device"
+    if config.lora.r and config.lora.dropout > MAX_DROPOUT:
+        return f"lora.dropout={config.lora.dropout} is above {MAX_DROPOUT}"
+    if settings.when == "always":
+        return None
+    if config.hw.device != "tpu":
+        return "no TPU; trainer.canary.when=always asks it all the same"
+    # Weights in float32, with those that are trained once more, their gradient and two moments; half for the rest.
+    report = parts.model.report
+    needed, free = 1.5 * 4 * (report.total + 4 * report.trainable), psutil.virtual_memory().available
+    if needed > free:
+        return f"the reference takes {needed / 2**30:.1f} GiB of the host's memory and {free / 2**30:.1f} are free"
+    return None
+
+
+def canary_rows(parts: Parts) -> tuple[Batch, Batch]:
+    """A global batch (G, T) that is padding but for one short row on every device, and these rows alone."""
+    stage, world = parts.inputs.stages[0], parts.runtime.world_size
+    geometry = stage.geometry
+    batch = stage_rows(parts.inputs, stage, config=parts.config).batch(0, global_rows=geometry.global_rows)
+    length = min(batch.ids_GT.shape[1], max(8, parts.config.trainer.canary.max_tokens // geometry.num_shards))
+    places = places_of(geometry, world_size=world)
+    arrays = {}
+    for name in ("ids_GT", "positions_GT", "segments_GT"):
+        arrays[name] = getattr(batch, name) * 0
+        for number, place in enumerate(places):
+            stop = length - number % 4  # a mean over devices instead of tokens would show
+            arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
+    arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
+    few = {name: array[places, :length] for name, array in arrays.items()}
+    return Batch(**arrays, labels=batch.labels), Batch(**few, labels=[batch.labels[place] for place in places])
+
+
+def places_of(geometry: Geometry, *, world_size: int) -> list[int]:
+    """One row of the global batch for every device along the rows, in one micro-batch after the other."""
+    per_process = geometry.num_shards // world_size
+    micro = geometry.micro_rows * per_process
+    places = []
+    for shard in range(geometry.num_shards):
+        process, own = divmod(shard, per_process)
+        start = process * geometry.accumulation * micro + shard % geometry.accumulation * micro
+        places.append(start + own * geometry.micro_rows)
+    return places
+
+
+def nudged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Host parameters under Hugging Face's names with small numbers in adapters that are zero."""
+    found = {}
+    for name, tensor in parameters.items():
+        found[name] = tensor
+        if name.endswith((A, B)) and not tensor.any():
+            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            found[name] = torch.randn(tensor.shape, generator=generator) * NUDGE
+    return found
+
+
+def on_devices(parts: Parts, batch: Batch) -> Report:
+    """The run's own program on its own devices, and everything put back."""
+    runtime, stage = parts.runtime, parts.inputs.stages[0]
+    before = to_host(parts.parameters)
+    put_back(parts, nudged(before))
+    mine = batch.slice_process(runtime.rank, runtime.world_size)
+    runtime.seed(seed_of(parts.config.seed, 0, runtime.rank))
+    tensors = training_tensors(mine, stage.geometry, lr=stage.lr)
+    output = parts.step_program(runtime.put(tensors, rows_dim=1))
+    runtime.wait()
+    state = to_host(flat({name: first_slot(slots) for name, slots in parts.state.items() if name}))
+    report = Report(float(output.loss.cpu()), float(output.grad_norm.cpu()), state)
+    put_back(parts, before)
+    parts.state.update(parts.fresh_state())
+    return report
+
+
+def put_back(parts: Parts, tensors: Mapping[str, Tensor]) -> None:
+    """Host tensors under Hugging Face's names to where the run's own parameters are."""
+    for name in parts.parameters:
+        # A copy: in plain torch the step would write into the tensor itself.
+        parts.parameters[name] = parts.runtime.place(stacked(tensors, name).clone(), name=name)
+
+
+def on_host(parts: Parts, rows: Batch) -> Report:
+    """The same step in plain torch and float32 on the CPU, of a model that is loaded anew."""
+    host = copy.copy(parts)
+    host.runtime = copy.copy(parts.runtime)
+    host.runtime.loop, host.runtime.lay, host.runtime.device = python_loop, as_it_lies, torch.device("cpu")
+    stage, config = parts.inputs.stages[0], parts.config
+    with without_attention_kernel():
+        model = build_model(
+            host.model_source(),
+            lora=config.lora,
+            seed=config.seed,
+            place=lambda tensor, *, name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor,
+        )
+        model.module.eval()
+        parameters = nudged(model.trainable)
+        optimizer = host.build_optimizer()
+        step = TrainStep(
+            model.module,
+            optimizer=optimizer,
+            clip_norm=config.optim.clip_norm,
+            sum_over_processes=list,
+            row_loss=host.row_loss,
+        )
+        state = zero_state(optimizer, parameters, zeros=lambda shape, *, name: torch.zeros(shape))
+        geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])
+        _, new, output = step(parameters, state, training_tensors(rows, geometry, lr=stage.lr))
+    found = to_host(flat({name: first_slot(slots) for name, slots in new.items() if name}))
+    return Report(float(output.loss), float(output.grad_norm), found)
+
+
+def first_slot(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first tensor that an optimizer keeps of a parameter."""
+    name = next(iter(slots))
+    return {"first": slots[name]}
+
+
+def compare(found: Report, expected: Report) -> Findings:
+    """Cosine and relative difference of every tensor, the worst of each group of modules."""
+    findings = Findings(_off(found.loss, expected.loss), _off(found.grad_norm, expected.grad_norm))
+    names = {name.removesuffix("/first"): name for name in expected.state}
+    smallest = 2.0
+    for group, members in grouped(list(names)).items():
+        norms = {name: float(expected.state[names[name]].norm()) for name in members}
+        for name in members:
+            if norms[name] <= SMALL * max(norms.values()):
+                continue
+            ours, theirs = found.state[names[name]].double().flatten(), expected.state[names[name]].double().flatten()
+            cosine = float(ours @ theirs / (ours.norm() * theirs.norm()))
+            cosine = cosine if cosine == cosine else -1.0  # nan: one of them is zero or not finite
+            off = float((ours - theirs).norm() / theirs.norm())
+            findings.cosine[group] = min(cosine, findings.cosine.get(group, 1.0))
+            findings.difference[group] = max(off, findings.difference.get(group, 0.0))
+            if cosine < smallest:
+                smallest, findings.worst = cosine, name
+    return findings
+
+
+def _off(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / max(abs(theirs), 1e-30)
