@@ -17,6 +17,7 @@ import torch
 
 from tests.config.composing import composed
 from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.tasks.train import make_inputs
 from tpu_experiments.training.canary import Findings, Report, canary_rows, compare, on_devices, on_host
 
@@ -50,8 +51,13 @@ def main(*overrides: str) -> None:
 
 def placed(parts: Any) -> tuple[str, torch.Tensor]:
     """Name and host copy of the weight, a stack over layers."""
-    name, weight = next(each for each in parts.model.module.named_parameters() if each[0].endswith(WEIGHT))
+    name, weight = next(each for each in parts.model.module.named_parameters() if is_it(each[0]))
     return name, weight.detach().cpu()
+
+
+def is_it(name: str) -> bool:
+    """Whether a parameter is a stack of the weight."""
+    return name.endswith(WEIGHT) and is_stack(name)
 
 
 def swapped(named: tuple[str, torch.Tensor], layers: slice) -> tuple[str, torch.Tensor]:

@@ -113,6 +113,16 @@ def numbers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in records(folder)]
 
 
+@pytest.mark.parametrize(("dropout", "cosine", "grad_norm"), [(0.05, 0.9573, 0.0387), (0.1, 0.9152, 0.0846)])
+def test_dropout_is_allowed_for(dropout, cosine, grad_norm):
+    """What was measured with a right layout: python -m tests.training.canary_run model=qwen05b lora.dropout=0.05 ..."""
+    found = Findings(0.0, grad_norm, {"mlp": cosine}, {"mlp": 0.3}, "x")
+    assert found.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO)
+    assert not found.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO, dropout=dropout)
+    halved = Findings(0.0, 0.5, {"mlp": cosine}, {"mlp": 0.3}, "x")
+    assert halved.exceeds(cosine=STOP_COSINE, ratio=0.25, dropout=dropout)
+
+
 def test_every_device_has_a_row_and_micro_batches_take_turns():
     spmd = Geometry(global_rows=24, micro_rows=2, accumulation=3, num_shards=4, seq_len=8)
     assert places_of(spmd, world_size=1) == [0, 8 + 2, 16 + 4, 6]
