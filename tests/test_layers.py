@@ -30,6 +30,7 @@ XLA_FILES = (
     "xla_host",
     "xla_programs",
     "xla_recording",
+    "xla_reading",
     "launch",
 )
 NAMES_TORCH_XLA = {f"runtime/{name}.py" for name in XLA_FILES} | {"planning/trace.py"}

@@ -109,6 +109,19 @@ def test_a_run_that_asked_is_the_run_that_did_not(tmp_path):
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
+def test_split_state_is_read_between_steps_without_a_program(tmp_path):
+    """Every weight trained and split over four devices, asked, and saved at every step."""
+    split = ("lora=none", "hw.parallel=spmd", "hw.num_devices=4", "sharding=fsdp_tensor", "checkpoint.every_steps=1")
+    common = [each for each in SMALL if not each.startswith(("lora=", "hw."))]
+    settings = ("trainer.canary.when=always", "trainer.max_stage_steps=4", "optim=adafactor")
+    done = run(*common, *split, *settings, output_dir=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "canary" / "result.json").read_text())
+    assert result["num_compiles"] == result["expected_programs"] == 2
+    assert set(result["canary"]["cosine"]) == {"attention", "mlp", "embeddings", "other"}
+    assert min(result["canary"]["cosine"].values()) > 0.99999
+
+
 def numbers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in records(folder)]
 

@@ -16,6 +16,7 @@ from tpu_experiments.logging.base import Loggers
 from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
 from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.runtime.reading import host_copy
 from tpu_experiments.runtime.stacked import unstacked
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
@@ -122,7 +123,7 @@ class RunOutputs:
         """The adapter in PEFT's layout, the whole model for `lora.r: 0`; and the base when its weights were drawn."""
         if self.loggers is None:
             return
-        trained = unstacked({name: t.detach().cpu() for name, t in model.trainable.items()})
+        trained = unstacked({name: host_copy(t) for name, t in model.trainable.items()})
         source, config = model.source, self.config
         writing = {
             "config": source.config,

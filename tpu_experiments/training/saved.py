@@ -11,6 +11,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
 from tpu_experiments.io.tensor_file import described
 from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.runtime.reading import host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 from tpu_experiments.training.progress import Progress
 
@@ -80,7 +81,7 @@ def flat(state: State) -> dict[str, Tensor]:
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the host, contiguous; a tensor that lies there already is copied too."""
-    copies = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+    copies = {name: host_copy(t) for name, t in tensors.items()}
     return {name: t.contiguous() for name, t in unstacked(copies).items()}
 
 
