@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -55,20 +56,26 @@ class Run:
     resumes: list[tuple[int, int]] = field(default_factory=list)
     """(step that a life went on from, steps it repeated)."""
 
-    def start(self) -> "subprocess.Popen[bytes]":
-        """One more life."""
+    def start(self, *overrides: str, kill_after: int | None = None) -> "subprocess.Popen[bytes]":
+        """One more life; it kills itself at the record of step `kill_after` or the next."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        probe = f"_target_: tpu_experiments.logging.probe.Probe, options: {{path: '{self.events}'}}"
-        given = [*TWO_STAGES, *self.overrides, f"output_dir={self.folder}", f"+logger={{probe: {{{probe}}}}}"]
+        options = f"path: '{self.events}', kill_after: {'null' if kill_after is None else kill_after}"
+        probe = f"+logger={{probe: {{_target_: tpu_experiments.logging.probe.Probe, options: {{{options}}}}}}}"
+        given = [*TWO_STAGES, *self.overrides, *overrides, f"output_dir={self.folder}", probe]
         kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         with (self.folder / "output").open("ab") as output:
             command = [sys.executable, "run.py", *given]
             return subprocess.Popen(command, cwd=REPOSITORY, env=kept | SAME_SUMS, stdout=output, stderr=output)
 
-    def finish(self) -> float:
+    def die_after(self, step: int, *overrides: str) -> None:
+        """A life that kills itself at the record of that step."""
+        code = self.start(*overrides, kill_after=step).wait(timeout=600)
+        assert code == -signal.SIGKILL, (self.folder / "output").read_text()[-4000:]
+
+    def finish(self, *overrides: str) -> float:
         """A life to the end; its seconds."""
         started = time.monotonic()
-        code = self.start().wait(timeout=600)
+        code = self.start(*overrides).wait(timeout=600)
         assert code == 0, (self.folder / "output").read_text()[-4000:]
         self.note_resumes()
         return time.monotonic() - started
@@ -146,10 +153,10 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """metrics.jsonl without what a clock says."""
+        """metrics.jsonl: steps and what does not depend on a clock."""
         lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        return [{k: v for k, v in r.items() if k != "time" and not k.startswith("perf/")} for r in records]
+        kept = ("step", "train/", "eval/", "norms/", "sample")
+        return [{k: v for k, v in json.loads(line).items() if k.startswith(kept)} for line in lines]
 
     @property
     def adapter(self) -> str:

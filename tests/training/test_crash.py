@@ -1,6 +1,6 @@
-"""SIGKILL at drawn instants, inside saves too: the run ends with the same records, rows and bytes as one left alone.
+"""Killed runs go on: the same records, rows and bytes as of one left alone; on other devices, up to rounding.
 
-tests/benchmarks/crash.py does the same with 50 kills.
+tests/benchmarks/crash.py kills 50 times.
 """
 
 import random
@@ -10,16 +10,44 @@ import pytest
 from tests.training.crashing import Run, require_equal
 
 pytestmark = pytest.mark.xla
+ON_4, ON_2 = (("hw.parallel=spmd", f"hw.num_devices={n}") for n in (4, 2))
 
 
-def test_a_run_killed_at_random_ends_as_one_left_alone(tmp_path):
-    folder = f"prepare.folder={tmp_path / 'prepared'}"
-    whole, killed = (Run(tmp_path / name, (folder,)) for name in ("whole", "killed"))
-    wall, rng = whole.finish(), random.Random(6)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run left alone, on one device, and the seconds it took."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = Run(folder / "whole", (f"prepare.folder={folder / 'prepared'}",))
+    return run, run.finish()
+
+
+def test_a_run_killed_at_random_ends_as_one_left_alone(whole, tmp_path):
+    """Inside a save, somewhere, inside another save."""
+    left_alone, wall = whole
+    killed, rng = Run(tmp_path, left_alone.overrides), random.Random(6)
     killed.kill_in_save(2, delay=rng.random() * 0.005)
     killed.kill_at((0.4 + 0.4 * rng.random()) * wall)
     killed.kill_in_save(3, delay=rng.random() * 0.005)
     killed.finish()
-    print([death.__dict__ for death in killed.deaths], killed.resumes)
     assert len(killed.deaths) >= 2
-    require_equal(killed, whole)
+    require_equal(killed, left_alone)
+
+
+def test_a_run_goes_on_with_another_number_of_devices(whole, tmp_path):
+    """Four, one, four, two; sums over rows come in another order, so the losses are equal to 1e-5, the rows exactly."""
+    left_alone, _ = whole
+    elastic = Run(tmp_path, left_alone.overrides)
+    elastic.die_after(3, *ON_4)
+    elastic.die_after(6)
+    elastic.die_after(9, *ON_4)
+    elastic.finish(*ON_2)
+    resumed = [step for step, _ in elastic.resumes]
+    assert 2 <= resumed[0] < resumed[1]
+    assert resumed[2] >= 8, "the last life is in stage 2"
+    assert [sorted(record) for record in elastic.records] == [sorted(record) for record in left_alone.records]
+    for ours, theirs in zip(elastic.records, left_alone.records, strict=True):
+        loss = "train/loss" if "train/loss" in ours else "eval/loss"
+        assert ours["step"] == theirs["step"]
+        assert ours[loss] == pytest.approx(theirs[loss], abs=1e-5)
+    assert {step: rows[0] for step, rows in elastic.rows.items()} == {s: rows[0] for s, rows in left_alone.rows.items()}
+    assert all(repeated == rows[0] for rows in elastic.rows.values() for repeated in rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -95,8 +96,8 @@ def check_records(name: str, whole: dict[int, float], killed: dict[int, float]) 
 
 def check_once(records: Records) -> Check:
     """Every step stands once in the log of the run that was killed."""
-    twice = [step for step, count in Counter(record["step"] for record in records).items() if count > 1]
-    difference = f"step {twice[0]} stands {len(twice)} times" if twice else ""
+    twice = [item for item in Counter(record["step"] for record in records).items() if item[1] > 1]
+    difference = f"step {twice[0][0]} stands {twice[0][1]} times" if twice else ""
     return Check("one record a step", difference, f"{len(records)} records")
 
 
@@ -129,7 +130,7 @@ def same_bytes(one: Tensor | None, other: Tensor | None) -> bool:
     """Equal shape, kind and bits (a NaN equals itself)."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return one.contiguous().numpy(force=True).tobytes() == other.contiguous().numpy(force=True).tobytes()
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def training_records(place: str, run: str) -> Records:
