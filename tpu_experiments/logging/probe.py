@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.checkpoint.store import COMMIT
 from tpu_experiments.io import paths
 from tpu_experiments.logging.base import LoggerContext
 
@@ -22,13 +21,14 @@ class Probe:
         path: a local file; every start of the run appends to it.
         kill_after: SIGKILL the whole run when the loss of this step arrives; null never. A run logs a step before it
             writes a checkpoint of it or of a later one, so what is lost is known.
-        checkpoint: step of a checkpoint that must be complete before (it may be written in the background).
+        marker: a file below the run folder that must be there before: that of a checkpoint, which may be written in the
+            background, says that it is complete.
     """
 
     def __init__(
-        self, context: LoggerContext, *, path: str, kill_after: int | None = None, checkpoint: int | None = None
+        self, context: LoggerContext, *, path: str, kill_after: int | None = None, marker: str | None = None
     ) -> None:
-        self._context, self._kill_after, self._checkpoint = context, kill_after, checkpoint
+        self._context, self._kill_after, self._marker = context, kill_after, marker
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (until finish)
         self._write({"event": "start", "resume_step": context.resume_step})
 
@@ -60,15 +60,15 @@ class Probe:
 
     def _kill(self) -> None:
         """End this process and, where others run beside it, the one that started them all, who takes them along."""
-        self._wait_for_checkpoint()
+        self._wait_for_marker()
         if self._context.config.hw.parallel == "spawn":
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _wait_for_checkpoint(self) -> None:
-        if self._checkpoint is None:
+    def _wait_for_marker(self) -> None:
+        if self._marker is None:
             return
-        marker = self._context.run_folder.path("checkpoints", f"step_{self._checkpoint:08d}", COMMIT)
+        marker = self._context.run_folder.path(self._marker)
         deadline = time.monotonic() + WAIT_SECONDS
         while not paths.exists(marker):
             assert time.monotonic() < deadline, f"{marker} is not there {WAIT_SECONDS} s after its step"

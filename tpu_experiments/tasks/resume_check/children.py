@@ -133,7 +133,8 @@ def logger_override(events: Path, kill: Kill | None) -> str:
     """metrics.jsonl, and the logger that witnesses a child and kills it."""
     options = f"path: '{events}'"
     if kill is not None:
-        options += f", kill_after: {kill.after}, checkpoint: {kill.checkpoint}"
+        marker = f"checkpoints/step_{kill.checkpoint:08d}/{COMMIT}"
+        options += f", kill_after: {kill.after}, marker: {marker}"
     loggers = "tpu_experiments.logging"
     probe = f"probe: {{_target_: {loggers}.probe.Probe, options: {{{options}}}}}"
     return f"+logger={{jsonl: {{_target_: {loggers}.jsonl.JsonlLogger}}, {probe}}}"
