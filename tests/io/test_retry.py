@@ -7,6 +7,7 @@ import google.auth.exceptions
 import pytest
 from gcsfs.retry import HttpError
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths, retry
 from tpu_experiments.io.retry import complaint, kind_of, retried
 
@@ -31,6 +32,7 @@ KINDS = [
     (google.auth.exceptions.TransportError("no route"), "transient"),
     (google.auth.exceptions.DefaultCredentialsError("none"), "credentials"),
     (TypeError("a bug"), None),
+    (ConfigError("a value"), None),
     (KeyError("a bug"), None),
 ]
 
@@ -38,6 +40,12 @@ KINDS = [
 @pytest.mark.parametrize(("error", "kind"), KINDS, ids=lambda value: str(value)[:30])
 def test_kinds(error, kind):
     assert kind_of(error) == kind
+
+
+def test_what_was_said_for_a_user_is_what_it_was():
+    error = ConfigError("bytes cannot be read")
+    error.__cause__ = ConnectionResetError(errno.ECONNRESET, "reset")
+    assert kind_of(error) == "transient"
 
 
 class Failing:

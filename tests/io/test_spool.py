@@ -181,6 +181,16 @@ def test_an_expired_login_is_an_outage_with_a_remedy(caplog):
     assert arrived() == [2]
 
 
+def test_a_local_disk_that_refuses_for_good_is_no_outage(tmp_path):
+    place = Spool(str(tmp_path / "checkpoints"), key="x", marker=MARKER)
+    with pytest.raises(NotADirectoryError):
+        place.save(writer(2, fail=NotADirectoryError(errno.ENOTDIR, "Not a directory"), on=place.target))
+    lost = OSError(errno.ENOTCONN, "Transport endpoint is not connected")  # a mounted bucket or Google Drive
+    assert place.save(writer(2, fail=lost, on=place.target)) == str(place.local)
+    assert place.deliver() == 1
+    assert (tmp_path / "checkpoints" / "step_00000002" / MARKER).exists()
+
+
 def test_a_bug_is_no_outage():
     with pytest.raises(TypeError):
         made().save(writer(2, fail=TypeError("a bug")))

@@ -43,6 +43,8 @@ def is_transient(error: BaseException) -> bool:
 
 def kind_of(error: BaseException) -> Kind | None:
     """What kind of failure of storage `error` is; None where it is none (a TypeError, say)."""
+    if isinstance(error, ConfigError):  # io/ranges.py says it for a user and keeps what it was
+        return kind_of(error.__cause__) if error.__cause__ is not None else None
     code = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(code, int) or (isinstance(code, str) and code.isdigit()):
         return _kind_of_code(int(code))

@@ -63,7 +63,7 @@ class Spool:
             try:
                 return self._written(write, make_room)
             except Exception as error:
-                if kind_of(error) is None:
+                if not self._is_outage(error) and kind_of(error) != "full":
                     raise
                 if kind_of(error) == "full":
                     self._go_on_without(error)
@@ -114,6 +114,11 @@ class Spool:
                 f"{complaint(error, place=self.target)} {self._kept_text()}; the same command on this machine "
                 "delivers them."
             ) from error
+
+    def _is_outage(self, error: Exception) -> bool:
+        """Whether the place may be there again later; a local disk that refuses for good is the user's to mend now."""
+        kind = kind_of(error)
+        return kind is not None and (kind == "transient" or paths.is_remote(self.target))
 
     def _written(self, write: Callable[[str], Result], make_room: Callable[[], object] | None) -> Result:
         try:
