@@ -23,7 +23,7 @@ RUN = "gs://bkt/runs/outage"
 SETTINGS = (
     "debug=smoke", "hw.runtime=eager", "data=sample_text", "trainer.max_stage_steps=null", "curriculum=single",
     "trainer.log_every_steps=10", "checkpoint.every_steps=20", "trainer.seq_len=64", "trainer.global_batch_rows=8",
-    "curriculum.stages.main.steps=600", "name=outage", "output_dir=gs://bkt/runs",
+    "curriculum.stages.main.steps=300", "name=outage", "output_dir=gs://bkt/runs",
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def watch(process: "subprocess.Popen[str]", bucket: Bucket, *, away_at: int, sec
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long the bucket is away")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the bucket is away")
     parser.add_argument("--at", type=int, default=60, help="step after which it goes")
     arguments = parser.parse_args()
     bucket = Bucket()
