@@ -143,6 +143,7 @@ def test_at_the_end_of_a_run_what_cannot_be_delivered_is_named(monkeypatch):
     place.save(writer(4))
     with pytest.raises(StorageFailed, match=r"does not answer.* 1 checkpoints wait in .*x, the newest step_00000004; "):
         place.close()
+    place.close()
 
 
 @pytest.mark.parametrize("fault", ["fails", "answer_lost", "refused", "dies"])

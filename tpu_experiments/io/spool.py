@@ -97,11 +97,13 @@ class Spool:
             arrived += self._upload(names[-1])
 
     def close(self) -> None:
-        """Deliver what is left.
+        """Deliver what is left; a second call does nothing.
 
         Raises:
             StorageFailed: the target is still out of reach; the sentence says where the checkpoints are.
         """
+        if self._closed.is_set():
+            return
         self._closed.set()
         if self._thread is not None:
             self._thread.join()

@@ -174,7 +174,7 @@ def train_process(
     try:
         trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
     except StoppedByRequest:
-        outputs.close("stopped")
+        end(runtime, outputs, ended="stopped")
         say(runtime, f"stopped on request; the same command goes on from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
     except (TrainingStopped, StorageFailed) as error:
@@ -189,10 +189,10 @@ def train_process(
         end(runtime, outputs)
 
 
-def end(runtime: Runtime, outputs: RunOutputs) -> None:
-    """Close everything; storage that is out of reach even now is told in a sentence."""
+def end(runtime: Runtime, outputs: RunOutputs, *, ended: str = "failed") -> None:
+    """Close everything that is open; storage that is out of reach even now is told in a sentence."""
     try:
-        outputs.close()
+        outputs.close(ended)
         stop_run_log()
     except StorageFailed as error:
         say(runtime, f"error: {error}")
