@@ -10,11 +10,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.config.composing import composed
 from tests.training.tiny import built
+from tpu_experiments.checkpoint.manifest import COMMIT
 from tpu_experiments.checkpoint.store import latest_step, load_latest
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.data.batches import Batch
+from tpu_experiments.io.spool import Spool
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training.evaluate import Evaluator
@@ -58,7 +60,8 @@ class Run:
         self.answers = Answers(evaluator, rows(), **parts)
         self.folder = folder
         settings = CheckpointConfig(**{"keep_last": 9} | settings)
-        self.saver = Saver(settings, folder, runtime=self.runtime, start=start, answers=self.answers)
+        spool = Spool(folder, key="test", marker=COMMIT)
+        self.saver = Saver(settings, spool, runtime=self.runtime, start=start, answers=self.answers)
 
     def train(self) -> None:
         """Change every parameter in place, as a step does."""

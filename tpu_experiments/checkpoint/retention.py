@@ -62,10 +62,6 @@ class Retention:
                 self._losses.pop(step, None)
                 remove(paths.join(self._folder, folder_name(step)))
 
-    def loss_of(self, step: int) -> float | None:
-        """Held-out loss of a complete checkpoint, where it has one."""
-        return self._losses[step] if self._is_complete(step) else None
-
     def _is_complete(self, step: int) -> bool:
         if step in self._foreign:
             return False

@@ -41,7 +41,8 @@ Examples:
   python run.py -m lora.r=8,16,32 lora.alpha=16,32                  # a sweep: one run per combination
 
 See the config without running anything: add `--cfg job --resolve`; one part of it: `--package optim`.
-Every key with its unit and meaning: tpu_experiments/config/{schema,sources,hardware,planning,resuming,guarding,checkpointing}.py.
+Every key with its unit and meaning:
+  tpu_experiments/config/{schema,sources,hardware,planning,resuming,guarding,checkpointing}.py.
 A value with commas, brackets or = in it needs quotes for the shell and for Hydra: 'sample.prompt="Salut, lume"'.
 
 A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config go on where the

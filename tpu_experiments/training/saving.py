@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from tpu_experiments.checkpoint import store
 from tpu_experiments.checkpoint.background import Background
-from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name
+from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name, read_manifest
 from tpu_experiments.checkpoint.retention import Keep, Retention
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.io import paths
-from tpu_experiments.io.retry import kind_of, shown
+from tpu_experiments.io.retry import StorageFailed
 from tpu_experiments.io.spool import Spool
 from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.runtime.base import Runtime
@@ -27,7 +27,7 @@ from tpu_experiments.training.window import TrainingStopped
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
-"""What was saved, where it lies, and what was proven of it."""
+"""What is saved, where, and what was looked at."""
 
 
 class Saver:
@@ -100,47 +100,49 @@ class Saver:
         if is_interval and not asks and self.settings.background:
             if self._runtime.rank == 0:
                 copy = take()
-                self._worker.start(lambda: self._whole(copy))
+                self._worker.start(lambda: self._keep_whole(copy))
             return
-        written = self._together(lambda: self._first_half(take()))
+        written = self._together(lambda: self._keep_written(take()))
+        is_elsewhere = self._runtime.rank == 0 and (written is None or written[1].target != self._target(step))
         answer = None
-        if asks and self._runtime.any_process(written is not None and written[1].target == self._target(step)):
+        if not self._runtime.any_process(is_elsewhere) and asks:
             try:
                 answer = self.answers.compared(lambda: store.group_of(self._target(step), PARAMETERS))
             except UnprovenError as error:
                 raise stopping(error) from error
             self._has_asked = True
-        self._together(lambda: self._second_half(written, answer))
+        self._together(lambda: self._keep_committed(written, answer))
 
-    def _whole(self, copy: Snapshot, answer: dict[str, Any] | None = None) -> None:
-        self._spool.save(lambda place: self._committed(self._written(copy, place), answer), make_room=self._make_room)
+    def _keep_whole(self, copy: Snapshot) -> None:
+        """Where the place is out of reach, on this machine's disk (io/spool.py); so the two that follow."""
+        self._spool.save(lambda folder: self._committed(self._written(copy, folder), None), make_room=self._make_room)
 
-    def _first_half(self, copy: Snapshot) -> Written | None:
-        """Written where storage takes it; None where a full disk does not."""
-        return self._spool.save(lambda place: self._written(copy, place), make_room=self._make_room)
+    def _keep_written(self, copy: Snapshot) -> Written | None:
+        return self._spool.save(lambda folder: self._written(copy, folder), make_room=self._make_room)
 
-    def _second_half(self, written: Written | None, answer: dict[str, Any] | None) -> None:
+    def _keep_committed(self, written: Written | None, answer: dict[str, Any] | None) -> None:
         if written is None:
             return
-        try:
-            self._committed(written, answer)
-        except Exception as error:
-            if kind_of(error) is None:
-                raise
-            log.warning("%s: written again", shown(error))
-            self._whole(written[0], answer)
+        own = written[1].target.rpartition("/")[0]
+
+        def commit_in(folder: str) -> None:
+            there = written if folder == own else self._written(written[0], folder)
+            self._committed(there, answer)
+
+        self._spool.save(commit_in, make_room=self._make_room)
 
     def _make_room(self) -> None:
-        """Remove from a full disk what the policy does not keep."""
+        """Have the target hold what the policy keeps and nothing else, before a save that did not fit is repeated."""
         complete = store.latest_step(self.folder)
         if complete:
-            self._retention.apply(newest=complete, eval_loss=self._retention.loss_of(complete), keep=self._keep)
+            eval_loss = read_manifest(self._target(complete)).eval_loss
+            self._retention.apply(newest=complete, eval_loss=eval_loss, keep=self._keep)
 
-    def _written(self, copy: Snapshot, place: str) -> Written:
+    def _written(self, copy: Snapshot, folder: str) -> Written:
         """Every file, read back and looked at where that is asked for; it does not count yet."""
         started, progress = time.perf_counter(), copy.progress
         return_freed_memory()  # the way from the device leaves up to half of the copy's size with the allocator
-        draft = store.begin(place, step=progress.step, progress=progress.to_dict())
+        draft = store.begin(folder, step=progress.step, progress=progress.to_dict())
         proof: dict[str, Any] = {"read_back": 1}
         if self.settings.prove:
             store.read_back(draft, PROGRESS)
@@ -163,8 +165,9 @@ class Saver:
             proof["answer"] = answer
         eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
         store.commit(draft, eval_loss=eval_loss, proof=proof)
-        if draft.target == self._target(progress.step):
-            self._retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._keep)
+        folder = draft.target.rpartition("/")[0]
+        retention = self._retention if folder == self.folder else Retention(folder)
+        retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._keep)
 
     def _target(self, step: int) -> str:
         return paths.join(self.folder, folder_name(step))
@@ -192,6 +195,8 @@ def stopping(error: Exception | None) -> Exception:
         return TrainingStopped("process 0 could not save a checkpoint; its own message says why.")
     if isinstance(error, UnprovenError):
         return TrainingStopped(f"stopped instead of saving: {error}; the checkpoints before it stay.")
+    if isinstance(error, StorageFailed):
+        return TrainingStopped(str(error))
     if isinstance(error, store.StorageError | OSError):
         return TrainingStopped(
             f"a checkpoint could not be saved: {error}; the ones before it stay; mend the storage (room, permission), "
