@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
@@ -52,8 +53,14 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """The flattened config without the keys that may change."""
-    return {key: value for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+    """The flattened config without the keys that may change; what JSON has no number for (`inf`) as its name."""
+    return {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_named(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def config_hash(config: Config) -> str:

@@ -111,7 +111,7 @@ class TrainStep:
                 parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
             )
             # Sums over all processes and devices, so all of them update or none. In the update's own loops: no pass.
-            is_finite = torch.isfinite(loss) & torch.isfinite(norm)
+            is_finite = finite(loss) & finite(norm)
             new_parameters = kept(parameters, new_parameters, where=is_finite)
             new_state = {name: kept(slots, new_state[name], where=is_finite) for name, slots in state.items()}
             norms = None
@@ -149,6 +149,11 @@ class TrainStep:
         zeros = tuple(torch.zeros_like(value) for value in values)
         summed, (row_losses_AR,) = self.loop(body, carry=zeros, xs=xs, consts=(total, *values))
         return list(summed), row_losses_AR
+
+
+def finite(x: Tensor) -> Tensor:
+    """Where x is a number; `torch.isfinite` compares with an infinity that is an input of the program, in float64."""
+    return (x - x) == 0  # inf - inf and NaN - NaN are NaN
 
 
 def kept(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
