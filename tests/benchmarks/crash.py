@@ -24,7 +24,7 @@ def main() -> None:
     options.add_argument("overrides", nargs="*")
     given = options.parse_args()
     place = given.folder or Path(tempfile.mkdtemp(prefix="crash_"))
-    overrides = ("lora.dropout=0.1", *given.overrides, f"prepare.folder={place / 'prepared'}")
+    overrides = (*given.overrides, f"prepare.folder={place / 'prepared'}")
     started, rng = time.monotonic(), random.Random(given.seed)
     whole, runs = Run(place / "whole", overrides), []
     wall = whole.finish()

@@ -83,14 +83,12 @@ def traced(recipe: str, overrides: list[str], *, repeats: int, profile: bool) ->
 
 def seconds_of_step(trainer: Any, shape: tuple[int, int, int]) -> tuple[dict[str, float], Counts]:
     """Seconds of tracing one step, of handing its graph over, and of printing it."""
-    import torch
     import torch_xla
 
     from tpu_experiments.runtime.xla_programs import hlo_of
-    from tpu_experiments.tasks.plan.programs import rows_like, stepped
+    from tpu_experiments.tasks.plan.programs import batch_like, stepped
 
-    batch = trainer.runtime.put(rows_like(shape) | {"lr": torch.empty(1, device="meta")}, rows_dim=1)
-    trainer.runtime.seed(1)
+    batch = trainer.runtime.put(batch_like(shape, config=trainer.config), rows_dim=1)
     started = time.thread_time()
     out = stepped(trainer, batch)
     done = time.thread_time()

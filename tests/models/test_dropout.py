@@ -1,20 +1,34 @@
-"""Masks made of a number for each token and one for each feature behave as if each bit were drawn."""
+"""Masks that are a hash of a row's words, layer, projection, token and feature behave as if each bit were drawn."""
 
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from tpu_experiments.models.dropout import _mixed, random_mask
+from tpu_experiments.models.dropout import _hashed, _mixed, random_mask
 
-TOKENS, FEATURES = 16384, 256
+TOKENS, FEATURES, ROWS = 16384, 256, 16
+SITE = -123456789
 
 
+def words(seed: int, *, rows: int = ROWS) -> Tensor:
+    """Random words of rows (R,)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (rows,), generator=generator).to(torch.int32)
+
+
+def bits_of(words_R: Tensor, *, keep: float, layer: Tensor | int = 3, site: int = SITE, tokens: int = TOKENS) -> Tensor:
+    """Bits of one mask (tokens, FEATURES) of mean 0 and variance 1."""
+    rows = len(words_R)
+    mask = random_mask(torch.empty(rows, tokens // rows, FEATURES), words_R, layer=layer, site=site, keep=keep)
+    return ((mask.float() - keep) / math.sqrt(keep * (1 - keep))).flatten(0, 1)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
 @pytest.mark.parametrize("keep", [0.95, 0.5, 0.9])
-def test_bits_have_the_probability_and_no_correlation(keep):
-    torch.manual_seed(3)
-    mask = random_mask(torch.empty(16, TOKENS // 16, FEATURES), keep=keep).flatten(0, 1)
-    bits = (mask.float() - keep) / math.sqrt(keep * (1 - keep))  # mean 0, variance 1
+def test_bits_have_the_probability_and_no_correlation(keep, rows):
+    bits = bits_of(words(3, rows=rows), keep=keep)
     assert bits.mean().abs() < 5 / math.sqrt(TOKENS * FEATURES)
     for means, count in ((bits.mean(0), TOKENS), (bits.mean(1), FEATURES)):
         assert means.std() * math.sqrt(count) == pytest.approx(1.0, abs=0.15)
@@ -25,29 +39,60 @@ def test_bits_have_the_probability_and_no_correlation(keep):
     assert corners.abs() < 6 / math.sqrt(TOKENS * FEATURES)
 
 
-def test_masks_differ_from_draw_to_draw_and_not_from_seed_to_seed():
-    masks = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        masks += [random_mask(torch.empty(4, 64, 64), keep=0.5) for _ in range(2)]
-    first, second, again, _, other, _ = masks
-    assert torch.equal(first, again)
-    for different in (second, other):
-        assert (first == different).float().mean() == pytest.approx(0.5, abs=0.05)
+@pytest.mark.parametrize("keep", [0.95, 0.5])
+def test_masks_of_other_layers_projections_steps_and_rows_have_nothing_in_common(keep):
+    """Words that structure might bring near among them: exchanged rows, one bit apart, complements."""
+    own = words(1)
+    masks = [bits_of(own, keep=keep, layer=layer) for layer in (0, 1, 2, 4, 31)]
+    masks += [bits_of(own, keep=keep, layer=0, site=site) for site in (SITE + 1, -SITE, 0)]
+    masks += [bits_of(other, keep=keep, layer=0) for other in (words(2), own.roll(1, 0), own ^ 1, ~own)]
+    flat = torch.stack([mask.flatten() for mask in masks])
+    pairs = (flat @ flat.T / flat.shape[1]).fill_diagonal_(0.0) * math.sqrt(flat.shape[1])
+    assert pairs.abs().max() < 5
+    rows = masks[0].unflatten(0, (ROWS, -1)).flatten(1)
+    assert ((rows @ rows.T / rows.shape[1]).fill_diagonal_(0.0) * math.sqrt(rows.shape[1])).abs().max() < 5
 
 
-def test_one_row_of_features_is_enough():
-    torch.manual_seed(0)
-    assert random_mask(torch.empty(4096), keep=0.75).float().mean() == pytest.approx(0.75, abs=0.04)
+def test_a_row_has_its_mask_wherever_it_lies():
+    """Alone, among others, in a shorter batch, with its tokens flattened, and with the layer's number in a tensor."""
+    both, keep = words(5, rows=2), 0.5
+    mask = random_mask(torch.empty(2, 64, 32), both, layer=7, site=SITE, keep=keep)
+    again = random_mask(torch.empty(2, 64, 32), both.clone(), layer=torch.tensor(7).int(), site=SITE, keep=keep)
+    assert torch.equal(mask, again)
+    assert torch.equal(mask[1:], random_mask(torch.empty(1, 64, 32), both[1:], layer=7, site=SITE, keep=keep))
+    assert torch.equal(mask[:, :40], random_mask(torch.empty(2, 40, 32), both, layer=7, site=SITE, keep=keep))
+    assert torch.equal(mask.flatten(0, 1), random_mask(torch.empty(128, 32), both, layer=7, site=SITE, keep=keep))
+    with pytest.raises(ValueError, match=r"dropout of \(3, 32\): 3 tokens are not those of 2 rows"):
+        random_mask(torch.empty(3, 32), both, layer=7, site=SITE, keep=keep)
+
+
+def test_one_token_is_enough():
+    mask = random_mask(torch.empty(1, 4096), words(0, rows=1), layer=0, site=SITE, keep=0.75)
+    assert mask.float().mean() == pytest.approx(0.75, abs=0.04)
 
 
 @pytest.mark.xla
-def test_the_device_mixes_words_as_the_host_does():
+def test_the_device_makes_the_words_and_masks_of_the_host():
     import torch_xla
 
-    words = torch.tensor([0, 1, -1, -5, 12345678, -(2**31), 2**31 - 1], dtype=torch.int32)
-    placed = words.to(torch_xla.device())
-    mixed = _mixed(placed)
+    edges = torch.tensor([0, 1, -1, -5, 12345678, -(2**31), 2**31 - 1], dtype=torch.int32)
+    x, place = torch.zeros(7, 24, 40), {"layer": 23, "site": SITE, "keep": 0.9}
+    placed, placed_x = (tensor.to(torch_xla.device()) for tensor in (edges, x))
+    found = [_mixed(placed), _hashed(placed), random_mask(placed_x, placed, **place)]
     torch_xla.sync()
-    assert torch.equal(mixed.cpu(), _mixed(words))
-    assert len(set(_mixed(torch.arange(-50_000, 50_000, dtype=torch.int32)).tolist())) == 100_000
+    expected = [_mixed(edges), _hashed(edges), random_mask(x, edges, **place)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_words_are_hashed_as_published():
+    near = torch.arange(-50_000, 50_000, dtype=torch.int32)
+    assert [word % 2**32 for word in _hashed(near).tolist()] == [lowbias32(word % 2**32) for word in near.tolist()]
+    assert len(set(_hashed(near).tolist())) == len(near)
+
+
+def lowbias32(x: int) -> int:
+    """In integers without bounds, as published."""
+    x = ((x ^ x >> 16) * 0x7FEB352D) % 2**32
+    x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
+    return x ^ x >> 16

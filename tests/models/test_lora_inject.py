@@ -9,6 +9,7 @@ from torch import nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.models.build import build_model, describe
+from tpu_experiments.models.dropout import noise
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import LoraLinear, adapter_weights, inject, scale_of
 
@@ -122,8 +123,8 @@ def test_siblings_that_read_one_tensor_equal_adapters_by_themselves(module, drop
     for of in (attn, alone):
         inputs, outs = x.clone().requires_grad_(), []
         for part in (of.q_proj, of.v_proj):
-            torch.manual_seed(0)  # alone, each draws the mask that together is drawn once
-            outs.append(part(inputs))
+            with noise(torch.tensor([1, 2, 3], dtype=torch.int32)):
+                outs.append(part(inputs))
         (outs[0].sin() * outs[1]).sum().backward()
         adapters = [p.grad for name, p in of.named_parameters() if "lora_" in name]
         results.append([*outs, inputs.grad, *adapters])
@@ -148,6 +149,16 @@ def test_a_sibling_that_reads_another_tensor_computes_for_itself(module):
             torch.testing.assert_close(part(given), alone(part, given))
 
 
+def test_every_tensor_that_adapters_read_has_masks_of_its_own(module):
+    """By layer and site; siblings read one tensor and have one site, and sites are those of every layer."""
+    inject(module, LoraConfig(r=2, targets=["q_proj", "v_proj", "up_proj"]))
+    first, second = ((layer.attn.q_proj, layer.attn.v_proj, layer.up_proj) for layer in module.layers)
+    assert [part.layer_idx for part in (*first, *second)] == [0, 0, 0, 1, 1, 1]
+    assert [part.site for part in first] == [part.site for part in second]
+    assert first[0].site == first[1].site != first[2].site
+    assert all(-(2**31) <= part.site < 2**31 for part in first)
+
+
 def identity_adapter(*, dropout, scale=0.5):
     """An adapter whose A and B are identities, so that its output is what dropout let through."""
     linear = nn.Linear(64, 64)
@@ -162,7 +173,8 @@ def test_dropout_takes_inputs_of_a_only_and_in_training_only():
     linear, layer = identity_adapter(dropout=0.25)
     x = torch.rand(100, 64) + 1.0
     torch.testing.assert_close(layer.eval()(x), linear(x) + 0.5 * x)
-    through = (layer.train()(x) - linear(x)) / (0.5 * x)
+    with noise(torch.tensor([1], dtype=torch.int32)):
+        through = (layer.train()(x) - linear(x)) / (0.5 * x)
     kept = through > 0.5
     torch.testing.assert_close(through, torch.where(kept, 1 / 0.75, 0.0), atol=1e-5, rtol=1e-5)
     assert kept.float().mean() == pytest.approx(0.75, abs=0.03)  # 6400 draws: 0.03 is 5.5 standard deviations

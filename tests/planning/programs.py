@@ -126,7 +126,8 @@ def lowered_by_run(config: Config) -> dict[str, bytes]:
     trainer.build()
     geometry = inputs.stages[0].geometry
     rows = geometry.micro_rows * (geometry.num_shards if config.hw.parallel == "spmd" else 1)
-    host = random_batch(0, accumulation=geometry.accumulation, rows=rows, seq_len=geometry.seq_len)
+    shape = {"accumulation": geometry.accumulation, "rows": rows, "seq_len": geometry.seq_len}
+    host = random_batch(0, **shape, dropout=config.lora.dropout)
     batch = runtime.put(host, rows_dim=1)
     torch_xla.sync()
     runtime.wait()

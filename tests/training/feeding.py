@@ -37,13 +37,12 @@ def losses(config: Any, runtime: Any, *, way: str) -> dict[str, Any]:
     from tpu_experiments.config.preparing import LoaderConfig
 
     run = Run(config, runtime)
-    batches = [random_batch(i, accumulation=2, rows=4) for i in range(NUM_STEPS)]
+    batches = [random_batch(i, accumulation=2, rows=4, dropout=config.lora.dropout) for i in range(NUM_STEPS)]
     spec = _XLAC._get_xla_sharding_spec(runtime.put(batches[0], rows_dim=1)["ids"])
     before = runtime.counters()
     outputs, specs = [], set()
 
     def step(index: int, batch: Any) -> None:
-        runtime.seed(index)
         outputs.append(run.program(batch))
         specs.add(_XLAC._get_xla_sharding_spec(batch["ids"]))
 

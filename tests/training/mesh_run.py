@@ -29,7 +29,8 @@ def main(*overrides: str) -> None:
     from tpu_experiments.runtime.xla import XlaRuntime
 
     rows = config.hw.num_devices
-    batches = [random_batch(i, accumulation=2, rows=rows) for i in range(NUM_STEPS)]
+    dropout = config.lora.dropout
+    batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     run = Run(config, runtime)
     losses = torch.tensor(run.losses(batches))

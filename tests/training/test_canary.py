@@ -35,6 +35,7 @@ SMALL = (
     "model=qwen05b",
     "data=[sample_text]",
     "lora=all_linear_r8",
+    "lora.dropout=0.1",
     "debug=smoke",
     "hw.runtime=eager",
     "hw.parallel=spawn",
@@ -49,9 +50,9 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def on_four_devices() -> dict[str, Any]:
-    """Findings on a mesh of four virtual devices in bfloat16, weights split over all."""
+    """Findings on a mesh of four virtual devices in bfloat16, weights split over all, adapters with dropout."""
     command = [sys.executable, "-m", "tests.training.canary_run", "model=qwen05b", "data=[sample_text]"]
-    command += ["lora=all_linear_r8", "hw.num_devices=4", "model.dtype=bfloat16"]
+    command += ["lora=all_linear_r8", "lora.dropout=0.1", "hw.num_devices=4", "model.dtype=bfloat16"]
     environment = os.environ | SAME_SUMS
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -112,7 +113,7 @@ def test_a_run_that_asked_is_the_run_that_did_not(tmp_path):
 def test_split_state_is_read_between_steps_without_a_program(tmp_path):
     """Every weight trained and split over four devices, asked, and saved at every step."""
     split = ("lora=none", "hw.parallel=spmd", "hw.num_devices=4", "sharding=fsdp_tensor", "checkpoint.every_steps=1")
-    common = [each for each in SMALL if not each.startswith(("lora=", "hw."))]
+    common = [each for each in SMALL if not each.startswith(("lora", "hw."))]
     settings = ("trainer.canary.when=always", "trainer.max_stage_steps=4", "optim=adafactor")
     done = run(*common, *split, *settings, output_dir=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,16 +125,6 @@ def test_split_state_is_read_between_steps_without_a_program(tmp_path):
 
 def numbers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in records(folder)]
-
-
-@pytest.mark.parametrize(("dropout", "cosine", "grad_norm"), [(0.05, 0.9573, 0.0387), (0.1, 0.9152, 0.0846)])
-def test_dropout_is_allowed_for(dropout, cosine, grad_norm):
-    """What was measured with a right layout: python -m tests.training.canary_run model=qwen05b lora.dropout=0.05 ..."""
-    found = Findings(0.0, grad_norm, {"mlp": cosine}, {"mlp": 0.3}, "x")
-    assert found.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO)
-    assert not found.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO, dropout=dropout)
-    halved = Findings(0.0, 0.5, {"mlp": cosine}, {"mlp": 0.3}, "x")
-    assert halved.exceeds(cosine=STOP_COSINE, ratio=0.25, dropout=dropout)
 
 
 def test_every_device_has_a_row_and_micro_batches_take_turns():

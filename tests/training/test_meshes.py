@@ -17,9 +17,10 @@ DATA_TENSOR = ("sharding=fsdp_tensor", "sharding.mesh={data:2,fsdp:1,tensor:2}")
 CASES = {
     "mistral, data 2 x fsdp 2": ("model=mistral7b", LORA, HSDP),
     "mistral, data 2 x tensor 2, unrolled": ("model=mistral7b", LORA, *DATA_TENSOR, "model.stack=unrolled"),
-    "qwen, data 2 x fsdp 2 x tensor 2": (
+    "qwen, data 2 x fsdp 2 x tensor 2, dropout": (
         "model=qwen05b",
         LORA,
+        "lora.dropout=0.1",
         "sharding=fsdp_tensor",
         "sharding.mesh.data=2",
         "hw.num_devices=8",

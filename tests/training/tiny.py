@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.build import BuiltModel, build_model
+from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import State
@@ -33,9 +34,12 @@ def plain_config(run: "Run") -> Any:
 
 
 def random_batch(
-    seed: int, *, accumulation: int = 1, rows: int = 4, seq_len: int = 32, lr: float = 1e-3
+    seed: int, *, accumulation: int = 1, rows: int = 4, seq_len: int = 32, lr: float = 1e-3, dropout: float = 0.0
 ) -> dict[str, Tensor]:
-    """(A, R, T) rows of two packed documents and some padding, about two thirds of the tokens learnt."""
+    """(A, R, T) rows of two packed documents and some padding, about two thirds of the tokens learnt.
+
+    With `dropout` they have their noise (A, R).
+    """
     generator = np.random.Generator(np.random.Philox(key=seed))
     shape = (accumulation, rows, seq_len)
     border, end = seq_len // 3, seq_len - 3
@@ -49,6 +53,9 @@ def random_batch(
         "segments": np.broadcast_to(segments, shape),
     }
     tensors = {name: torch.from_numpy(np.ascontiguousarray(a).astype(np.int32)) for name, a in host.items()}
+    if dropout:
+        noise = generator.integers(-(2**31), 2**31, shape[:2], dtype=np.int32)
+        tensors[NOISE] = torch.from_numpy(noise)
     return tensors | {"lr": torch.tensor([lr])}
 
 

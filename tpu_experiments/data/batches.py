@@ -28,6 +28,8 @@ class Batch:
     positions_GT: NDArray[np.int32]
     segments_GT: NDArray[np.int32]
     labels: list[str]
+    noise_G: NDArray[np.int32] | None = None
+    """A random word for every row, for dropout."""
 
     @property
     def num_rows(self) -> int:
@@ -54,6 +56,7 @@ class Batch:
             self.positions_GT[part],
             self.segments_GT[part],
             self.labels[part],
+            None if self.noise_G is None else self.noise_G[part],
         )
 
 

@@ -15,11 +15,14 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_experiments.config.mesh import Axes
+from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.layer_graph import LayerGraph
 from tpu_experiments.models.scanned import gathered, scan_layers
 from tpu_experiments.runtime.layout import BY_ROWS, Folding
 
 log = logging.getLogger(__name__)
+NUMBER = "number of the layer"
+"""Goes through the loop as weights do, for dropout; the rows' random words are the last of the constants then."""
 
 
 def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str] = (), group: int = 1) -> int:
@@ -137,6 +140,11 @@ class FoldedLayers(nn.Module):
     def _run_loop(self, hidden: Tensor, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
         constants, specs = _shared_constants(inputs, period=self.period)
         weights: list[dict[str, Tensor]] = [dict(self.layer(j).named_parameters()) for j in range(self.period)]
+        drawn = current_noise()
+        if drawn is not None:
+            constants = (*constants, drawn.words_R)
+            for j, own in enumerate(weights):
+                own[NUMBER] = torch.arange(j, self.stop, self.period, dtype=torch.int32, device=hidden.device)
         if not torch.is_grad_enabled():
             return self._loop_forward(hidden, weights, constants=constants, specs=specs)
         graphs = [self._graph(j, hidden, weights[j], constants=constants, spec=specs[j]) for j in range(self.period)]
@@ -156,7 +164,7 @@ class FoldedLayers(nn.Module):
         for j, own in enumerate(weights):
             for name, stack in own.items():
                 whole = f"{self.path}.{self._name(j)}.{name}"
-                splits.append(self.folding.axes(whole, tuple(stack.shape))[1:])
+                splits.append(() if name == NUMBER else self.folding.axes(whole, tuple(stack.shape))[1:])
         return splits
 
     def _name(self, index: int) -> str:
@@ -220,7 +228,10 @@ def call_layer(
     structure, places = spec
     leaves = [constants[place] if isinstance(place, int) else place[0] for place in places]
     rest, keywords = tree_unflatten(leaves, structure)
-    return functional_call(template, dict(weights), (hidden, *rest), keywords)
+    own = dict(weights)
+    number = own.pop(NUMBER, None)
+    with noise(None if number is None else constants[-1], layer=number):
+        return functional_call(template, own, (hidden, *rest), keywords)
 
 
 def _shared_constants(

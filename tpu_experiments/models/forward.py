@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpu_experiments.models.attention import FLASH, causal_mask
+from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.turning import computed
 
 
@@ -37,12 +38,13 @@ def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mappin
 
     Args:
         parameters: float32 trainable parameters by name.
-        batch: `ids`, `positions`, `segments`, all (B, T).
+        batch: `ids`, `positions`, `segments`, all (B, T); `noise` (B,) where adapters have dropout.
     """
     dtype: Any = module.dtype
     cast = {name: p.to(dtype) for name, p in parameters.items()}
     inputs = _inputs(module, batch)
-    return computed(module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits)
+    with noise(batch.get(NOISE)):
+        return computed(module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits)
 
 
 def hidden_of(
@@ -56,7 +58,8 @@ def hidden_of(
     dtype: Any = module.dtype
     cast = {f"module.{name}": p.to(dtype) for name, p in parameters.items()}
     inputs, without_head = _inputs(module, batch), _WithoutHead(module)
-    return computed(module, lambda: functional_call(without_head, cast, kwargs=inputs, tie_weights=True))
+    with noise(batch.get(NOISE)):
+        return computed(module, lambda: functional_call(without_head, cast, kwargs=inputs, tie_weights=True))
 
 
 class _WithoutHead(nn.Module):

@@ -22,8 +22,6 @@ from torch._functorch.partitioners import (
 
 from tpu_experiments.config.sources import SAVABLE, SAVED
 
-DRAWN = "drawn"
-"""Name of what is made of random numbers: always saved."""
 LOW = "low"
 """Name of what adapters multiply by their A: always saved, r numbers a token."""
 PROJECTIONS = SAVABLE[1:]
@@ -136,7 +134,7 @@ def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphM
     """Where AOTAutograd cuts the joint graph."""
     if remat == "none":
         return default_partition
-    names = {DRAWN, LOW, *SAVED[remat], *saved}
+    names = {LOW, *SAVED[remat], *saved}
 
     def cut(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **_rest: Any) -> Any:
         outputs = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)[0]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import LoraConfig
-from tpu_experiments.models.dropout import random_mask
+from tpu_experiments.models.dropout import NOISE, current_noise, random_mask
 from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
 
@@ -30,8 +30,10 @@ class LoraLinear(nn.Module):
 
     siblings: "Siblings | None" = None
 
-    def __init__(self, linear: nn.Linear, *, r: int, scale: float, dropout: float) -> None:
+    def __init__(self, linear: nn.Linear, *, r: int, scale: float, dropout: float, name: str = "") -> None:
+        """`name` is the module's, under which the model has it: masks of dropout depend on it."""
         super().__init__()
+        self.layer_idx, self.site = place_of(name)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.scale, self.dropout = scale, dropout
         self.weight, self.bias = linear.weight, linear.bias
@@ -50,11 +52,22 @@ class LoraLinear(nn.Module):
         return named(F.linear(self._dropped(x), a.to(x.dtype)) * self.scale, LOW)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """As F.dropout."""
+        """As F.dropout.
+
+        Raises:
+            RuntimeError: the forward pass was given no random words.
+        """
         if not self.dropout or not self.training:
             return x
-        keep = 1 - self.dropout
-        return torch.where(random_mask(x, keep=keep), x / keep, 0.0)
+        noise, keep = current_noise(), 1 - self.dropout
+        if noise is None:
+            raise RuntimeError(
+                f"lora.dropout={self.dropout}; the rows handed to the model lack {NOISE!r}, which the batch of a "
+                "training step has; hand it on, or set lora.dropout=0."
+            )
+        layer = self.layer_idx if noise.layer is None else noise.layer
+        mask = random_mask(x, noise.words_R, layer=layer, site=self.site, keep=keep)
+        return torch.where(mask, x / keep, 0.0)
 
 
 class Siblings:
@@ -112,7 +125,7 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
     matched = _matched(linears, lora.targets)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
-        adapted = LoraLinear(linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout)
+        adapted = LoraLinear(linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout, name=name)
         setattr(module.get_submodule(parent), leaf, adapted)
     for parent in {name.rpartition(".")[0]: None for name in matched}:
         _introduce(module.get_submodule(parent))
@@ -126,7 +139,18 @@ def _introduce(parent: nn.Module) -> None:
         if len(members) > 1 and len({m.in_features for m in members}) == 1:
             siblings = Siblings(members)
             for member in members:
-                member.siblings = siblings
+                member.siblings, member.site = siblings, members[0].site
+
+
+def place_of(name: str) -> tuple[int, int]:
+    """Number of the layer that a module is in, 0 outside of all, and a random int32 of its name within a layer."""
+    parts = name.split(".")
+    place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    number = 0 if place is None else int(parts[place])
+    if place is not None:
+        parts[place] = "*"
+    digest = hashlib.blake2b(".".join(parts).encode(), digest_size=4).digest()
+    return number, int.from_bytes(digest, "little") - 2**31
 
 
 def _matched(linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:

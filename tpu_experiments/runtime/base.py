@@ -83,7 +83,7 @@ class Runtime(Protocol):
     """What folded layers need; None where nothing is compiled as a whole, and layers are better left as they are."""
 
     def seed(self, value: int) -> None:
-        """Set the device's random state; the next program's dropout depends on nothing else."""
+        """Set the device's random state; what the next program draws from it depends on nothing else."""
 
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
         """Copy a parameter or a tensor shaped like it to where `name` lives (sharded by the table in spmd)."""

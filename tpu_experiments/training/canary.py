@@ -10,7 +10,6 @@ host's CPU. Then parameters and state are put back.
 import copy
 import hashlib
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,17 +27,13 @@ from tpu_experiments.runtime.attention import without_attention_kernel
 from tpu_experiments.runtime.layout import as_it_lies
 from tpu_experiments.runtime.loop import python_loop
 from tpu_experiments.runtime.stacked import stacked
-from tpu_experiments.training.inputs import stage_rows, training_tensors
+from tpu_experiments.training.inputs import stage_rows, training_tensors, with_noise
 from tpu_experiments.training.parts import Parts
 from tpu_experiments.training.saved import flat, to_host, zero_state
-from tpu_experiments.training.step import TrainStep, seed_of
+from tpu_experiments.training.step import TrainStep
 from tpu_experiments.training.window import TrainingStopped
 
 log = logging.getLogger(__name__)
-MAX_DROPOUT = 0.1
-"""Of adapters: the program has it and the reference has not. With more, the cosine says little."""
-DROPOUT_NOISE = 2.0
-"""Squared relative difference that dropout p makes, over p / (1 - p): measured 1.73 at p = 0.05 and 1.76 at 0.1."""
 NUDGE = 0.02
 """Standard deviation of what stands for an adapter's zeros: with B = 0 the gradient of A is 0 and shows nothing."""
 WARN_COSINE, STOP_COSINE = 0.98, 0.9
@@ -70,10 +65,9 @@ class Findings:
         """The smallest cosine of all."""
         return min(self.cosine.values())
 
-    def exceeds(self, *, cosine: float, ratio: float, dropout: float = 0.0) -> bool:
-        """Whether something is further off, and further than adapters' dropout explains; what is no number is."""
-        least = cosine / math.sqrt(1 + DROPOUT_NOISE * dropout / (1 - dropout))
-        return not (self.smallest >= least and max(self.loss, self.grad_norm) <= ratio + dropout)
+    def exceeds(self, *, cosine: float, ratio: float) -> bool:
+        """Whether something is further off; what is no number is."""
+        return not (self.smallest >= cosine and max(self.loss, self.grad_norm) <= ratio)
 
     def __str__(self) -> str:
         groups = ", ".join(f"{g} {c:.5f} ({100 * self.difference[g]:.2f} %)" for g, c in self.cosine.items())
@@ -106,8 +100,7 @@ def sing(parts: Parts) -> dict[str, Any] | None:
     batch, rows = canary_rows(parts)
     found = on_devices(parts, batch)
     findings = compare(found, on_host(parts, rows)) if parts.runtime.rank == 0 else None
-    dropout = parts.config.lora.dropout if parts.config.lora.r else 0.0
-    is_far = findings is not None and findings.exceeds(cosine=STOP_COSINE, ratio=STOP_RATIO, dropout=dropout)
+    is_far = findings is not None and findings.exceeds(cosine=STOP_COSINE, ratio=STOP_RATIO)
     if parts.runtime.any_process(is_far):
         raise TrainingStopped(
             f"the first gradients on {parts.runtime.num_devices} devices are not those of one: {findings}; look at "
@@ -116,7 +109,7 @@ def sing(parts: Parts) -> dict[str, Any] | None:
         )
     if findings is None:
         return None
-    is_odd = findings.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO, dropout=dropout)
+    is_odd = findings.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO)
     log.log(logging.WARNING if is_odd else logging.INFO, "canary: %s", findings)
     return asdict(findings)
 
@@ -128,8 +121,6 @@ def why_not(parts: Parts) -> str | None:
         return "trainer.canary.when=never"
     if parts.runtime.num_devices == 1:
         return "one device"
-    if config.lora.r and config.lora.dropout > MAX_DROPOUT:
-        return f"lora.dropout={config.lora.dropout} is above {MAX_DROPOUT}"
     if settings.when == "always":
         return None
     if config.hw.device != "tpu":
@@ -157,7 +148,9 @@ def canary_rows(parts: Parts) -> tuple[Batch, Batch]:
             arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
     arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
     few = {name: array[places, :length] for name, array in arrays.items()}
-    return Batch(**arrays, labels=batch.labels), Batch(**few, labels=[batch.labels[place] for place in places])
+    whole = with_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=parts.config)
+    noise = None if whole.noise_G is None else whole.noise_G[places]
+    return whole, Batch(**few, labels=[batch.labels[place] for place in places], noise_G=noise)
 
 
 def places_of(geometry: Geometry, *, world_size: int) -> list[int]:
@@ -190,7 +183,6 @@ def on_devices(parts: Parts, batch: Batch) -> Report:
     before = to_host(parts.parameters)
     put_back(parts, nudged(before))
     mine = batch.slice_process(runtime.rank, runtime.world_size)
-    runtime.seed(seed_of(parts.config.seed, 0, runtime.rank))
     tensors = training_tensors(mine, stage.geometry, lr=stage.lr)
     output = parts.step_program(runtime.put(tensors, rows_dim=1))
     runtime.wait()
@@ -221,7 +213,7 @@ def on_host(parts: Parts, rows: Batch) -> Report:
             seed=config.seed,
             place=lambda tensor, *, name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor,
         )
-        model.module.eval()
+        model.module.train()  # masks of dropout are those of the devices
         parameters = nudged(model.trainable)
         optimizer = host.build_optimizer()
         step = TrainStep(

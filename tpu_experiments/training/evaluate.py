@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.data.batches import Batch as HostBatch
+from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.step import RowLoss
 
@@ -68,10 +69,11 @@ class Evaluator:
 
 
 def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
-    """`ids`, `learn`, `positions`, `segments`, each (rows, T) int32."""
-    return {
+    """`ids`, `learn`, `positions`, `segments`, each (rows, T) int32, and `noise` (rows,) where the batch has it."""
+    tensors = {
         "ids": torch.from_numpy(batch.ids_GT),
         "learn": torch.from_numpy(batch.learn_GT),
         "positions": torch.from_numpy(batch.positions_GT),
         "segments": torch.from_numpy(batch.segments_GT),
     }
+    return tensors if batch.noise_G is None else tensors | {NOISE: torch.from_numpy(batch.noise_G)}

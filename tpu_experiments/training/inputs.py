@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,9 @@ from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
+
+NOISE_STREAM = 2**192
+"""Counter of Philox from which on the words of dropout are; the orders of rows are drawn from 0 on."""
 
 
 @dataclass
@@ -119,15 +123,33 @@ def step_batches(
             continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = cut(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
+        whole = with_noise(whole, stage.index, step, config=config)
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
         yield info, training_tensors(mine, geometry, lr=lr)
 
 
 def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:
-    """One process's rows as (A, R, T) int32 and the learning rate as (1,) float32."""
-    tensors = {name: t.reshape(geometry.accumulation, -1, t.shape[1]) for name, t in host_tensors(batch).items()}
+    """One process's rows as (A, R, T) int32, their noise as (A, R), and the learning rate as (1,) float32."""
+    tensors = {n: t.reshape(geometry.accumulation, -1, *t.shape[1:]) for n, t in host_tensors(batch).items()}
     return tensors | {"lr": torch.tensor([lr], dtype=torch.float32)}
+
+
+def has_dropout(config: Config) -> bool:
+    """Whether the training step drops anything."""
+    return config.lora.r > 0 and config.lora.dropout > 0
+
+
+def with_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
+    """The global batch of a stage's step with a random word for every row, where the training step has dropout.
+
+    They depend on seed, stage, step and the row's number in the global batch: on no device, process or micro-batch.
+    """
+    if not has_dropout(config):
+        return batch
+    key = np.array([config.seed % 2**64, stage << 32 | step], np.uint64)
+    words_G = np.random.Philox(key=key, counter=NOISE_STREAM).random_raw(batch.num_rows)
+    return replace(batch, noise_G=(words_G >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
 
 def cut(batch: Batch, *, config: Config) -> Batch:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.metrics.norms import changes, group_norms
+from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.forward import hidden_of, logits_of, row_losses, target_weights
 from tpu_experiments.models.head import has_plain_head, soft_cap_of
 from tpu_experiments.models.loss import chunked_row_losses
@@ -96,7 +97,8 @@ class TrainStep:
 
         Args:
             parameters: float32 trainable parameters by name.
-            batch: `ids`, `learn`, `positions`, `segments` (A, R, T) int32 and `lr` (1,) float32.
+            batch: `ids`, `learn`, `positions`, `segments` (A, R, T) int32, `lr` (1,) float32, and `noise` (A, R)
+                int32 where adapters have dropout.
         """
         micro_batches = [{k: batch[k][i] for k in ROW_TENSORS} for i in range(batch["ids"].shape[0])]
         supervised = torch.stack([target_weights(rows)[1].sum() for rows in micro_batches]).sum()
@@ -128,10 +130,11 @@ class TrainStep:
 
         Micro-batches run in a loop of the device, so that the program is no longer for more of them.
         """
-        values, xs = tuple(parameters.values()), tuple(batch[k] for k in ROW_TENSORS)
+        names = (*ROW_TENSORS, NOISE) if NOISE in batch else ROW_TENSORS
+        values, xs = tuple(parameters.values()), tuple(batch[k] for k in names)
 
         def micro(weights: Sequence[Tensor], tensors: Sequence[Tensor], total: Tensor) -> tuple[list[Tensor], Tensor]:
-            rows = dict(zip(ROW_TENSORS, tensors, strict=True))
+            rows = dict(zip(names, tensors, strict=True))
             # On autograd's own thread for the device, gradients may outlive the call by a moment; what is alive when
             # torch_xla takes the graph is an output of the program, and the next step would be another program.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
@@ -172,6 +175,9 @@ def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:
-    """Random state of one step, a function of its number, so that a resumed run draws what the first would have."""
+    """Random state of one step, a function of its number, so that a resumed run draws what the first would have.
+
+    For what torch's generator draws, such as a model's `attention_dropout`; adapters' dropout needs none.
+    """
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -12,11 +12,12 @@ from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.shapes import ShapesOfModel
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
-from tpu_experiments.training.inputs import RunInputs
+from tpu_experiments.training.inputs import RunInputs, has_dropout
 from tpu_experiments.training.step import ROW_TENSORS
 
 Shape = tuple[int, int, int]
@@ -86,7 +87,7 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
     lowered: Lowered = trainer.runtime.lower(
         lambda sent: stepped(trainer, sent),
         name="train",
-        batch=rows_like(shape) | {"lr": torch.empty(1, device="meta")},
+        batch=batch_like(shape, config=trainer.config),
         rows_dim=1,
         renewed=lambda out: renewed(trainer, out),
     )
@@ -113,6 +114,14 @@ def lowered_sample(trainer: Any, *, window: int) -> Lowered:
 def rows_like(shape: tuple[int, ...]) -> dict[str, Tensor]:
     """What a batch of rows holds."""
     return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name in ROW_TENSORS}
+
+
+def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
+    """What a batch of training holds."""
+    batch = rows_like(shape) | {"lr": torch.empty(1, device="meta")}
+    if has_dropout(config):
+        batch[NOISE] = torch.empty(shape[:2], dtype=torch.int32, device="meta")
+    return batch
 
 
 @contextmanager
