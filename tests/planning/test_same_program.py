@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SHARDED = ("hw.parallel=spmd", "hw.num_devices=4", "trainer.micro_batch_rows=2")
-MESHES = ((), ("sharding=hsdp",), ("sharding=fsdp_tensor",))
+MESHES = ((), ("sharding=hsdp", "lora.dropout=0.1"), ("sharding=fsdp_tensor",))
 
 
 def signatures(kind: str, *overrides: str) -> dict[str, Any]:
