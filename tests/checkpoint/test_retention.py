@@ -6,7 +6,7 @@ import torch
 from tests.checkpoint.test_store import save
 from tpu_experiments.checkpoint.manifest import COMMIT, steps_in
 from tpu_experiments.checkpoint.retention import Keep, Retention, kept, remove
-from tpu_experiments.checkpoint.store import add_group, begin, commit
+from tpu_experiments.checkpoint.store import add_tensors, begin, commit
 from tpu_experiments.io import paths
 
 CASES = {
@@ -31,7 +31,7 @@ def test_the_best_are_found_again_by_another_process(tmp_path):
     losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5}
     for step, loss in losses.items():
         draft = begin(folder, step=step, progress={"step": step})
-        add_group(draft, "parameters", {"a": torch.zeros(1)})
+        add_tensors(draft, "parameters.safetensors", {"a": torch.zeros(1)})
         commit(draft, eval_loss=loss)
         Retention(folder).apply(newest=step, eval_loss=loss, keep=Keep(last=1, best=2))
     assert steps_in(folder) == [20, 40, 50]

@@ -54,7 +54,8 @@ class Run:
         self.parameters = {name: t.clone() for name, t in model.trainable.items()}
         self.state = {name: {"mean": torch.zeros_like(t)} for name, t in self.parameters.items()}
         self.progress = Progress(step=1, peak_lr=1e-3)
-        start = Start(self.model.fingerprints, self.model.initial)
+        is_adapter = any("lora_" in name for name in self.parameters)
+        start = Start(self.model.fingerprints, self.model.initial, is_adapter=is_adapter)
         parts = {"runtime": self.runtime, "parameters": self.parameters}
         evaluator = Evaluator(self.model.module, row_loss=next_token_loss, **parts)
         self.answers = Answers(evaluator, rows(), **parts)

@@ -8,12 +8,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from tpu_experiments.checkpoint.shards import group_in
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths, strict_json
 
 COMMIT, PROGRESS = "COMMIT.json", "progress.json"
 STEP_FOLDER = re.compile(r"step_(\d{8,12})")
-TENSOR_FILE = re.compile(r"[A-Za-z0-9_]+\.safetensors")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 EXECUTABLE = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib", ".npy", ".py", ".so")
 """Files of these kinds can be made to run code by those who load them; no checkpoint of this program has one."""
@@ -126,7 +126,7 @@ def strict_object(content: bytearray, *, place: str) -> dict[str, Any]:
 
 
 def _facts(place: str, name: str, facts: Any) -> FileFacts:
-    if name != PROGRESS and not TENSOR_FILE.fullmatch(name):
+    if name != PROGRESS and group_in(name) is None:
         raise hostile(place, f"it lists {name!r}, which is no name of a checkpoint's file")
     if not isinstance(facts, dict):
         raise ValueError(f"{COMMIT} does not describe {name}")

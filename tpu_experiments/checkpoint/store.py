@@ -1,16 +1,17 @@
 """Checkpoints of a run folder: safetensors and JSON, complete or invisible.
 
-`checkpoints/step_00000120/` holds one safetensors file per group of tensors and `progress.json`; `COMMIT.json`, with
-the size and SHA-256 of each, is written last. A folder without it, or whose files differ from it, does not count.
-In memory a save holds one group's bytes beside the tensors that it is given, and so does reading.
+`checkpoints/step_00000120/` holds the safetensors files of each group of tensors (shards.py) and `progress.json`;
+`COMMIT.json`, with the size and SHA-256 of each, is written last. A folder without it, or whose files differ from it,
+does not count. In memory a save holds one file's bytes beside the tensors that it is given.
 """
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,23 +21,19 @@ from tpu_experiments.checkpoint.manifest import (
     FileFacts,
     Manifest,
     folder_name,
-    hostile,
     read_manifest,
     steps_in,
     strict_object,
 )
+from tpu_experiments.checkpoint.reading import Groups, content_of, forget, held_groups, located_groups, remember, verify
 from tpu_experiments.checkpoint.retention import Keep, Retention
+from tpu_experiments.checkpoint.shards import file_name, shards
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.ranges import read_range, size_of
 from tpu_experiments.io.tensor_file import chunks_of, tensors_in, unequal
 
 log = logging.getLogger(__name__)
-SUFFIX = ".safetensors"
-PIECE_BYTES = 64 * 2**20
-Groups = Mapping[str, Mapping[str, Tensor]]
-_verified: dict[str, str] = {}
-"""Checkpoint folders that this process has read whole, or written and read back, to the SHA-256 of their manifest."""
+Result = TypeVar("Result")
 
 
 class StorageError(RuntimeError):
@@ -64,7 +61,7 @@ def begin(folder: str, *, step: int, progress: Mapping[str, Any]) -> Draft:
         # An earlier life wrote it without a commit, or it is being repeated from before it. The marker goes first.
         paths.remove_tree(paths.join(target, COMMIT))
         paths.remove_tree(target)
-    _verified.pop(target, None)
+    forget(target)
     paths.make_dirs(target)
     draft = Draft(target, step)
     text = strict_json.dumps(dict(progress), indent=1).encode()
@@ -72,9 +69,9 @@ def begin(folder: str, *, step: int, progress: Mapping[str, Any]) -> Draft:
     return draft
 
 
-def add_group(draft: Draft, group: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write the file of one group of contiguous host tensors."""
-    _write(draft, group + SUFFIX, chunks_of(tensors))
+def add_tensors(draft: Draft, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of contiguous host tensors; for its name see shards.py."""
+    _write(draft, name, chunks_of(tensors))
 
 
 def read_back(draft: Draft, name: str) -> bytearray:
@@ -85,18 +82,17 @@ def read_back(draft: Draft, name: str) -> bytearray:
     """
     paths.forget_cached(paths.join(draft.target, name))
     try:
-        return _content(draft.target, name, draft.files[name])
+        return content_of(draft.target, name, draft.files[name])
     except (FileNotFoundError, ValueError) as error:
         raise StorageError(f"{draft.target}: {error}, right after it was written") from error
 
 
-def read_group(draft: Draft, group: str, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A group's tensors as storage gives them back.
+def read_tensors(draft: Draft, name: str, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file's tensors as storage gives them back.
 
     Raises:
         StorageError: bytes, names, shapes, types or values differ from what was written.
     """
-    name = group + SUFFIX
     content = read_back(draft, name)
     try:
         found = tensors_in(content)
@@ -108,49 +104,71 @@ def read_group(draft: Draft, group: str, written: Mapping[str, Tensor]) -> dict[
     return found
 
 
-def group_of(target: str, group: str) -> dict[str, Tensor]:
-    """The tensors of one group of a checkpoint folder, complete or not, without a look at its manifest."""
-    place = paths.join(target, group + SUFFIX)
-    return tensors_in(_read(place, num_bytes=_size(place)))
-
-
 def commit(draft: Draft, *, eval_loss: float | None = None, proof: dict[str, Any] | None = None) -> None:
     """Have the checkpoint count from now on."""
     text = Manifest(draft.step, draft.files, eval_loss, proof).text()
     paths.write_text_atomic(paths.join(draft.target, COMMIT), text)
     if proof is not None:
-        _verified[draft.target] = _digest(text.encode())
+        remember(draft.target, text)
 
 
-def save_checkpoint(folder: str, *, step: int, groups: Groups, progress: Mapping[str, Any], keep_last: int) -> str:
-    """Write one checkpoint of host tensors, then remove all but the newest `keep_last`; returns its folder."""
+def save_checkpoint(
+    folder: str,
+    *,
+    step: int,
+    groups: Groups,
+    progress: Mapping[str, Any],
+    keep_last: int,
+    max_bytes: float = math.inf,
+) -> str:
+    """Write one checkpoint of host tensors in files of at most `max_bytes`, then remove all but the newest `keep_last`;
+    returns its folder."""
     draft = begin(folder, step=step, progress=progress)
-    for name, tensors in groups.items():
-        add_group(draft, name, tensors)
+    for group, tensors in groups.items():
+        files = shards({name: t.nbytes for name, t in tensors.items()}, max_bytes=max_bytes)
+        for number, names in enumerate(files, start=1):
+            add_tensors(draft, file_name(group, number, len(files)), {name: tensors[name] for name in names})
     commit(draft)
     Retention(folder).apply(newest=step, eval_loss=None, keep=Keep(keep_last))
     return draft.target
 
 
-def load_latest(
-    folder: str, *, before: int | None = None
-) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
-    """Progress and tensors of the newest complete checkpoint (of a step below `before`); None when there is none.
+def read_latest(
+    folder: str,
+    use: Callable[[dict[str, Any], Groups], Result],
+    *,
+    before: int | None = None,
+    max_held_bytes: float = math.inf,
+) -> Result | None:
+    """What `use(progress, tensors by group)` makes of the newest complete checkpoint (of a step below `before`); None
+    when there is none.
 
-    A torn or altered checkpoint is named in the log and passed over for the one before.
+    The tensors of a checkpoint above `max_held_bytes` are read one by one, as they are asked for. A torn or altered
+    checkpoint is named in the log and passed over for the one before: `use` is called again where one proves altered
+    inside it.
 
     Raises:
         ConfigError: the newest one was not written by this program.
     """
     for target in _newest_first(folder, before=before):
         with _passing_over(target):
-            contents = {name: _content(target, name, facts) for name, facts in read_manifest(target).files.items()}
-            progress = strict_object(contents.pop(PROGRESS), place=paths.join(target, PROGRESS))
-            groups = {}
-            for name in list(contents):
-                groups[name.removesuffix(SUFFIX)] = _tensors(contents.pop(name), place=paths.join(target, name))
-            return progress, groups
+            manifest = read_manifest(target)
+            content = content_of(target, PROGRESS, manifest.files[PROGRESS])
+            progress = strict_object(content, place=paths.join(target, PROGRESS))
+            is_held = sum(facts.num_bytes for facts in manifest.files.values()) <= max_held_bytes
+            return use(progress, held_groups(target, manifest) if is_held else located_groups(target, manifest))
     return None
+
+
+def load_latest(
+    folder: str, *, before: int | None = None
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
+    """As `read_latest`: progress and all tensors, in memory."""
+
+    def use(progress: dict[str, Any], groups: Groups) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        return progress, {group: dict(tensors) for group, tensors in groups.items()}
+
+    return read_latest(folder, use, before=before)
 
 
 def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dict[str, Any]] | None:
@@ -166,7 +184,7 @@ def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dic
         with _passing_over(target):
             manifest = read_manifest(target)
             verify(target, manifest)
-            content = _content(target, PROGRESS, manifest.files[PROGRESS])
+            content = content_of(target, PROGRESS, manifest.files[PROGRESS])
             return manifest.step, strict_object(content, place=paths.join(target, PROGRESS))
     return None
 
@@ -177,23 +195,6 @@ def latest_step(folder: str, *, before: int | None = None) -> int:
     return found[0] if found else 0
 
 
-def verify(target: str, manifest: Manifest) -> None:
-    """Look at all files of a checkpoint, their sizes first; once in a process.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file differs from the manifest.
-    """
-    digest = _digest(manifest.text().encode())
-    if _verified.get(target) == digest:
-        return
-    for name, facts in manifest.files.items():
-        _require_size(target, name, facts)
-    for name, facts in manifest.files.items():
-        _content(target, name, facts)
-    _verified[target] = digest
-
-
 def remove_after(folder: str, step: int) -> None:
     """Remove the checkpoints of later steps: the run goes back to `step` and on in another way."""
     for later in steps_in(folder):
@@ -201,7 +202,7 @@ def remove_after(folder: str, step: int) -> None:
             target = paths.join(folder, folder_name(later))
             paths.remove_tree(paths.join(target, COMMIT))
             paths.remove_tree(target)
-            _verified.pop(target, None)
+            forget(target)
 
 
 def _write(draft: Draft, name: str, chunks: Iterator[memoryview]) -> None:
@@ -231,46 +232,5 @@ def _passing_over(target: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (FileNotFoundError, ValueError) as error:
+        forget(target)
         log.warning("%s is incomplete (%s); passing over it", target, error)
-
-
-def _content(target: str, name: str, facts: FileFacts) -> bytearray:
-    """A file's bytes, which are those that the manifest tells of."""
-    _require_size(target, name, facts)
-    content = _read(paths.join(target, name), num_bytes=facts.num_bytes)
-    if _digest(content) != facts.sha256:
-        raise ValueError(f"{name} differs from its commit record: another SHA-256")
-    return content
-
-
-def _require_size(target: str, name: str, facts: FileFacts) -> None:
-    size = _size(paths.join(target, name))
-    if size != facts.num_bytes:
-        raise ValueError(f"{name} differs from its commit record: {size:,} bytes, not {facts.num_bytes:,}")
-
-
-def _size(place: str) -> int:
-    size = size_of(place)
-    if size is None:
-        raise FileNotFoundError(f"{place} is missing")
-    return size
-
-
-def _read(place: str, *, num_bytes: int) -> bytearray:
-    """The file in memory once, whatever it takes to bring it there."""
-    content = bytearray(num_bytes)
-    for start in range(0, num_bytes, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, num_bytes)
-        content[start:stop] = read_range(place, start, stop)
-    return content
-
-
-def _tensors(content: bytearray, *, place: str) -> dict[str, Tensor]:
-    try:
-        return tensors_in(content)
-    except ValueError as error:
-        raise hostile(place, str(error)) from error
-
-
-def _digest(content: bytes | bytearray) -> str:
-    return hashlib.sha256(content).hexdigest()

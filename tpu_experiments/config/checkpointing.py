@@ -24,6 +24,13 @@ class CheckpointConfig:
     background: bool = True
     """Whether a checkpoint by steps or minutes is written by another thread while training goes on, from a copy in the
     host's memory. The first of a process, and those that end a stage or a run, are waited for."""
+    max_copy_gib: float = number(default=4.0, at_least=0)
+    """Largest state (parameters and optimizer) that is copied into the host's memory as a whole, so that it can be
+    written in the background. A larger one is saved in front of the loop, file by file, and read tensor by tensor on a
+    resume: the host then holds a few times `max_shard_gib`, or the largest tensor, where that is more."""
+    max_shard_gib: float = number(default=2.0, above=0)
+    """Largest file of tensors, of checkpoints and of an exported model, as transformers' `max_shard_size`: a group that
+    is larger has several, `parameters-00001-of-00005.safetensors`. One tensor is never divided."""
     prove: bool = True
     """Whether a checkpoint is read back and looked at before it counts: files and tensors as written, parameters
     changed by training, an adapter that does something; and, for the first of a process, the last of a stage and the

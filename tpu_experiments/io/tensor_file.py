@@ -8,6 +8,7 @@ times. Layout: eight bytes with the header's length, little-endian; the header, 
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,27 @@ FACTS = {"dtype", "shape", "data_offsets"}
 METADATA = "__metadata__"
 
 
+@dataclass(frozen=True)
+class Span:
+    """Type and shape of a tensor and where its bytes lie in its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Bytes from the beginning of the file."""
+    stop: int
+
+    def view(self, content: bytearray, *, at: int = 0) -> Tensor:
+        """The tensor whose bytes begin at `at` of `content`, without a copy."""
+        count = math.prod(self.shape)
+        flat = torch.frombuffer(content, dtype=self.dtype, count=count, offset=at) if count else torch.empty(0)
+        return flat.to(self.dtype).reshape(self.shape)
+
+    def on_meta(self) -> Tensor:
+        """The tensor without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
 def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """The file of contiguous host tensors: its header, then each tensor's bytes, larger elements first."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -58,17 +80,40 @@ def tensors_in(content: bytearray) -> dict[str, Tensor]:
     Raises:
         ValueError: it is no safetensors file; the text says why.
     """
-    header, start = _header(content)
-    found: dict[str, Tensor] = {}
+    length = header_length(content[:8], num_bytes=len(content))
+    return {
+        name: span.view(content, at=span.start)
+        for name, span in spans_in(content[8 : 8 + length], num_bytes=len(content)).items()
+    }
+
+
+def header_length(first: bytes | bytearray, *, num_bytes: int) -> int:
+    """Bytes of the header that follows the `first` eight of a file of `num_bytes`.
+
+    Raises:
+        ValueError: no file of this size has such a header.
+    """
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 8 or length > min(MAX_HEADER_BYTES, num_bytes - 8):
+        raise ValueError(f"its header is said to have {length:,} bytes and the file has {num_bytes:,}")
+    return length
+
+
+def spans_in(header: bytes | bytearray, *, num_bytes: int) -> dict[str, Span]:
+    """Where each tensor of a file of `num_bytes` lies, in the order of the file.
+
+    Raises:
+        ValueError: it is no header of a safetensors file, or does not describe this one; the text says why.
+    """
+    start = 8 + len(header)
+    found: dict[str, Span] = {}
     place = start
-    for name, facts in sorted(header.items(), key=lambda item: _offsets(item[1])):
-        dtype, shape, stop = _described(name, facts, place=place - start, num_bytes=len(content) - start)
-        count = math.prod(shape)
-        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=place) if count else torch.empty(0)
-        found[name] = flat.to(dtype).reshape(shape)
+    for name, facts in sorted(_facts(header).items(), key=lambda item: _offsets(item[1])):
+        dtype, shape, stop = _described(name, facts, place=place - start, num_bytes=num_bytes - start)
+        found[name] = Span(dtype, tuple(shape), place, start + stop)
         place = start + stop
-    if place != len(content):
-        raise ValueError(f"{len(content) - place} bytes after its last tensor belong to none")
+    if place != num_bytes:
+        raise ValueError(f"{num_bytes - place} bytes after its last tensor belong to none")
     return found
 
 
@@ -103,19 +148,16 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     return words and np.array_equal(ours[whole:], theirs[whole:])
 
 
-def _header(content: bytearray) -> tuple[dict[str, Any], int]:
-    """The header without its free text, and the place of the first tensor's bytes."""
-    length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise ValueError(f"its header is said to have {length:,} bytes and the file has {len(content):,}")
+def _facts(content: bytes | bytearray) -> dict[str, Any]:
+    """The header without its free text."""
     try:
-        header = strict_json.loads(bytes(content[8 : 8 + length]))
+        header = strict_json.loads(bytes(content))
     except ValueError as error:
         raise ValueError(f"its header is not the JSON of a safetensors file ({error})") from error
     if not isinstance(header, dict):
         raise ValueError("its header is no table of tensors")
     header.pop(METADATA, None)
-    return header, 8 + length
+    return header
 
 
 def _offsets(facts: Any) -> tuple[int, int]:

@@ -8,7 +8,6 @@ programs know these names: checkpoints and exports have Hugging Face's.
 import re
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
@@ -41,9 +40,16 @@ def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stacked(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """The tensor `name`, put together from tensors under Hugging Face's names."""
-    parts = [tensors[part] for part in hugging_face_names(name)]
-    return torch.stack(parts) if is_stack(name) else parts[0]
+    """The tensor `name`, put together from tensors under Hugging Face's names, each asked for once."""
+    if not is_stack(name):
+        return tensors[name]
+    names = hugging_face_names(name)
+    first = tensors[names[0]]
+    whole = first.new_empty((len(names), *first.shape))
+    whole[0] = first
+    for index, part in enumerate(names[1:], start=1):
+        whole[index] = tensors[part]
+    return whole
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:

@@ -16,7 +16,9 @@ def gathered(tensor: Tensor) -> Tensor:
     (shards,) = torch_xla._XLAC._get_local_shards([tensor])
     (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for (shard, _), (replica, indices) in zip(shards, places, strict=True):
+    shards.reverse()
+    for replica, indices in places:
+        shard, _ = shards.pop()  # memory has the tensor once, and the shards that are not copied yet
         if replica == 0:  # the others are copies of it; what a shard has beyond the tensor's edge is padding
             inside = ... if indices is ... else tuple(slice(0, part.stop - part.start) for part in indices)
             whole[indices if indices is ... else tuple(indices)] = shard[inside]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tpu_experiments.data.batches import Batch
+from tpu_experiments.models.lora import A, B
 from tpu_experiments.models.trained import effects, num_changed
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import stacked
@@ -44,17 +45,44 @@ class Start:
             UnprovenError: all are as they were at the start, or the adapter leaves the base as it is, after steps with
                 a learning rate above 0.
         """
-        changed, was_trained = num_changed(tensors, self.fingerprints), progress.peak_lr > 0
-        kind = "adapter" if self.is_adapter else "model"
-        found: dict[str, Any] = {"tensors": len(tensors), "changed": changed, "peak_lr": progress.peak_lr}
+        look = Look(self)
+        look.at(tensors)
+        return look.verdict(progress)
+
+
+class Look:
+    """What trained tensors are found to be, file by file."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._num_tensors = self._num_changed = 0
+        self._norms: dict[str, float] = {}
+        self._halves: dict[str, Tensor] = {}
+        """A or B of modules whose other one is in a file to come."""
+
+    def at(self, tensors: Tensors) -> None:
+        """Look at some more."""
+        self._num_tensors += len(tensors)
+        self._num_changed += num_changed(tensors, self._start.fingerprints)
+        if self._start.is_adapter:
+            known = {**self._halves, **tensors}
+            whole = {name: t for name, t in known.items() if _other_half(name) in known}
+            self._halves = {name: t.clone() for name, t in known.items() if name not in whole}
+            self._norms |= effects(whole, start=self._start.adapters)
+
+    def verdict(self, progress: Progress) -> dict[str, Any]:
+        """That they are trained, in numbers; raises as `Start.verdict` does."""
+        total, changed, norms = self._num_tensors, self._num_changed, self._norms
+        was_trained = progress.peak_lr > 0
+        kind = "adapter" if self._start.is_adapter else "model"
+        found: dict[str, Any] = {"tensors": total, "changed": changed, "peak_lr": progress.peak_lr}
         after = f"after {progress.step} steps with learning rates up to {progress.peak_lr:.3g}"
         if was_trained and not changed:
             raise UnprovenError(
-                f"every one of the {len(tensors)} trained tensors has its initial value {after}, so it would be an "
+                f"every one of the {total} trained tensors has its initial value {after}, so it would be an "
                 f"untrained {kind}; look at train/grad_norm, and at how many tokens are learnt"
             )
-        if self.is_adapter:
-            norms = effects(tensors, start=self.adapters)
+        if self._start.is_adapter:
             found |= {"modules": len(norms), "with_effect": sum(norm > 0 for norm in norms.values())}
             found |= {"largest_effect": max(norms.values(), default=0.0)}
             if was_trained and not found["with_effect"]:
@@ -65,6 +93,12 @@ class Start:
         if not was_trained:
             found["note"] = "no step had a learning rate above 0, so nothing had to change"
         return found
+
+
+def _other_half(name: str) -> str:
+    """`...lora_B` for `...lora_A` and the other way round."""
+    module, _, kind = name.rpartition(".")
+    return f"{module}.{B if kind == A else A}"
 
 
 class Answers:

@@ -1,15 +1,21 @@
 """What a run trains, from its start to a checkpoint and back: under Hugging Face's names, folded or not."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpu_experiments.checkpoint.store import load_latest
+from tpu_experiments.checkpoint.manifest import folder_name
+from tpu_experiments.checkpoint.reading import Groups, without_values
+from tpu_experiments.checkpoint.shards import file_name, shards
+from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
 from tpu_experiments.io.tensor_file import described
+from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.runtime.reading import host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
@@ -20,11 +26,42 @@ PARAMETERS, OPTIMIZER = "parameters", "optimizer"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that changes, as it was after some step: copies in the host's memory."""
+    """Everything that changes, as it was after some step: on the device, or copied into the host's memory."""
 
     progress: Progress
     groups: dict[str, dict[str, Tensor]]
     """`optimizer` and `parameters`, written in this order."""
+    is_copy: bool = False
+    """Whether it stays as it is whatever the device does, and has Hugging Face's names."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(t.nbytes for tensors in self.groups.values() for t in tensors.values())
+
+    def copied(self) -> "Snapshot":
+        """The same in the host's memory, as a whole; waits for the device."""
+        groups = {group: to_host(tensors) for group, tensors in self.groups.items()}
+        return Snapshot(self.progress, groups, is_copy=True)
+
+    def files(self, group: str, *, max_bytes: float) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Name and host tensors of each file of a group, of at most `max_bytes` or one tensor.
+
+        What lies on the device is copied as the files are asked for: at one time as many of its tensors as
+        `max_bytes` hold, at least one, which may be a stack over layers and have several files.
+        """
+        tensors = self.groups[group]
+        loads = shards({name: t.nbytes for name, t in tensors.items()}, max_bytes=max_bytes)
+        files = [shards(_sizes({name: tensors[name] for name in load}), max_bytes=max_bytes) for load in loads]
+        number, count = 0, sum(map(len, files))
+        for load, parts in zip(loads, files, strict=True):
+            chosen = {name: tensors[name] for name in load}
+            copies = chosen if self.is_copy else to_host(chosen)
+            return_freed_memory()  # the way from the device leaves up to half of the copy's size with the allocator
+            for names in parts:
+                number += 1
+                yield file_name(group, number, count), {name: copies[name] for name in names}
+            del copies  # else it stands beside the next ones
 
 
 def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros: Callable[..., Tensor]) -> State:
@@ -37,9 +74,8 @@ def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros:
 
 
 def snapshot(progress: Progress, *, parameters: Mapping[str, Tensor], state: State) -> Snapshot:
-    """A copy of what the next step will change; waits for the device."""
-    groups = {OPTIMIZER: to_host(flat(state)), PARAMETERS: to_host(parameters)}
-    return Snapshot(Progress.from_dict(progress.to_dict()), groups)
+    """What the next step will change, where it lies; to be copied or written before that step."""
+    return Snapshot(Progress.from_dict(progress.to_dict()), {OPTIMIZER: flat(state), PARAMETERS: dict(parameters)})
 
 
 def read_state(
@@ -49,29 +85,36 @@ def read_state(
     state: State,
     place: Callable[..., Tensor],
     before: int | None = None,
+    max_held_bytes: float = math.inf,
 ) -> Progress | None:
     """Put the newest complete checkpoint (of a step below `before`) where the run's own tensors are; None when there is
     none.
 
+    One above `max_held_bytes` is read tensor by tensor (of a stack over layers all parts), after every byte of it was
+    held against its manifest.
+
     Raises:
-        ConfigError: it has other tensors than the run.
+        ConfigError: it has other tensors than the run, or was changed while it was read.
     """
-    found = load_latest(folder, before=before)
-    if found is None:
-        return None
-    values, groups = found
-    try:
-        progress = Progress.from_dict(values)
-    except (TypeError, KeyError, AttributeError) as error:
+    begun: list[int] = []
+
+    def use(values: dict[str, Any], groups: Groups) -> Progress:
+        progress = _progress(values, folder)
+        target = paths.join(folder, folder_name(progress.step))
+        for group, expected in ((PARAMETERS, parameters), (OPTIMIZER, flat(state))):
+            found = without_values(groups.get(group, {}))
+            require_tensors(found, shapes_of(expected), place=paths.join(target, f"{group}.safetensors"))
+        begun.append(progress.step)
+        from_host(groups, parameters=parameters, state=state, place=place)
+        return progress
+
+    found = read_latest(folder, use, before=before, max_held_bytes=max_held_bytes)
+    if found is None and begun:
         raise ConfigError(
-            f"{folder}; progress.json of its newest checkpoint is not what this program writes ({error}); it is from "
-            "another version of it, or was changed: choose another name=, or remove that checkpoint."
-        ) from error
-    place_of = f"{paths.join(folder, f'step_{progress.step:08d}')}"
-    require_tensors(groups.get(PARAMETERS, {}), shapes_of(parameters), place=f"{place_of}/{PARAMETERS}.safetensors")
-    require_tensors(groups.get(OPTIMIZER, {}), shapes_of(flat(state)), place=f"{place_of}/{OPTIMIZER}.safetensors")
-    from_host(groups, parameters=parameters, state=state, place=place)
-    return progress
+            f"{folder}; the checkpoint of step {begun[-1]} was changed while it was read, and there is none before it; "
+            "find out what else writes there, then start again."
+        )
+    return found
 
 
 def flat(state: State) -> dict[str, Tensor]:
@@ -126,6 +169,26 @@ def from_host(
         for slot in slots:
             key = f"{name}/{slot}"
             slots[slot] = place(stacked(groups[OPTIMIZER], key), name=key)
+
+
+def _progress(values: dict[str, Any], folder: str) -> Progress:
+    try:
+        return Progress.from_dict(values)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder}; progress.json of its newest checkpoint is not what this program writes ({error}); it is from "
+            "another version of it, or was changed: choose another name=, or remove that checkpoint."
+        ) from error
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Bytes by Hugging Face's names, the parts of a stack in order."""
+    return {
+        part: t.nbytes // len(parts)
+        for name, t in tensors.items()
+        for parts in [hugging_face_names(name)]
+        for part in parts
+    }
 
 
 def _missing(names: Iterable[str], present: Mapping[str, Tensor]) -> list[str]:

@@ -2,29 +2,33 @@
 
 The first save of a process and those that end a stage or the run are in front: they have the model answer held-out
 rows from what was read back, on the loop's own thread, before they count. Saves in between are written, read back and
-looked at by another thread, one at a time.
+looked at by another thread, one at a time. A state that is too large to be copied as a whole is always saved in front,
+file by file: copied from the device, written, read back, looked at, dropped.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from tpu_experiments.checkpoint import store
 from tpu_experiments.checkpoint.background import Background
 from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name, read_manifest
+from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.checkpoint.retention import Keep, Retention
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.io import paths
 from tpu_experiments.io.retry import StorageFailed
 from tpu_experiments.io.spool import Spool
-from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.training.proof import Answers, Start, UnprovenError
+from tpu_experiments.training.proof import Answers, Look, Start, UnprovenError
 from tpu_experiments.training.saved import PARAMETERS, Snapshot
 from tpu_experiments.training.window import TrainingStopped
 
 log = logging.getLogger(__name__)
+GIB = 2**30
 Result = TypeVar("Result")
 Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
 """What is saved, where, and what was looked at."""
@@ -42,6 +46,7 @@ class Saver:
         self._retention = Retention(spool.target)
         self._keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
         self._has_asked = not settings.prove
+        self._has_told = False
         self._saved_at = time.monotonic()
 
     # ---- when -----------------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ class Saver:
     # ---- how ------------------------------------------------------------------------------------------------
 
     def save(self, take: Callable[[], Snapshot], *, step: int, is_interval: bool, ends_stage: bool = False) -> None:
-        """Save what `take` copies (on rank 0); returns once the copy is made where it may go on in the background.
+        """Save what `take` returns (on rank 0); returns once it is copied where that may be written in the background.
 
         Args:
             is_interval: the run goes on, so that nobody has to wait.
@@ -97,21 +102,40 @@ class Saver:
         self.join()
         self._saved_at = time.monotonic()
         asks = self.settings.prove and (ends_stage or (is_interval and not self._has_asked))
-        if is_interval and not asks and self.settings.background:
+        state = take()
+        fits = state.num_bytes <= self.settings.max_copy_gib * GIB
+        if is_interval and not asks and self.settings.background and fits:
             if self._runtime.rank == 0:
-                copy = take()
+                copy = state.copied()
                 self._worker.start(lambda: self._keep_whole(copy))
             return
-        written = self._together(lambda: self._keep_written(take()))
+        if not fits:
+            self._tell_why(state)
+        written = self._together(lambda: self._keep_written(state.copied() if fits else state))
         is_elsewhere = self._runtime.rank == 0 and (written is None or written[1].target != self._target(step))
         answer = None
         if not self._runtime.any_process(is_elsewhere) and asks:
             try:
-                answer = self.answers.compared(lambda: store.group_of(self._target(step), PARAMETERS))
+                answer = self.answers.compared(lambda: self._read_back(step))
             except UnprovenError as error:
                 raise stopping(error) from error
             self._has_asked = True
         self._together(lambda: self._keep_committed(written, answer))
+
+    def _read_back(self, step: int) -> Mapping[str, Tensor]:
+        return tensors_below(self._target(step), PARAMETERS, max_held_bytes=self.settings.max_copy_gib * GIB)
+
+    def _tell_why(self, state: Snapshot) -> None:
+        """Once, that saves are in front though the background was asked for."""
+        if self.settings.background and not self._has_told:
+            log.info(
+                "%.3g GiB of parameters and optimizer state are above checkpoint.max_copy_gib=%g: saves are in front, "
+                "file by file of checkpoint.max_shard_gib=%g, each copied, written and proven, then the next",
+                state.num_bytes / GIB,
+                self.settings.max_copy_gib,
+                self.settings.max_shard_gib,
+            )
+        self._has_told = True
 
     def _keep_whole(self, copy: Snapshot) -> None:
         """Where the place is out of reach, on this machine's disk (io/spool.py); so the two that follow."""
@@ -141,22 +165,24 @@ class Saver:
     def _written(self, copy: Snapshot, folder: str) -> Written:
         """Every file, read back and looked at where that is asked for; it does not count yet."""
         started, progress = time.perf_counter(), copy.progress
-        return_freed_memory()  # the way from the device leaves up to half of the copy's size with the allocator
         draft = store.begin(folder, step=progress.step, progress=progress.to_dict())
-        proof: dict[str, Any] = {"read_back": 1}
+        num_read, look = 1, Look(self.start)
         if self.settings.prove:
             store.read_back(draft, PROGRESS)
-        for group, tensors in copy.groups.items():
-            store.add_group(draft, group, tensors)
-            if self.settings.prove:
-                found = store.read_group(draft, group, tensors)
-                proof["read_back"] += 1
-                if group == PARAMETERS:
-                    proof["trained"] = self.start.verdict(found, progress)
-                del found  # else it stands beside the next group
+        for group in copy.groups:
+            for name, tensors in copy.files(group, max_bytes=self.settings.max_shard_gib * GIB):
+                store.add_tensors(draft, name, tensors)
+                if self.settings.prove:
+                    found = store.read_tensors(draft, name, tensors)
+                    num_read += 1
+                    if group == PARAMETERS:
+                        look.at(found)
+                    del found  # else it stands beside the next file
+                del tensors
+        proof = {"read_back": num_read, "trained": look.verdict(progress)} if self.settings.prove else None
         seconds = time.perf_counter() - started
         log.info("checkpoint of step %d: %.1f MB in %.2f s", progress.step, draft.num_bytes / 1e6, seconds)
-        return copy, draft, proof if self.settings.prove else None
+        return copy, draft, proof
 
     def _committed(self, written: Written, answer: dict[str, Any] | None) -> None:
         copy, draft, proof = written

@@ -246,14 +246,21 @@ class Trainer(Watched):
             self.runtime.barrier("saved")
 
     def snapshot(self) -> Snapshot:
-        """Copies of everything that changes."""
+        """Everything that changes, where it lies."""
         return snapshot(self.progress, parameters=self.parameters, state=self.state)
 
     def restore(self, *, before: int | None = None) -> None:
         """Go on from the newest complete checkpoint of the run folder (of a step below `before`), if there is one."""
         self.saver.join()
         folder, place = self.outputs.folder.path("checkpoints"), self.runtime.place
-        found = read_state(folder, parameters=self.parameters, state=self.state, place=place, before=before)
+        found = read_state(
+            folder,
+            parameters=self.parameters,
+            state=self.state,
+            place=place,
+            before=before,
+            max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+        )
         if found is not None:
             self.progress, self.window.carried = found, list(found.open_losses)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)

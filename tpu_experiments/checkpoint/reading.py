@@ -1,0 +1,261 @@
+"""Files of a checkpoint as storage has them: looked at in pieces, tensors held in memory or read one by one.
+
+What is used is what was looked at: a file in memory is held against the manifest as it is read, and a tensor that is
+read on its own against the checksum that it had when the whole file equalled the manifest. Looking takes 64 MiB.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from tpu_experiments.checkpoint.manifest import FileFacts, Manifest, hostile
+from tpu_experiments.checkpoint.shards import group_in
+from tpu_experiments.io import paths
+from tpu_experiments.io.ranges import read_range, size_of
+from tpu_experiments.io.tensor_file import Span, header_length, spans_in, tensors_in
+
+PIECE_BYTES = 64 * 2**20
+Groups = Mapping[str, Mapping[str, Tensor]]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies."""
+
+    place: str
+    span: Span
+    sha256: str | None = None
+    """Of its bytes, when the whole file was looked at; None where it was not."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint that this process has read whole, or written and read back."""
+
+    digest: str
+    """SHA-256 of its manifest."""
+    files: dict[str, dict[str, Stored]] | None = None
+    """Where the tensors of each file lie; None where it was read back as it was written."""
+
+
+_verified: dict[str, Verified] = {}
+"""By folder."""
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for, every time."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor in memory of its own.
+
+        Raises:
+            ValueError: its bytes are others than when the file was looked at.
+        """
+        stored = self._stored[name]
+        content = read(stored.place, stored.span.start, stored.span.stop)
+        if stored.sha256 is not None and digest_of(content) != stored.sha256:
+            raise ValueError(f"{stored.place} was changed while it was read: {name} has another SHA-256")
+        return stored.span.view(content)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def without_values(self) -> dict[str, Tensor]:
+        """Types and shapes alone; nothing is read."""
+        return {name: stored.span.on_meta() for name, stored in self._stored.items()}
+
+
+def without_values(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors of which types and shapes are looked at and nothing else."""
+    return tensors.without_values() if isinstance(tensors, StoredTensors) else tensors
+
+
+def verify(target: str, manifest: Manifest) -> None:
+    """Look at all files of a checkpoint, their sizes first; once in a process.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file differs from the manifest.
+        ConfigError: a file does not, and yet is not one of this program's.
+    """
+    known = _verified.get(target)
+    if known is None or known.digest != digest_of(manifest.text().encode()):
+        _located(target, manifest)
+
+
+def remember(target: str, text: str) -> None:
+    """That a checkpoint was read back as it was written, whose manifest has this text."""
+    _verified[target] = Verified(digest_of(text.encode()))
+
+
+def forget(target: str) -> None:
+    """That a checkpoint was ever looked at."""
+    _verified.pop(target, None)
+
+
+def held_groups(target: str, manifest: Manifest) -> Groups:
+    """All tensors in memory by group, each file held against the manifest as it is read; raises as `verify` does."""
+    files = {}
+    for name, facts in manifest.files.items():
+        if group_in(name) is not None:
+            content = content_of(target, name, facts)
+            try:
+                files[name] = tensors_in(content)
+            except ValueError as error:
+                raise hostile(paths.join(target, name), str(error)) from error
+    return _by_group(target, files)
+
+
+def located_groups(target: str, manifest: Manifest) -> Groups:
+    """All tensors where they lie, each held against what it was when its file was looked at; raises like `verify`."""
+    known = _verified.get(target)
+    if known is None or known.files is None or known.digest != digest_of(manifest.text().encode()):
+        known = _located(target, manifest)
+    return {group: StoredTensors(stored) for group, stored in _by_group(target, known.files or {}).items()}
+
+
+def looked_at(target: str, name: str, facts: FileFacts) -> dict[str, Stored]:
+    """Read every byte of a file, a piece at a time; where its tensors lie, with checksums of their own.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it differs from the manifest.
+        ConfigError: it does not, and yet is no file of tensors.
+    """
+    require_size(target, name, facts)
+    place, complaint = paths.join(target, name), None
+    spans: dict[str, Span] = {}
+    try:
+        spans = spans_of(place, num_bytes=facts.num_bytes) if group_in(name) is not None else {}
+    except ValueError as error:
+        complaint = error
+    whole, at = hashlib.sha256(), 0
+    digests = {tensor: hashlib.sha256() for tensor in spans}
+    for piece in _pieces(place, 0, facts.num_bytes):
+        whole.update(piece)
+        for tensor, span in spans.items():
+            if span.start < at + len(piece) and span.stop > at:
+                digests[tensor].update(memoryview(piece)[max(0, span.start - at) : span.stop - at])
+        at += len(piece)
+    _require_digest(name, whole.hexdigest(), facts)
+    if complaint is not None:
+        raise hostile(place, str(complaint)) from complaint
+    return {tensor: Stored(place, span, digests[tensor].hexdigest()) for tensor, span in spans.items()}
+
+
+def spans_of(place: str, *, num_bytes: int) -> dict[str, Span]:
+    """Where the tensors of a file lie, by its header alone.
+
+    Raises:
+        ValueError: it is no safetensors file; the text says why.
+    """
+    length = header_length(read_range(place, 0, min(8, num_bytes)), num_bytes=num_bytes)
+    return spans_in(read(place, 8, 8 + length), num_bytes=num_bytes)
+
+
+def tensors_below(target: str, group: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
+    """The tensors of one group of a checkpoint folder, complete or not, without a look at its manifest; those of more
+    than `max_held_bytes` are read one by one.
+
+    Raises:
+        ValueError: a file of it is no safetensors file.
+    """
+    places = [paths.join(target, name) for name in paths.list_names(target) if group_in(name) == group]
+    sizes = {place: size(place) for place in places}
+    if sum(sizes.values()) <= max_held_bytes:
+        return {name: t for place in places for name, t in tensors_in(read(place, 0, sizes[place])).items()}
+    spans = ((place, name, span) for place in places for name, span in spans_of(place, num_bytes=sizes[place]).items())
+    return StoredTensors({name: Stored(place, span) for place, name, span in spans})
+
+
+def content_of(target: str, name: str, facts: FileFacts) -> bytearray:
+    """A file's bytes, which are those that the manifest tells of.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: they are others.
+    """
+    require_size(target, name, facts)
+    content = read(paths.join(target, name), 0, facts.num_bytes)
+    _require_digest(name, digest_of(content), facts)
+    return content
+
+
+def require_size(target: str, name: str, facts: FileFacts) -> None:
+    """Compare a file's size with the manifest.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is another.
+    """
+    found = size(paths.join(target, name))
+    if found != facts.num_bytes:
+        raise ValueError(f"{name} differs from its commit record: {found:,} bytes, not {facts.num_bytes:,}")
+
+
+def size(place: str) -> int:
+    """Bytes of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = size_of(place)
+    if found is None:
+        raise FileNotFoundError(f"{place} is missing")
+    return found
+
+
+def read(place: str, start: int, stop: int) -> bytearray:
+    """A part of a file in memory once, whatever it takes to bring it there."""
+    content = bytearray(stop - start)
+    at = 0
+    for piece in _pieces(place, start, stop):
+        content[at : at + len(piece)] = piece
+        at += len(piece)
+    return content
+
+
+def digest_of(content: bytes | bytearray) -> str:
+    """SHA-256."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _located(target: str, manifest: Manifest) -> Verified:
+    for name, facts in manifest.files.items():
+        require_size(target, name, facts)
+    files = {name: looked_at(target, name, facts) for name, facts in manifest.files.items()}
+    tensors = {name: stored for name, stored in files.items() if group_in(name) is not None}
+    _verified[target] = Verified(digest_of(manifest.text().encode()), tensors)
+    return _verified[target]
+
+
+def _by_group(target: str, files: Mapping[str, Mapping[str, Item]]) -> dict[str, dict[str, Item]]:
+    """What the files of each group hold together."""
+    groups: dict[str, dict[str, Item]] = {}
+    for name, items in files.items():
+        group = groups.setdefault(group_in(name) or name, {})
+        twice = group.keys() & items.keys()
+        if twice:
+            raise hostile(paths.join(target, name), f"{min(twice)} is in another file as well")
+        group |= items
+    return groups
+
+
+def _pieces(place: str, start: int, stop: int) -> Iterable[bytes]:
+    for at in range(start, stop, PIECE_BYTES):
+        yield read_range(place, at, min(at + PIECE_BYTES, stop))
+
+
+def _require_digest(name: str, digest: str, facts: FileFacts) -> None:
+    if digest != facts.sha256:
+        raise ValueError(f"{name} differs from its commit record: another SHA-256")
