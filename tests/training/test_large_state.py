@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tpu_experiments.checkpoint import reading
 from tpu_experiments.checkpoint.store import latest_step, load_latest
 from tpu_experiments.io import paths, retry
 from tpu_experiments.models.build import BuiltModel
-from tpu_experiments.training.saved import read_state, snapshot
+from tpu_experiments.training.saved import flat, read_state, snapshot
 from tpu_experiments.training.window import TrainingStopped
 
 pytest_plugins = ("tests.gcs",)
@@ -81,6 +82,23 @@ def test_no_more_than_one_file_of_tensors_is_copied_at_a_time(run):
             assert all(
                 t.data_ptr() != run.parameters[name].data_ptr() for name, t in tensors.items() if group[0] == "p"
             )
+
+
+def test_what_a_resume_replaces_is_dropped_one_by_one(run):
+    """A device holds one tensor twice at a time, not the state."""
+    run.train()
+    run.save(1)
+    parameters = {name: t.clone() for name, t in run.parameters.items()}
+    state = {name: {slot: t.clone() for slot, t in slots.items()} for name, slots in run.state.items()}
+    old = [weakref.ref(t) for t in [*parameters.values(), *flat(state).values()]]
+    alive = []
+
+    def place(tensor, *, name):
+        alive.append(sum(reference() is not None for reference in old))
+        return tensor
+
+    read_state(run.folder, parameters=parameters, state=state, place=place, max_held_bytes=0)
+    assert alive == list(range(len(old), 0, -1))
 
 
 def test_one_that_fits_is_copied_and_has_one_file_a_group(model, tmp_path):

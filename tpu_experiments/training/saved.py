@@ -101,9 +101,10 @@ def read_state(
     def use(values: dict[str, Any], groups: Groups) -> Progress:
         progress = _progress(values, folder)
         target = paths.join(folder, folder_name(progress.step))
-        for group, expected in ((PARAMETERS, parameters), (OPTIMIZER, flat(state))):
+        shapes = {PARAMETERS: shapes_of(parameters), OPTIMIZER: shapes_of(flat(state))}
+        for group, expected in shapes.items():
             found = without_values(groups.get(group, {}))
-            require_tensors(found, shapes_of(expected), place=paths.join(target, f"{group}.safetensors"))
+            require_tensors(found, expected, place=paths.join(target, f"{group}.safetensors"))
         begun.append(progress.step)
         from_host(groups, parameters=parameters, state=state, place=place)
         return progress
