@@ -33,6 +33,7 @@ from tpu_experiments.training.saved import read_state, snapshot, zero_state
 from tpu_experiments.training.saving import Saver
 
 GIB = 2**30
+EMBEDDING = "model.embed_tokens.weight"
 HIDDEN, KEY_VALUE, MLP, VOCAB = 896, 128, 4864, 151936
 SHAPES = {
     "input_layernorm.weight": (HIDDEN,),
@@ -89,7 +90,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
     runtime: Any = XlaRuntime(config.hw, sharding=config.sharding, trace_every=50)
     generator = torch.Generator().manual_seed(1 if args.load else 0)
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    shapes = {EMBEDDING: (VOCAB, HIDDEN)}
     shapes |= {f"model.layers.0:{args.layers}:1.{name}": (args.layers, *shape) for name, shape in SHAPES.items()}
     parameters = {
         name: runtime.place(torch.randn(shape, generator=generator), name=name) for name, shape in shapes.items()
@@ -98,30 +99,36 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     # Placed, since the device makes no zeros before a program reads them.
     state = zero_state(optimizer, parameters, zeros=lambda shape, name: runtime.place(torch.zeros(shape), name=name))
     runtime.wait()
-    copy_gib, shard_gib = CASES[args.case]
-    if args.load:
-        before, started = trimmed(), time.perf_counter()
-        with peak_above(before) as peak:
-            read_state(
-                args.folder, parameters=parameters, state=state, place=runtime.place, max_held_bytes=copy_gib * GIB
-            )
-            runtime.wait()
-        seconds = time.perf_counter() - started
-        again = torch.randn(shapes["model.embed_tokens.weight"], generator=torch.Generator().manual_seed(0))
-        assert torch.equal(host_copy(parameters["model.embed_tokens.weight"]), again)
-        return {"gb": peak[0] / 1e9, "s": seconds}
-    marks = {part: "" for name in parameters for part in hugging_face_names(name)}
+    held = {"parameters": parameters, "state": state}
+    return loading(args, runtime, held) if args.load else saving(args, runtime, held)
+
+
+def loading(args: argparse.Namespace, runtime: Any, held: dict[str, Any]) -> dict[str, Any]:
+    """A resume."""
+    max_held_bytes = CASES[args.case][0] * GIB
+    before, started = trimmed(), time.perf_counter()
+    with peak_above(before) as peak:
+        read_state(args.folder, **held, place=runtime.place, max_held_bytes=max_held_bytes)
+        runtime.wait()
+    seconds = time.perf_counter() - started
+    saved = torch.randn((VOCAB, HIDDEN), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(host_copy(held["parameters"][EMBEDDING]), saved)
+    return {"gb": peak[0] / 1e9, "s": seconds}
+
+
+def saving(args: argparse.Namespace, runtime: Any, held: dict[str, Any]) -> dict[str, Any]:
+    """A save that is waited for."""
+    marks = {part: "" for name in held["parameters"] for part in hugging_face_names(name)}
     nothing: Any = None
-    answers = Answers(nothing, None, runtime=runtime, parameters=parameters)
+    answers = Answers(nothing, None, runtime=runtime, parameters=held["parameters"])
+    copy_gib, shard_gib = CASES[args.case]
     settings = CheckpointConfig(max_copy_gib=copy_gib, max_shard_gib=shard_gib)
     spool = Spool(args.folder, key="large_state", marker=COMMIT)
     saver = Saver(settings, spool, runtime=runtime, start=Start(marks, is_adapter=False), answers=answers)
     progress = Progress(step=1, peak_lr=1e-4)
     before, started = trimmed(), time.perf_counter()
     with peak_above(before) as peak:
-        saver.save(
-            lambda: snapshot(progress, parameters=parameters, state=state), step=1, is_interval=False, ends_stage=True
-        )
+        saver.save(lambda: snapshot(progress, **held), step=1, is_interval=False, ends_stage=True)
     seconds = time.perf_counter() - started
     files = [name for name in os.listdir(f"{args.folder}/step_00000001") if name.endswith(".safetensors")]
     return {"gb": peak[0] / 1e9, "s": seconds, "files": len(files)}

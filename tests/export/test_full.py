@@ -1,10 +1,12 @@
 """A whole model and a tokenizer written in Hugging Face's layout load with transformers and compute the same."""
 
+import hashlib
 import json
+import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
@@ -14,6 +16,7 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.stored import stored_tensors
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = pytest.mark.xla
@@ -24,20 +27,26 @@ def tokenizer():
     return load_tokenizer("tpu_experiments/samples/tokenizer", revision=None, chat_template_path=None)
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
-def test_a_fully_trained_model_loads_with_transformers(make_config, tmp_path, tokenizer, model):
+@pytest.mark.parametrize(
+    ("model", "max_shard_bytes"), [*((name, math.inf) for name in ARCHITECTURES), ("qwen05b", 1e5)]
+)
+def test_a_fully_trained_model_loads_with_transformers(make_config, tmp_path, tokenizer, model, max_shard_bytes):
     overrides = (f"model={model}", "model.size=tiny", "model.dtype=float32", "lora=none", "hw.runtime=eager")
     config = make_config(*overrides)
     run = Run(config, EagerRuntime(config.hw))
     run.losses([random_batch(i) for i in range(2)])
-    write_model(
+    (tmp_path / "model.safetensors").write_text("of an export before")  # transformers would take it, not the index
+    digests = write_model(
         str(tmp_path),
-        tensors=run.parameters,
+        tensors=iter(run.parameters.items()),
+        shapes=run.parameters,
+        max_shard_bytes=max_shard_bytes,
         config=run.model.source.config,
         architecture=type(run.model.module).__name__,
         dtype=torch.float32,
         tokenizer=tokenizer,
     )
+    is_one_file_as_the_library_writes_it(tmp_path, digests) if len(digests) == 1 else is_indexed(tmp_path, digests)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
     masks = attention_masks(rows["segments"], config=loaded.config)
@@ -45,6 +54,24 @@ def test_a_fully_trained_model_loads_with_transformers(make_config, tmp_path, to
         ours = logits_of(run.model.module.eval(), run.parameters, rows)
         theirs = loaded(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=masks).logits
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+def is_one_file_as_the_library_writes_it(folder, digests):
+    content = (folder / "model.safetensors").read_bytes()
+    assert content == save(load(content), metadata={"format": "pt"})
+    assert digests == {"model.safetensors": hashlib.sha256(content).hexdigest()}
+    assert not list(folder.glob("*.index.json"))
+
+
+def is_indexed(folder, digests):
+    """As `save_pretrained` writes it, which the reader of this program takes too."""
+    assert len(digests) >= 3
+    assert sorted(p.name for p in folder.glob("*.safetensors")) == sorted(digests)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    held = {name: file for file in digests for name in load_file(folder / file)}
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == 4 * index["metadata"]["total_parameters"]
+    assert stored_tensors(folder).keys() == held.keys()
 
 
 @pytest.fixture

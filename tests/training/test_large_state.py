@@ -1,5 +1,6 @@
 """A state that is not copied as a whole: saved file by file in front of the loop, read tensor by tensor."""
 
+import hashlib
 import json
 import logging
 import shutil
@@ -192,12 +193,16 @@ def test_resumed_on_the_same_devices_it_ends_with_the_same_bytes(uninterrupted, 
     assert losses(tmp_path) == losses(whole)
     assert second["eval_loss"] == first["eval_loss"]
     assert second["compiles_after_warmup"] == 0
-    for name in ("model/model.safetensors", "checkpoints/step_00000006/COMMIT.json"):
-        ours, theirs = (root / name for root in (folder, whole / "large"))
-        if name.endswith("json"):
-            assert json.loads(ours.read_text())["files"] == json.loads(theirs.read_text())["files"]
-        else:
-            assert ours.read_bytes() == theirs.read_bytes()
+    manifests = [root / "checkpoints" / "step_00000006" / "COMMIT.json" for root in (folder, whole / "large")]
+    ours, theirs = (json.loads(place.read_text())["files"] for place in manifests)
+    assert ours == theirs
+    models = sorted((folder / "model").glob("model*"))
+    assert [p.name for p in models] == [
+        *(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)), "model.safetensors.index.json"
+    ]  # fmt: skip
+    assert all(p.read_bytes() == (whole / "large" / "model" / p.name).read_bytes() for p in models)
+    assert second["proof"]["sha256"] == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in models[:-1]}
+    assert second["proof"]["answer"]["equal_bits"]
     assert "step_00000004 is incomplete" in (folder / "run.log").read_text()
 
 

@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.io import paths
+from tpu_experiments.io.shards import file_name, group_in, shards
+from tpu_experiments.io.tensor_file import chunks_of
 
-MODEL_FILE = "model.safetensors"
+MODEL = "model"
+"""Tensors are in `model.safetensors`, or in `model-00001-of-00005.safetensors` and so on with an index."""
+INDEX = "model.safetensors.index.json"
 
 
 def write_model(
@@ -24,23 +28,67 @@ def write_model(
     architecture: str,
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase,
-) -> str:
+    shapes: Mapping[str, Tensor] | None = None,
+    max_shard_bytes: float = math.inf,
+) -> dict[str, str]:
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
     Args:
         architecture: class name, for `architectures` in config.json.
+        shapes: tensors of the same names and shapes in the order of `tensors`, of which one file's are held; None: all.
+        max_shard_bytes: bytes of tensors in a file; where there are more, there are several files and an index.
 
     Returns:
-        SHA-256 of the tensors' file.
+        SHA-256 of each file of tensors by its name.
     """
-    layout = {name: t.detach().to(dtype).contiguous() for name, t in dict(tensors).items()}
-    values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
+    if shapes is None:
+        tensors = shapes = dict(tensors)
+    items = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
     paths.make_dirs(folder)
-    content = save(layout, metadata={"format": "pt"})
-    paths.write_bytes_atomic(paths.join(folder, MODEL_FILE), content)
+    _remove_earlier(folder)
+    sizes = {name: t.numel() * dtype.itemsize for name, t in shapes.items()}
+    files = shards(sizes, max_bytes=max_shard_bytes)
+    by_name = {file_name(MODEL, number, len(files)): names for number, names in enumerate(files, start=1)}
+    cast = ((name, tensor.detach().to(dtype).contiguous()) for name, tensor in items)
+    digests = _write_files(folder, by_name, cast)
+    if len(files) > 1:
+        total = {"total_parameters": sum(t.numel() for t in shapes.values()), "total_size": sum(sizes.values())}
+        index = {"metadata": total, "weight_map": {name: file for file, names in by_name.items() for name in names}}
+        paths.write_text_atomic(paths.join(folder, INDEX), json.dumps(index, indent=2, sort_keys=True) + "\n")
+    values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
     paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
     _write_tokenizer(folder, tokenizer)
-    return hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def _remove_earlier(folder: str) -> None:
+    """Remove what an export that was cut off left, into other files perhaps: a reader takes the single file first."""
+    for name in paths.list_names(folder):
+        if group_in(name) == MODEL or name == INDEX:
+            paths.remove_tree(paths.join(folder, name))
+
+
+def _write_files(folder: str, files: Mapping[str, list[str]], items: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    """Write each file once its tensors have come; SHA-256 of each."""
+    digests: dict[str, str] = {}
+    waiting: dict[str, Tensor] = {}
+    for file, names in files.items():
+        while not waiting.keys() >= set(names):
+            waiting |= [next(items)]
+        digests[file] = _write(paths.join(folder, file), {name: waiting.pop(name) for name in names})
+    return digests
+
+
+def _write(place: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+
+    def counted() -> Iterator[memoryview]:
+        for chunk in chunks_of(tensors, metadata={"format": "pt"}):
+            digest.update(chunk)
+            yield chunk
+
+    paths.write_chunks_atomic(place, counted())
+    return digest.hexdigest()
 
 
 def _write_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -28,7 +28,7 @@ def write_adapter(
     lora: LoraConfig,
     base_path: str,
     revision: str | None,
-) -> str:
+) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `<module>.lora_B`).
 
     Args:
@@ -36,7 +36,7 @@ def write_adapter(
             B A - B0 A0, of rank 2 r.
 
     Returns:
-        SHA-256 of the tensors' file.
+        SHA-256 of the tensors' file by its name.
     """
     tensors = dict(parameters)
     r, alpha = lora.r, lora.alpha
@@ -52,7 +52,7 @@ def write_adapter(
         lora, r=r, alpha=alpha, modules=_modules(parameters), base_path=base_path, revision=revision
     )
     paths.write_text_atomic(paths.join(folder, "adapter_config.json"), json.dumps(config, indent=2))
-    return hashlib.sha256(content).hexdigest()
+    return {ADAPTER_FILE: hashlib.sha256(content).hexdigest()}
 
 
 def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:

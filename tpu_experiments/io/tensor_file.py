@@ -57,10 +57,10 @@ class Span:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def chunks_of(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
     """The file of contiguous host tensors: its header, then each tensor's bytes, larger elements first."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     place = 0
     for name, tensor in ordered:
         stop = place + tensor.nbytes

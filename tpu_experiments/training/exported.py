@@ -7,14 +7,15 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from tpu_experiments.export.full import MODEL_FILE
+from tpu_experiments.checkpoint.reading import tensors_below
+from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
 from tpu_experiments.io import paths
 from tpu_experiments.io.tensor_file import described, unequal
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.progress import Progress
-from tpu_experiments.training.proof import Answers, Start, UnprovenError
+from tpu_experiments.training.proof import Answers, Look, Start, UnprovenError
 from tpu_experiments.training.saved import shapes_of, to_host
 from tpu_experiments.training.saving import on_first, stopping
 
@@ -22,10 +23,12 @@ from tpu_experiments.training.saving import on_first, stopping
 class Export:
     """What a run exported, read back through the safetensors library."""
 
-    def __init__(self, folder: str, *, digest: str | None, model: BuiltModel, start: Start) -> None:
-        """`digest` is the SHA-256 of the tensors' file as it was written; None on processes that wrote none."""
-        self._digest, self._model, self._start = digest, model, start
-        self.path = paths.join(folder, ADAPTER_FILE if start.is_adapter else MODEL_FILE)
+    def __init__(
+        self, folder: str, *, digests: Mapping[str, str], model: BuiltModel, start: Start, max_held_bytes: float
+    ) -> None:
+        """`digests` is the SHA-256 of each file of tensors as it was written; empty on processes that wrote none."""
+        self._folder, self._digests, self._model, self._start = folder, digests, model, start
+        self._max_held_bytes = max_held_bytes
 
     def proof(self, progress: Progress, *, answers: Answers, runtime: Runtime) -> dict[str, Any]:
         """The verdict, for result.json; every process takes part.
@@ -45,29 +48,43 @@ class Export:
         return found
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The file's tensors under the names that the run trained them by."""
-        found = load(paths.read_bytes(self.path))
-        return read_layout(found, initial=self._model.initial) if self._start.is_adapter else found
+        """What is in the files, under the names that the run trained it by; a large model's are read one by one."""
+        if self._start.is_adapter:
+            layout = load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE)))
+            return read_layout(layout, initial=self._model.initial)
+        return tensors_below(self._folder, MODEL, max_held_bytes=self._max_held_bytes)
 
     def _looked_at(self, progress: Progress) -> dict[str, Any]:
-        paths.forget_cached(self.path)
-        content = paths.read_bytes(self.path)
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != self._digest:
-            raise UnprovenError(f"{self.path}, read back, differs from what was written")
-        found = self.tensors()
-        if self._start.is_adapter:
-            complaint = unequal(found, to_host(self._model.trainable))
-        else:
-            complaint = self._other_shapes(found)
-        if complaint is not None:
-            raise UnprovenError(f"{self.path}, read back, {complaint}")
-        return {"bytes": len(content), "sha256": digest, "trained": self._start.verdict(found, progress)}
-
-    def _other_shapes(self, found: Mapping[str, Tensor]) -> str | None:
-        """How a whole model's tensors, which are of another type than the trained ones, differ from them."""
+        look, num_bytes = Look(self._start), 0
         expected = shapes_of(self._model.trainable)
-        if found.keys() != expected.keys():
-            return f"has {len(found)} tensors, not the {len(expected)} that were trained"
-        wrong = [name for name, tensor in expected.items() if found[name].shape != tensor.shape]
-        return f"has {wrong[0]} as {described(found[wrong[0]])}" if wrong else None
+        for file, digest in self._digests.items():
+            place = paths.join(self._folder, file)
+            paths.forget_cached(place)
+            content = paths.read_bytes(place)
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise UnprovenError(f"{place}, read back, differs from what was written")
+            num_bytes += len(content)
+            found = load(content)
+            del content  # the library has copied it
+            if self._start.is_adapter:
+                found = read_layout(found, initial=self._model.initial)
+                complaint = unequal(found, to_host(self._model.trainable))
+            else:
+                complaint = _other_shapes(found, {name: expected.pop(name) for name in found if name in expected})
+            if complaint is not None:
+                raise UnprovenError(f"{place}, read back, {complaint}")
+            look.at(found)
+            del found  # else it stands beside the next file
+        if not self._start.is_adapter and expected:
+            raise UnprovenError(f"{self._folder}, read back, lacks {len(expected)} of the tensors that were trained")
+        digests = list(self._digests.values())
+        sha256 = digests[0] if len(digests) == 1 else dict(self._digests)
+        return {"bytes": num_bytes, "sha256": sha256, "trained": look.verdict(progress)}
+
+
+def _other_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """How a whole model's tensors, which are of another type than the trained ones, differ from them."""
+    if found.keys() != expected.keys():
+        return f"has {len(found)} tensors, of which {len(expected)} were trained and are in no other file"
+    wrong = [name for name, tensor in expected.items() if found[name].shape != tensor.shape]
+    return f"has {wrong[0]} as {described(found[wrong[0]])}" if wrong else None

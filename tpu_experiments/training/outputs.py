@@ -16,12 +16,11 @@ from tpu_experiments.logging.base import Loggers
 from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
 from tpu_experiments.models.build import BuiltModel
-from tpu_experiments.runtime.reading import host_copy
-from tpu_experiments.runtime.stacked import unstacked
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters
+from tpu_experiments.training.saved import one_by_one, shapes_of, to_host
 from tpu_experiments.training.summary import Ending, result_fields
 from tpu_experiments.training.window import Reading
 
@@ -49,7 +48,7 @@ class RunOutputs:
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.reopened = reopened
         self.adapter_path: str | None = None
-        self.export_digest: str | None = None
+        self.export_digests: dict[str, str] = {}
         self.sample_texts: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
         self._tokens = 0
@@ -123,27 +122,30 @@ class RunOutputs:
         """The adapter in PEFT's layout, the whole model for `lora.r: 0`; and the base when its weights were drawn."""
         if self.loggers is None:
             return
-        trained = unstacked({name: host_copy(t) for name, t in model.trainable.items()})
         source, config = model.source, self.config
         writing = {
             "config": source.config,
             "architecture": type(model.module).__name__,
             "dtype": source.dtype,
             "tokenizer": self.inputs.tokenizer,
+            "max_shard_bytes": config.checkpoint.max_shard_gib * 2**30,
         }
         if config.lora.r == 0:
             self.adapter_path = self.folder.path("model")
-            self.export_digest = write_model(self.adapter_path, tensors=trained, **writing)
+            shapes = shapes_of(model.trainable)
+            tensors = one_by_one(model.trainable)
+            self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
             return
         base_path = source.reference
         if source.random:
             base_path = paths.absolute(self.folder.path("base"))
-            names = [n for n, _ in source.empty().named_parameters()]
-            write_model(base_path, tensors=((w.name, w.tensor) for w in source.weights(names)), **writing)
+            shapes = dict(source.empty().named_parameters())
+            weights = ((w.name, w.tensor) for w in source.weights(list(shapes)))
+            write_model(base_path, tensors=weights, shapes=shapes, **writing)
         self.adapter_path = self.folder.path("adapter")
-        self.export_digest = write_adapter(
+        self.export_digests = write_adapter(
             self.adapter_path,
-            parameters=trained,
+            parameters=to_host(model.trainable),
             initial=model.initial,
             lora=config.lora,
             base_path=base_path,

@@ -129,7 +129,13 @@ class Parts:
         if not self.config.checkpoint.prove:
             return None
         folder = self.outputs.folder.path("adapter" if self.config.lora.r > 0 else "model")
-        export = Export(folder, digest=self.outputs.export_digest, model=self.model, start=self.saver.start)
+        export = Export(
+            folder,
+            digests=self.outputs.export_digests,
+            model=self.model,
+            start=self.saver.start,
+            max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+        )
         return export.proof(self.progress, answers=self.saver.answers, runtime=self.runtime)
 
     def model_source(self) -> HuggingFaceModel:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.manifest import folder_name
 from tpu_experiments.checkpoint.reading import Groups, without_values
-from tpu_experiments.checkpoint.shards import file_name, shards
 from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
+from tpu_experiments.io.shards import file_name, shards
 from tpu_experiments.io.tensor_file import described
 from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.optim.base import Optimizer, State
@@ -127,6 +127,12 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the host, contiguous; a tensor that lies there already is copied too."""
     copies = {name: host_copy(t) for name, t in tensors.items()}
     return {name: t.contiguous() for name, t in unstacked(copies).items()}
+
+
+def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As `to_host`, in the order of `shapes_of`; of the device's tensors one is copied at a time."""
+    for name, tensor in tensors.items():
+        yield from to_host({name: tensor}).items()
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
