@@ -84,6 +84,7 @@ def child(*arguments: str) -> dict[str, Any]:
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """The peak and the seconds of a save, or of the resume from it."""
     os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["CPU_NUM_DEVICES"] = "4" if args.parallel == "spmd" else "1"
     overrides = ["hw.parallel=spmd", "hw.num_devices=4"] if args.parallel == "spmd" else []
     config = composed(*overrides)
     from tpu_experiments.runtime.xla import XlaRuntime

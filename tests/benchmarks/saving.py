@@ -27,7 +27,9 @@ from torch import Tensor
 
 from tests.config.composing import composed
 from tpu_experiments.checkpoint import store
+from tpu_experiments.checkpoint.manifest import COMMIT
 from tpu_experiments.config.checkpointing import CheckpointConfig
+from tpu_experiments.io.spool import Spool
 from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.models.trained import fingerprints
 from tpu_experiments.training.progress import Progress
@@ -96,7 +98,11 @@ class Job:
         self.progress.step += 1
 
     def copy(self) -> Snapshot:
-        """What a checkpoint holds."""
+        """What a checkpoint holds, on the host."""
+        return self.live().copied()
+
+    def live(self) -> Snapshot:
+        """The same where it lies."""
         return snapshot(self.progress, parameters=self.parameters, state=self.state)
 
     def saver(self, folder: str, **settings: Any) -> Saver:
@@ -104,7 +110,8 @@ class Job:
         nothing: Any = None
         answers = Answers(nothing, None, runtime=self.runtime, parameters=self.parameters)
         config = CheckpointConfig(**settings)
-        return Saver(config, folder, runtime=self.runtime, start=Start(self.marks), answers=answers)
+        spool = Spool(folder, key="saving", marker=COMMIT)
+        return Saver(config, spool, runtime=self.runtime, start=Start(self.marks), answers=answers)
 
 
 def main() -> None:
@@ -147,10 +154,11 @@ def parts(job: Job, folder: str) -> None:
     return_freed_memory()
     draft = store.begin(folder, step=copy.progress.step, progress=copy.progress.to_dict())
     for group, tensors in copy.groups.items():
+        file = f"{group}.safetensors"
         timed(f"write {group} ({sum(t.nbytes for t in tensors.values()) / 1e6:.0f} MB)",
-              lambda group=group, tensors=tensors: store.add_group(draft, group, tensors))  # fmt: skip
-        found = timed(f"read {group} back, compare", lambda group=group, tensors=tensors: store.read_group(
-            draft, group, tensors))  # fmt: skip
+              lambda file=file, tensors=tensors: store.add_tensors(draft, file, tensors))  # fmt: skip
+        found = timed(f"read {group} back, compare", lambda file=file, tensors=tensors: store.read_tensors(
+            draft, file, tensors))  # fmt: skip
         if group == PARAMETERS:
             timed("differs from its start, adds something", lambda found=found: Start(job.marks).verdict(
                 found, copy.progress))  # fmt: skip
@@ -175,7 +183,7 @@ def steps(job: Job, folder: str, *, rounds: int, every: int) -> None:
             with peak_above(before) as peak:
                 if saver is not None:
                     saver._has_asked = True  # the first is like the others
-                    saver.save(job.copy, step=job.progress.step, is_interval=True)
+                    saver.save(job.live, step=job.progress.step, is_interval=True)
                 in_saves[name].append(time.perf_counter() - started)
                 for _ in range(every):
                     job.train_one()
