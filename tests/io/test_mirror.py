@@ -104,5 +104,40 @@ def test_the_last_upload_raises_and_keeps_the_data(
     kept.parent.rmdir()
 
 
+def test_an_upload_on_demand_is_there_when_it_returns_and_never_older(
+    remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "UPLOAD_SECONDS", 0.0)
+    place = Mirror.of_file(f"{remote}/x")
+    place.local.write_text("a")
+    place.upload()
+    assert paths.read_text(f"{remote}/x") == "a"
+    started, go_on = threading.Event(), threading.Event()
+    write = paths.write_bytes_atomic
+
+    def slow(path: str, data: bytes) -> None:
+        started.set()
+        assert go_on.wait(10)
+        write(path, data)
+
+    monkeypatch.setattr(paths, "write_bytes_atomic", slow)
+    place.local.write_text("aa")
+    place.upload_if_due()  # this one has read the file before it grew
+    assert started.wait(10)
+    place.local.write_text("aab")
+    demanded = threading.Thread(target=place.upload)
+    demanded.start()
+    go_on.set()
+    demanded.join()
+    assert paths.read_text(f"{remote}/x") == "aab"
+    place.local.write_text("aabb")
+    monkeypatch.setattr(paths, "write_bytes_atomic", _refuse)
+    with pytest.raises(OSError, match="503"):
+        place.upload()
+    monkeypatch.undo()
+    place.close()
+    place.upload()  # nothing is left to bring
+
+
 def _refuse(path: str, data: bytes) -> None:
     raise OSError("503")

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,10 +30,13 @@ BROUGHT = {
 }  # fmt: skip
 
 
-def started(output_dir: str, *overrides: str) -> "subprocess.Popen[str]":
-    """run.py with the emulator's address in its environment."""
+def started(output_dir: str, *overrides: str, disk: Path | None = None) -> "subprocess.Popen[str]":
+    """run.py with the emulator's address in its environment; `disk` holds what it writes on its machine."""
     dropped = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
     kept = {name: value for name, value in os.environ.items() if name not in dropped} | SAME_SUMS
+    if disk is not None:
+        disk.mkdir()
+        kept |= {"TMPDIR": str(disk), "XDG_CACHE_HOME": str(disk / "cache")}
     command = [sys.executable, "run.py", *COMMON, f"name={NAME}", f"output_dir={output_dir}", *overrides]
     return subprocess.Popen(
         command, cwd=REPOSITORY, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -85,6 +90,32 @@ def test_interrupted_and_continued_in_a_bucket(uninterrupted, gcs_bucket):
     no_stale_listing(run)
 
 
+def killed_after(step: int, output_dir: str, events: Path, disk: Path) -> None:
+    """A life that kills itself at the record of this step, once the checkpoint of the step before is complete; its
+    machine's disk is gone with it."""
+    marker = f"checkpoints/step_{step - 1:08d}/COMMIT.json"
+    options = f"path: '{events}', kill_after: {step}, marker: {marker}"
+    probe = f"+logger={{probe: {{_target_: tpu_experiments.logging.probe.Probe, options: {{{options}}}}}}}"
+    with started(output_dir, "name=lost_disk", probe, disk=disk) as process:
+        output = process.communicate()[0]
+    assert process.returncode == -signal.SIGKILL, output
+    assert any(disk.rglob("metrics.jsonl"))
+    shutil.rmtree(disk)
+
+
+def test_a_lost_disk_takes_no_record_along(gcs_bucket, tmp_path):
+    """All lives together last less than `UPLOAD_SECONDS`, or hardly more."""
+    output_dir, run = f"{gcs_bucket}/runs", f"{gcs_bucket}/runs/lost_disk"
+    for step in (3, 5):
+        killed_after(step, output_dir, tmp_path / "events", tmp_path / f"disk_{step}")
+        records = [json.loads(line) for line in paths.read_text(paths.join(run, "metrics.jsonl")).splitlines()]
+        assert {r["step"] for r in records if "train/loss" in r} >= set(range(1, step))
+    with started(output_dir, "name=lost_disk", disk=tmp_path / "disk") as process:
+        output = process.communicate()[0]
+    assert process.returncode == 0, output
+    tensorboard_has_every_record(run, num_lives=3)
+
+
 def account_is_whole(goodput: dict) -> None:
     run, life = goodput["run"], goodput["life"]
     assert (run["lives"], life["lives"]) == (2, 1)
@@ -98,12 +129,12 @@ def account_is_whole(goodput: dict) -> None:
     assert min(run["seconds"][part] for part in ("setup", "step", "evaluation", "save")) > 0
 
 
-def tensorboard_has_every_record(run: str) -> None:
+def tensorboard_has_every_record(run: str, *, num_lives: int = 2) -> None:
     """Against metrics.jsonl, value for value; one curve over both lives."""
     lines = paths.read_text(paths.join(run, "metrics.jsonl")).splitlines()
     records = [json.loads(line) for line in lines]
     folder = paths.join(run, "tensorboard")
-    assert len(paths.list_names(folder)) == 2
+    assert len(paths.list_names(folder)) == num_lives
     found = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0}).Reload()  # from the bucket itself
     tags = {tag for record in records for tag, value in record.items() if isinstance(value, float) and "/" in tag}
     assert {"train/loss", "eval/loss", "perf/tokens_per_second", "goodput/step_percent"} <= tags

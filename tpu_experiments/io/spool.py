@@ -2,7 +2,9 @@
 
 `Spool.save` writes to the place a checkpoint belongs to. When that fails as storage fails (io/retry.py), it writes
 to `<cache>/spool/<key>` instead, says so once, and a thread tries the place again from then on: the newest checkpoint
-first, its commit marker last. The next start of the run on this machine delivers what a dead process left.
+first, its commit marker last. The next start of the run on this machine delivers what a dead process left. The run's
+records (io/mirror.py) go the same way, before the marker: who goes on from a checkpoint does not write those up to it
+again.
 
 A full disk is another matter: what retention may remove is removed at once and the save repeated; if that is not
 enough the run goes on without this checkpoint, and `LIMIT` such saves in a row end it.
@@ -18,9 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tpu_experiments.io import paths
+from tpu_experiments.io import mirror, paths
 from tpu_experiments.io.retry import StorageFailed, complaint, kind_of, shown
 
+RECORDS = "records"
 LIMIT = 10
 """Saves in a row that a full disk may cost before the run stops."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 15.0, 300.0
@@ -36,12 +39,28 @@ class Spool:
     def __init__(self, target: str, *, key: str, marker: str) -> None:
         """`target` holds a folder a checkpoint, complete once it has the file `marker`; `key` tells runs apart."""
         self.target, self.local = target, default_folder() / key
-        self._marker = marker
+        self._marker, self._run = marker, target.rpartition("/")[0]
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._out_since: float | None = None
         self._num_full = 0
+
+    def bring_records(self, folder: str) -> None:
+        """Call it before a checkpoint counts in `folder`, the target or the local one; its records go there too.
+
+        Raises:
+            Exception: the target is out of reach.
+        """
+        if folder == self.target:
+            mirror.upload_all(run=self._run)
+        else:
+            mirror.copy_all()
+
+    @property
+    def records(self) -> Path:
+        """Records that could not be brought to the run's folder, each at its place in it."""
+        return self.local / RECORDS
 
     @property
     def is_out(self) -> bool:
@@ -87,11 +106,14 @@ class Spool:
             Exception: the target is still out of reach.
         """
         arrived = 0
+        mirror.upload_all(run=self._run)
+        self._deliver_records()
         while True:
             with self._lock:  # a save that is under way may leave another one
                 names = self._names()
                 if not names:
-                    shutil.rmtree(self.local, ignore_errors=True)
+                    if not self._kept_records():
+                        shutil.rmtree(self.local, ignore_errors=True)
                     self._end_outage(arrived)
                     return arrived
             arrived += self._upload(names[-1])
@@ -107,7 +129,7 @@ class Spool:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        if not self._names():
+        if not self._names() and not self._kept_records():
             return
         try:
             self.deliver()
@@ -192,6 +214,8 @@ class Spool:
             paths.make_dirs(place)
             files = sorted(file for file in source.rglob("*") if file.is_file() and file.name != self._marker)
             for file in [*files, source / self._marker]:
+                if file.name == self._marker:
+                    mirror.upload_all(run=self._run)
                 try:
                     paths.copy_file(str(file), paths.join(place, *file.relative_to(source).parts))
                 except FileNotFoundError:
@@ -201,8 +225,24 @@ class Spool:
         shutil.rmtree(source, ignore_errors=True)
         return True
 
+    def _kept_records(self) -> list[Path]:
+        return sorted(file for file in self.records.rglob("*") if file.is_file())
+
+    def _deliver_records(self) -> None:
+        """A file that grows is brought where its place holds the beginning of it: else another life has gone on."""
+        for file in self._kept_records():
+            place = paths.join(self._run, *file.relative_to(self.records).parts)
+            kept = file.read_bytes()
+            if file.suffix == ".json" or not paths.exists(place) or kept.startswith(paths.read_bytes(place)):
+                paths.write_bytes_atomic(place, kept)
+            else:
+                log.info("%s holds more than %s; it stays as it is", place, file)
+            file.unlink(missing_ok=True)
+
     def _kept_text(self) -> str:
         names = self._names()
+        if not names and self._kept_records():
+            return f"records wait in {self.records}"
         return f"{len(names)} checkpoints wait in {self.local}" + (f", the newest {names[-1]}" if names else "")
 
 

@@ -33,6 +33,7 @@ class JsonlLogger:
         self._resume_step, self._kept = context.resume_step, set[frozenset[str]]()
         if paths.exists(local):
             kept = _keep_until(local, step=context.resume_step)
+            self._mirror.upload()  # without what was dropped: then what is there is the beginning of what will be
             self._kept = {frozenset(record) for record in kept if record["step"] == context.resume_step}
         self._file = self._mirror.local.open("ab", buffering=0)
         self._waiting: list[bytes] = []

@@ -19,6 +19,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io import lease
 from tpu_experiments.io.folder import RunFolder, open_run
+from tpu_experiments.io.mirror import keep_in
 from tpu_experiments.io.process import started_seconds
 from tpu_experiments.io.retry import StorageFailed, complaint, is_told, told
 from tpu_experiments.io.spool import Spool, key_of
@@ -209,6 +210,8 @@ def make_outputs(
     facts = provenance(config, device=str(runtime.device), argv=sys.argv)
     promise = promised(config, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
+    spool = spool_of(folder)
+    keep_in(spool.records, run=folder.path())
     if loggers is not None:
         write_provenance(folder, facts)
         write_pages(folder, inputs=inputs, promise=promise, loggers=loggers, is_new=not resume_step(folder))
@@ -221,7 +224,7 @@ def make_outputs(
         provenance=facts,
         promise=promise,
         ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
-        spool=spool_of(folder),
+        spool=spool,
         reopened=lambda: make_loggers(config, folder, inputs),
     )
 

@@ -190,8 +190,9 @@ class Saver:
         if proof is not None and answer is not None:
             proof["answer"] = answer
         eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
-        store.commit(draft, eval_loss=eval_loss, proof=proof)
         folder = draft.target.rpartition("/")[0]
+        self._spool.bring_records(folder)
+        store.commit(draft, eval_loss=eval_loss, proof=proof)
         retention = self._retention if folder == self.folder else Retention(folder)
         retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._keep)
 
