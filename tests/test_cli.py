@@ -133,7 +133,7 @@ def test_bad_input_is_refused_in_one_message(case: str, answers: dict[str, Ended
     assert CASES[case][1].format(tmp=inputs) in ended.err
     written = [path.relative_to(ended.folder).as_posix() for path in ended.folder.rglob("*") if path.is_file()]
     written = [path for path in written if not path.startswith("outputs/prepared/")]  # named by its content, kept
-    assert written == (["outputs/sweeps/multirun.yaml"] if case == "sweep" else [])  # Hydra's own, not to be turned off
+    assert written == []
 
 
 @pytest.mark.parametrize("case", [case for case in CONFIG_CASES if case != "plain folder"])

@@ -4,10 +4,8 @@
 however the parent ends, so nothing keeps holding a device.
 """
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
 import sys
 import traceback
@@ -17,11 +15,11 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.child import die_with
 from tpu_experiments.runtime.env import compile_cache_folder
 from tpu_experiments.runtime.stopping import Ticket, join, signals_for_children
 
 Main = Callable[..., Any]
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def launch(main: Main, config: Config, *args: Any) -> None:
@@ -101,10 +99,3 @@ def _eager_child(rank: int, ticket: Ticket, port: int, payload: bytes) -> None:
         raise
     finally:
         dist.destroy_process_group()
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end at once if it already has."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -14,8 +14,8 @@ from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
+from tpu_experiments.runtime.child import die_with
 from tpu_experiments.runtime.env import compile_cache_folder
-from tpu_experiments.runtime.launch import die_with
 from tpu_experiments.training.sources import prepared_folder
 
 log = logging.getLogger(__name__)
