@@ -81,6 +81,63 @@ def test_an_interval_that_is_half_new_is_half_lost(tmp_path, now):
     assert second.totals()["seconds"]["lost"] == pytest.approx(5.0)
 
 
+def test_steps_that_a_rollback_throws_away_are_lost(tmp_path, now):
+    ledger, watch = opened(tmp_path, now, step=0)
+    with watch.measure("train"):
+        for step in range(10, 60, 10):
+            now[0] += 20
+            ledger.update(step)
+        now[0] += 4  # two more steps that no record was due for
+    now[0] += 7  # restoring
+    ledger.roll_back(35, num_lost=17)
+    with watch.measure("train"):
+        for step in (50, 60):
+            now[0] += 30
+            ledger.update(step)
+    ledger.close("finished")
+    totals = ledger.totals()
+    assert totals["lost_steps"] == 17
+    assert totals["seconds"]["lost"] == pytest.approx(10 + 20 + 4)
+    assert totals["seconds"]["step"] == pytest.approx(70 + 60)
+    assert totals["wall_seconds"] == pytest.approx(sum(totals["seconds"].values()))
+    following, watch = opened(tmp_path, now, step=60)  # nothing is done again
+    with watch.measure("train"):
+        now[0] += 20
+        following.update(70)
+    assert following.totals()["lost_steps"] == 17
+
+
+def test_kills_and_rollbacks_lose_what_was_done_less_what_counts(tmp_path, now):
+    """One second a step: whatever is thrown away, seconds of steps are the steps that count in the end."""
+    first, watch = opened(tmp_path, now, step=0)
+    with watch.measure("train"):
+        train(first, now, range(5, 55, 5))
+    second, watch = opened(tmp_path, now, step=30)  # 20 steps are done again
+    with watch.measure("train"):
+        train(second, now, range(35, 50, 5))
+        second.roll_back(40, num_lost=5)  # 5 of them
+        train(second, now, (42,))
+        second.roll_back(35, num_lost=7)
+        train(second, now, (40,))
+    opened(tmp_path, now, step=0)[0].life.step = 0  # killed before it came to train
+    third, watch = opened(tmp_path, now, step=38)
+    with watch.measure("train"):
+        train(third, now, range(40, 62, 2))
+    done = 50 + 15 + 2 + 5 + 22
+    totals = third.totals()
+    assert totals["lost_steps"] == done - 60
+    assert totals["seconds"]["lost"] == pytest.approx(done - 60)
+    assert totals["seconds"]["step"] == pytest.approx(60)
+    third.close("finished")
+
+
+def train(ledger: Ledger, now: list[float], steps) -> None:
+    """A second a step, to records at these."""
+    for step in steps:
+        now[0] += step - ledger.life.step
+        ledger.update(step)
+
+
 def test_a_life_that_cannot_be_read_is_named_and_left_out(tmp_path, now, caplog):
     opened(tmp_path, now, step=0)
     (tmp_path / "x" / "lives" / "0002_torn.json").write_text('{"id": ')

@@ -110,6 +110,10 @@ def test_bad_steps_are_left_out_and_a_streak_is_passed_over(rolled_back):
     result = json.loads((folder / "troubled" / "result.json").read_text())
     assert result["guard"] == {"skipped": 1, "rollbacks": 1, "passed_over": [[7, 9]]}
     assert [stage["steps"] for stage in result["stages"]] == [6, 6]
+    goodput = result["goodput"]["run"]
+    assert goodput["lost_steps"] >= 3  # from step 7 on, up to where the loop was when it heard of step 9
+    assert goodput["seconds"]["lost"] > 0
+    assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_seconds"])
     assert result["num_compiles"] == result["expected_programs"]
     assert result["compiles_after_warmup"] == 0
     ours = losses(folder)

@@ -12,7 +12,8 @@ from tpu_experiments.config.hardware import HwConfig
 
 HOUR = 3600.0
 PARTS = ("setup", "compile", "input_wait", "step", "evaluation", "save", "lost")
-"""`setup` is all that is nothing else: start, preparing, loading. `lost`: steps that an earlier life had done."""
+"""`setup` is all that is nothing else: start, preparing, loading. `lost`: steps an earlier life had done, and steps
+that a rollback threw away."""
 
 
 @dataclass
@@ -30,6 +31,9 @@ class Life:
     step: int = 0
     """Last optimizer step that was logged."""
     lost_steps: int = 0
+    """Steps done again that an earlier life had done, and steps that a rollback threw away."""
+    owed_steps: int = 0
+    """Steps that are still to be done again, and to be counted as lost then."""
     ended: str | None = None
     """`finished`, `stopped` or `failed`; null while it runs and after a kill."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -55,6 +59,12 @@ def hourly_price(hw: HwConfig) -> dict[str, float | None]:
         "on_demand": price.usd_per_chip_hour_on_demand * hw.num_devices,
         "spot": None if spot is None else spot * hw.num_devices,
     }
+
+
+def steps_owed(lives: Sequence[Life], *, resumed_step: int) -> int:
+    """Steps that these lives did and that the one which goes on from `resumed_step` and those after it do again."""
+    began = [life for life in lives if life.step or life.resumed_step]  # one that was killed before did nothing
+    return began[-1].owed_steps + max(began[-1].step - resumed_step, 0) if began else 0
 
 
 def split(

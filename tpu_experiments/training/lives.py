@@ -5,21 +5,37 @@ import logging
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.io.mirror import Mirror
 from tpu_experiments.io.process import boot_seconds
-from tpu_experiments.metrics.goodput import Life, account, hourly_price, scalars, split
+from tpu_experiments.metrics.goodput import Life, account, hourly_price, scalars, split, steps_owed
 from tpu_experiments.metrics.stopwatch import Stopwatch
 
 FOLDER = "lives"
+MAX_MARKS = 10_000  # log records that a rollback's time is looked up in; one before them counts from the oldest
 WRITE_SECONDS = 1.0  # a record may come every few milliseconds; a write waits for the disk
 
 log = logging.getLogger(__name__)
+
+
+class Mark(NamedTuple):
+    """A step that is done: the seconds trained in this life up to it, and what of them was lost."""
+
+    step: float
+    trained: float
+    lost: float
+    lost_steps: float
+
+    def moved(self, to: "Mark", origin: "Mark") -> "Mark":
+        """The same distance from `to` as it has from `origin`; its step stays."""
+        values = (mine + there - here for mine, there, here in zip(self[1:], to[1:], origin[1:], strict=True))
+        return Mark(self.step, *values)
 
 
 class Ledger:
@@ -45,9 +61,8 @@ class Ledger:
         self._watch = watch
         watch.watch_compiler(compile_seconds)
         self._input_wait: Callable[[], float] = lambda: 0.0
-        self._lost = 0.0
-        self._trained = 0.0
-        self._redo_until = max((life.step for life in self.earlier), default=0)
+        self._marks = deque([Mark(0, 0.0, 0.0, 0)], maxlen=MAX_MARKS)
+        """Log records of the steps that count."""
         self.life = Life(
             id=f"{len(paths.list_names(place)) + 1:04d}_{uuid.uuid4().hex[:8]}",
             host=socket.gethostname(),
@@ -63,6 +78,8 @@ class Ledger:
     def begin(self, *, step: int, input_wait: Callable[[], float]) -> None:
         """Training goes on from `step`; `input_wait` says the seconds that batches were waited for so far."""
         self.life.resumed_step = self.life.step = step
+        self.life.owed_steps = steps_owed(self.earlier, resumed_step=step)
+        self._marks.append(Mark(step, 0.0, 0.0, 0))
         self._input_wait = input_wait
         self._settle(step)
         self._write()
@@ -73,6 +90,22 @@ class Ledger:
         if time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
         return scalars(self.totals())
+
+    def roll_back(self, step: int, *, num_lost: int) -> None:
+        """The run is back at `step`: the `num_lost` steps after it came to nothing, and so did their time.
+
+        Some may be counted as lost already, in place of those of an earlier life: later ones take their place.
+        """
+        last, there, trained = self._marks[-1], self._at(step), self._trained()
+        replaced = min(round(last.lost_steps - there.lost_steps), num_lost)
+        lost = last.lost + max(trained - there.trained - (last.lost - there.lost), 0.0)
+        end = Mark(step, trained, lost, last.lost_steps + num_lost - replaced)
+        kept = [mark.moved(end, there) for mark in self._marks if mark.step < step]
+        self._marks = deque([*kept, end], maxlen=MAX_MARKS)
+        self.life.step, self.life.lost_steps = step, int(end.lost_steps)
+        self.life.owed_steps += replaced
+        self._settle(step)
+        self._write()
 
     def totals(self) -> dict[str, Any]:
         """The account of all lives, this one as it stands at the last update."""
@@ -94,19 +127,31 @@ class Ledger:
         mirror.close()
 
     def _settle(self, step: int) -> None:
-        self._watch.settle()
-        seconds, compiled = self._watch.seconds, self._watch.compiled
-        trained = seconds.get("train", 0.0) - compiled.get("train", 0.0) - self._input_wait()
-        done, again = step - self.life.step, min(step, self._redo_until) - self.life.step
+        trained = self._trained()
+        done = step - self.life.step
         if done > 0:
-            if again > 0:
-                self._lost += (trained - self._trained) * again / done
-                self.life.lost_steps += again
-            self._trained, self.life.step = trained, step
-        wall = boot_seconds() - self._began
-        self.life.seconds = split(
-            wall, seconds=seconds, compiled=compiled, input_wait=self._input_wait(), lost=max(self._lost, 0.0)
-        )
+            again, before = min(done, self.life.owed_steps), self._marks[-1]
+            lost = before.lost + (trained - before.trained) * again / done
+            self._marks.append(Mark(step, trained, lost, before.lost_steps + again))
+            self.life.owed_steps -= again
+            self.life.lost_steps += again
+            self.life.step = step
+        wall, lost = boot_seconds() - self._began, max(self._marks[-1].lost, 0.0)
+        seconds, compiled = self._watch.seconds, self._watch.compiled
+        self.life.seconds = split(wall, seconds=seconds, compiled=compiled, input_wait=self._input_wait(), lost=lost)
+
+    def _trained(self) -> float:
+        """Seconds of training in this life so far."""
+        self._watch.settle()
+        return self._watch.seconds.get("train", 0.0) - self._watch.compiled.get("train", 0.0) - self._input_wait()
+
+    def _at(self, step: int) -> Mark:
+        """The mark of a step, between two log records in equal parts."""
+        marks = list(self._marks)
+        last = max((index for index, mark in enumerate(marks) if mark.step <= step), default=0)
+        start, end = marks[last], marks[min(last + 1, len(marks) - 1)]
+        share = (step - start.step) / (end.step - start.step) if end.step > start.step else 0.0
+        return Mark(*(value + share * (later - value) for value, later in zip(start, end, strict=True)))
 
     def _write(self) -> None:
         """The ledger is never a reason to stop."""

@@ -53,8 +53,10 @@ class RunOutputs:
         self._steps: Counter[str] = Counter()
         self._tokens = 0
 
-    def rewind(self) -> None:
-        """Start the loggers anew after a rollback: each drops what it wrote after the checkpoint gone back to."""
+    def rewind(self, step: int, *, num_lost: int) -> None:
+        """Start the loggers anew after a rollback to `step`: each drops what it wrote after the checkpoint of it."""
+        if self.ledger is not None:
+            self.ledger.roll_back(step, num_lost=num_lost)
         if self.loggers is not None:
             self.loggers.finish()
             self.loggers = self.reopened()

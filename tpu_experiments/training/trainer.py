@@ -146,12 +146,14 @@ class Trainer(Watched):
         self.saver.join()
         target = self.guard.target(wish, before, folder=folder)
         self.window.clear()
+        done = self.progress.step
         self.restore(before=target + 1)
         self.progress.guard = self.guard.went_back(wish, found=self.progress.guard, before=before)
         self.runtime.barrier("rolled back")
         if self.runtime.rank == 0:
             remove_after(folder, self.progress.step)
-        self.outputs.rewind()
+        steps = range(self.progress.step + 1, done + 1)
+        self.outputs.rewind(self.progress.step, num_lost=sum(not before.passes_over(step) for step in steps))
 
     def leave_if_asked(self) -> None:
         """Stop on request where everything that was done is saved."""
