@@ -15,7 +15,6 @@ import threading
 import time
 from pathlib import Path
 
-import gcsfs
 from gcp_storage_emulator.server import create_server
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,10 +27,10 @@ SETTINGS = (
 
 
 class Bucket:
-    """The emulator, which can be made to answer 503."""
+    """The emulator, which can be made to answer 503, or (`silent`) not at all until it is back."""
 
     def __init__(self) -> None:
-        self.is_away = False
+        self.is_away = self.silent = False
         self.server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bkt")
         self.server.start()
         httpd = self.server._api._httpd
@@ -47,6 +46,8 @@ class Bucket:
                 answer(request)
                 return
             request.rfile.read(int(request.headers.get("Content-Length") or 0))
+            while self.silent and self.is_away:
+                time.sleep(0.1)
             request.send_error(503)
 
         return guarded
@@ -81,6 +82,8 @@ def main() -> None:
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         lines = watch(process, bucket, away_at=arguments.at, seconds=arguments.seconds)
+    import gcsfs  # looks at its environment then
+
     filesystem = gcsfs.GCSFileSystem(endpoint_url=bucket.address, token="anon", use_listings_cache=False)
     print("exit code", process.returncode)
     print(

@@ -7,11 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import gcsfs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.benchmarks.outage import Bucket
 from tests.training.runs import REPOSITORY, SAME_SUMS, finished
 from tpu_experiments.io import paths
 from tpu_experiments.io.lease import Lease
@@ -35,7 +38,7 @@ def started(output_dir: str, *overrides: str, disk: Path | None = None) -> "subp
     dropped = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
     kept = {name: value for name, value in os.environ.items() if name not in dropped} | SAME_SUMS
     if disk is not None:
-        disk.mkdir()
+        disk.mkdir(exist_ok=True)
         kept |= {"TMPDIR": str(disk), "XDG_CACHE_HOME": str(disk / "cache")}
     command = [sys.executable, "run.py", *COMMON, f"name={NAME}", f"output_dir={output_dir}", *overrides]
     return subprocess.Popen(
@@ -43,13 +46,14 @@ def started(output_dir: str, *overrides: str, disk: Path | None = None) -> "subp
     )
 
 
-def stop_after(process: "subprocess.Popen[str]", step: int) -> str:
+def stop_after(process: "subprocess.Popen[str]", step: int, *, before: Callable[[], object] = lambda: None) -> str:
     """Send SIGTERM when the line of this step is there; all output."""
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
         seen.append(line)
         if re.search(rf"step +{step}/", line):
+            before()
             process.send_signal(signal.SIGTERM)
     return "".join(seen)
 
@@ -114,6 +118,29 @@ def test_a_lost_disk_takes_no_record_along(gcs_bucket, tmp_path):
         output = process.communicate()[0]
     assert process.returncode == 0, output
     tensorboard_has_every_record(run, num_lives=3)
+
+
+def test_a_stop_while_the_bucket_is_away_is_kept_here_and_delivered(gcs_bucket, tmp_path, monkeypatch):
+    """Checkpoint and records: the next life on this machine has them in the bucket before it goes on."""
+    bucket = Bucket()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket.address)
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    output_dir, run = f"{gcs_bucket}/runs", f"{gcs_bucket}/runs/away"
+    given = (output_dir, "name=away", "checkpoint.grace_seconds=2")
+    with started(*given, disk=tmp_path / "disk") as process:
+        output = stop_after(process, 3, before=lambda: setattr(bucket, "is_away", True))
+    assert process.returncode == 75, output
+    assert re.search(r"checkpoints wait in .*; the same command on this machine delivers them", output)
+    bucket.is_away = False
+    newest = max(int(file.parent.name[5:]) for file in (tmp_path / "disk").rglob("step_*/COMMIT.json"))
+    for left in (tmp_path / "disk").glob("tpu_experiments_*"):
+        shutil.rmtree(left)
+    with started(*given, disk=tmp_path / "disk") as process:
+        output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert f"resumed at step {newest} " in output
+    tensorboard_has_every_record(run)
+    bucket.server.stop()
 
 
 def account_is_whole(goodput: dict) -> None:

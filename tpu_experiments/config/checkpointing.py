@@ -21,6 +21,9 @@ class CheckpointConfig:
     keep_best: int = number(default=0, at_least=0)
     """Checkpoints kept for the lowest held-out loss beside the newest; above 0 every evaluation is followed by a
     checkpoint. 0 keeps none for its loss."""
+    grace_seconds: float = number(default=20.0, above=0)
+    """Seconds after a request to stop in which remote storage is tried (a spot machine of Google Cloud has 30, and the
+    end itself takes some): the checkpoint goes to this machine's disk first, and to `output_dir` in the time left."""
     background: bool = True
     """Whether a checkpoint by steps or minutes is written by another thread while training goes on, from a copy in the
     host's memory. The first of a process, and those that end a stage or a run, are waited for."""

@@ -8,12 +8,12 @@ What it does not repeat (timeouts of its own, errors of the login) and every oth
 import errno
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import grace
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -70,17 +70,19 @@ def retried(call: Callable[[], Result], *, place: str, wait: Callable[[float], o
     `call` must be fit to be repeated: a request whose answer was lost has had its effect.
 
     Raises:
-        Exception: what `call` raised, when it is lasting, or transient at the last try.
+        Exception: what `call` raised, when it is lasting, or transient at the last try or the last there is time for.
     """
+    is_local = "://" not in place or place.startswith("file://")
     for seconds in WAITS_SECONDS:
         try:
-            return call()
+            return call() if is_local else grace.bounded(call)
         except Exception as error:
-            if not _is_worth_another(error, place):
+            if not _is_worth_another(error, place) or grace.is_over():
                 raise
             log.info("%s; %s, tried again in %.0f s", place, shown(error), seconds)
-        (wait or time.sleep)(seconds * random.uniform(0.75, 1.25))
-    return call()
+            if (wait or grace.pause)(seconds * random.uniform(0.75, 1.25)) is False:
+                raise
+    return call() if is_local else grace.bounded(call)
 
 
 def complaint(error: BaseException, *, place: str) -> str:

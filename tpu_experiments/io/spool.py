@@ -4,7 +4,7 @@
 to `<cache>/spool/<key>` instead, says so once, and a thread tries the place again from then on: the newest checkpoint
 first, its commit marker last. The next start of the run on this machine delivers what a dead process left. The run's
 records (io/mirror.py) go the same way, before the marker: who goes on from a checkpoint does not write those up to it
-again.
+again. The save of a request to stop goes here first and to its place from here (io/grace.py).
 
 A full disk is another matter: what retention may remove is removed at once and the save repeated; if that is not
 enough the run goes on without this checkpoint, and `LIMIT` such saves in a row end it.
@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from tpu_experiments.io import mirror, paths
+from tpu_experiments.io import grace, mirror, paths
 from tpu_experiments.io.retry import StorageFailed, complaint, kind_of, shown
 
 RECORDS = "records"
@@ -29,6 +29,8 @@ LIMIT = 10
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 15.0, 300.0
 
 Result = TypeVar("Result")
+MakeRoom = Callable[[], object]
+First = Literal["there", "here"]
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +69,25 @@ class Spool:
         """Whether checkpoints go to the local disk at present."""
         return self._out_since is not None
 
-    def save(self, write: Callable[[str], Result], *, make_room: Callable[[], object] | None = None) -> Result | None:
+    def save(
+        self, write: Callable[[str], Result], *, make_room: MakeRoom | None = None, first: First = "there"
+    ) -> Result | None:
         """What `write(folder)` returns, which writes one checkpoint, a folder of its own, below the folder it is given.
 
-        That is the target, or the local folder while the target is out of reach. When the target's disk is full,
-        incomplete checkpoints are removed, then `make_room` is called, which removes what retention does not need, and
-        `write` is called again; where that was not enough the result is None.
+        That is the target, or the local folder while the target is out of reach; with `first="here"` the local one if
+        the target is remote (`close` delivers) and here is room. When the target's disk is full, incomplete checkpoints
+        are removed, then `make_room` is called, which removes what retention does not need, and `write` is called
+        again; where that was not enough the result is None.
 
         Raises:
             StorageFailed: the disk was full `LIMIT` times in a row.
             Exception: what `write` raised for another reason than storage.
         """
+        if first == "here" and paths.is_remote(self.target):
+            try:
+                return self._kept(write)
+            except OSError as error:
+                log.warning("%s; %s: the checkpoint goes to %s alone", self.local, shown(error), self.target)
         if not self.is_out:
             try:
                 return self._written(write, make_room)
@@ -89,10 +99,8 @@ class Spool:
                     return None
                 self._begin_outage(error)
         try:
-            with self._lock:
-                self._out_since = self._out_since or time.monotonic()
-                self.local.mkdir(parents=True, exist_ok=True)
-                result = write(str(self.local))
+            self._out_since = self._out_since or time.monotonic()
+            result = self._kept(write)
         except OSError as error:
             self._go_on_without(error)
             return None
@@ -139,6 +147,11 @@ class Spool:
                 "delivers them."
             ) from error
 
+    def _kept(self, write: Callable[[str], Result]) -> Result:
+        with self._lock:
+            self.local.mkdir(parents=True, exist_ok=True)
+            return write(str(self.local))
+
     def _is_outage(self, error: Exception) -> bool:
         """Whether the place may be there again later; a local disk that refuses for good is the user's to mend now."""
         kind = kind_of(error)
@@ -146,7 +159,8 @@ class Spool:
 
     def _written(self, write: Callable[[str], Result], make_room: Callable[[], object] | None) -> Result:
         try:
-            result = write(self.target)
+            with grace.substituted():
+                result = write(self.target)
         except Exception as error:
             if kind_of(error) != "full":
                 raise

@@ -11,6 +11,7 @@ import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,9 +52,14 @@ class SharedRequest:
         """Whether somebody has asked."""
         return bool(self._page[REQUESTED])
 
+    @property
+    def asked_at(self) -> float | None:
+        """When the first did, in seconds on the monotonic clock, which all processes of a machine share."""
+        return self._page[REQUESTED] / 1e9 if self.requested else None
+
     def request(self) -> None:
         """Ask all to stop; a second time changes nothing."""
-        self._page[REQUESTED] = 1
+        self._page[REQUESTED] = self._page[REQUESTED] or time.monotonic_ns()
 
     def agreed(self, rank: int) -> bool:
         """Whether to stop here; every process of the run must call it at the same points of its work.
@@ -73,11 +79,17 @@ class SharedRequest:
 
 
 _joined: tuple[SharedRequest, int] | None = None
+_handed_out: SharedRequest | None = None
 
 
 def joined() -> tuple[SharedRequest, int] | None:
     """The page of this process and its rank; None where the run is one process."""
     return _joined
+
+
+def children_asked_at() -> float | None:
+    """When the children that this process started were asked to stop; None where they were not, or there are none."""
+    return _handed_out.asked_at if _handed_out is not None else None
 
 
 def join(ticket: Ticket, *, rank: int) -> None:
@@ -106,8 +118,9 @@ def signals_for_children() -> Iterator[Ticket]:
 
     Only the main thread may call it; children are started inside, and hand the ticket to `join`.
     """
+    global _handed_out
     file = os.memfd_create("tpu_experiments_stop")
-    request = SharedRequest(file)
+    _handed_out = request = SharedRequest(file)
     resource_tracker.ensure_running()  # starting it unblocks both signals
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

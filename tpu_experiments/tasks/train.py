@@ -37,7 +37,7 @@ from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
-from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest
+from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 from tpu_experiments.training.summary import summary
 from tpu_experiments.training.window import TrainingStopped
 
@@ -68,11 +68,12 @@ def run(config: Config) -> None:
         check_data(folder, inputs)
         for stage in inputs.stages:
             stage_rows(inputs, stage, config=config)  # refuses too few written epochs
-    with lease.held(folder.path(), name=folder.name, on_lost=end_at_once):
+    with ending_in_time(), lease.held(folder.path(), name=folder.name, on_lost=end_at_once):
         with told(config.output_dir):
             folder.create(config)
             spool_of(folder).deliver()  # what a life that was killed in an outage had left on this machine
-        launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
+        with parting(config.checkpoint.grace_seconds):
+            launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
     result = folder.finished()
     assert result is not None, "the run ended without result.json"
     print(summary(result, folder=folder))
@@ -191,16 +192,19 @@ def train_process(
 
 
 def end(runtime: Runtime, outputs: RunOutputs, *, ended: str = "failed") -> None:
-    """Close everything that is open; storage that is out of reach even now is told in a sentence."""
-    try:
-        outputs.close(ended)
-        stop_run_log()
-    except StorageFailed as error:
-        say(runtime, f"error: {error}")
-    except Exception as error:
-        if not is_told(error, place=outputs.folder.path()):
-            raise
-        say(runtime, f"error: {complaint(error, place=outputs.folder.path())}")
+    """Close everything that is open; storage that is out of reach even now is told in one sentence."""
+    told_of: list[str] = []
+    for close in (lambda: outputs.close(ended), stop_run_log):
+        try:
+            close()
+        except StorageFailed as error:
+            told_of.append(str(error))
+        except Exception as error:
+            if not is_told(error, place=outputs.folder.path()):
+                raise
+            told_of.append(complaint(error, place=outputs.folder.path()))
+    if told_of:
+        say(runtime, f"error: {told_of[0]}")
 
 
 def make_outputs(

@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from tpu_experiments.config.schema import Config
@@ -11,6 +12,7 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.io.retry import is_told, shown
 from tpu_experiments.io.spool import Spool
 from tpu_experiments.logging.base import Loggers
 from tpu_experiments.logging.promise import Measured, Promise, held_against
@@ -62,14 +64,24 @@ class RunOutputs:
             self.loggers = self.reopened()
 
     def close(self, ended: str = "failed") -> None:
-        """Finish the loggers and the ledger of this life; nothing is logged afterwards."""
+        """Finish the loggers and the ledger of this life, then deliver what waits; nothing is logged afterwards.
+
+        Raises:
+            StorageFailed: storage is out of reach; the sentence says where things wait.
+        """
         loggers, self.loggers = self.loggers, None
         try:
-            if loggers is not None:
-                loggers.finish()
+            with ExitStack() as stack:
+                if self.ledger is not None:
+                    stack.callback(self.ledger.close, ended)
+                if loggers is not None:
+                    stack.callback(loggers.finish)
+        except Exception as error:
+            if self.ledger is None or not is_told(error, place=self.folder.path()):
+                raise
+            log.info("%s; %s: kept in %s", self.folder.path(), shown(error), self.spool.records)
         finally:
             if self.ledger is not None:
-                self.ledger.close(ended)
                 self.spool.close()
 
     def begin(self, *, step: int, meters: Meters) -> None:

@@ -43,7 +43,7 @@ class Parts:
         self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
     ) -> None:
         self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
-        self.stop = StopFlag()
+        self.stop = StopFlag(config.checkpoint.grace_seconds)
         self.saver: Saver
         self.progress = Progress(data=inputs.audit_hashes)
         self.window = Window()

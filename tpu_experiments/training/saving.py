@@ -9,7 +9,7 @@ file by file: copied from the device, written, read back, looked at, dropped.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -103,14 +103,12 @@ class Saver:
         self._saved_at = time.monotonic()
         asks = self.settings.prove and (ends_stage or (is_interval and not self._has_asked))
         state = take()
-        fits = state.num_bytes <= self.settings.max_copy_gib * GIB
+        fits = self._fits(state)
         if is_interval and not asks and self.settings.background and fits:
             if self._runtime.rank == 0:
                 copy = state.copied()
                 self._worker.start(lambda: self._keep_whole(copy))
             return
-        if not fits:
-            self._tell_why(state)
         written = self._together(lambda: self._keep_written(state.copied() if fits else state))
         is_elsewhere = self._runtime.rank == 0 and (written is None or written[1].target != self._target(step))
         answer = None
@@ -125,9 +123,10 @@ class Saver:
     def _read_back(self, step: int) -> Mapping[str, Tensor]:
         return tensors_below(self._target(step), PARAMETERS, max_held_bytes=self.settings.max_copy_gib * GIB)
 
-    def _tell_why(self, state: Snapshot) -> None:
-        """Once, that saves are in front though the background was asked for."""
-        if self.settings.background and not self._has_told:
+    def _fits(self, state: Snapshot) -> bool:
+        """Whether it may be copied as a whole; where not, that saves are in front is said once."""
+        fits = state.num_bytes <= self.settings.max_copy_gib * GIB
+        if self.settings.background and not fits and not self._has_told:
             log.info(
                 "%.3g GiB of parameters and optimizer state are above checkpoint.max_copy_gib=%g: saves are in front, "
                 "file by file of checkpoint.max_shard_gib=%g, each copied, written and proven, then the next",
@@ -135,11 +134,27 @@ class Saver:
                 self.settings.max_copy_gib,
                 self.settings.max_shard_gib,
             )
-        self._has_told = True
+            self._has_told = True
+        return fits
 
-    def _keep_whole(self, copy: Snapshot) -> None:
+    def leave(self, take: Callable[[], Snapshot]) -> None:
+        """Save on a request to stop: where the place is remote on this machine's disk; closing the spool delivers.
+
+        Raises:
+            TrainingStopped: this save or the one before it failed.
+        """
+        self.join()
+        state = take()
+        fits = self._fits(state)
+        self._together(lambda: self._keep_whole(state.copied() if fits else state, first="here"))
+
+    def _keep_whole(self, state: Snapshot, *, first: Literal["there", "here"] = "there") -> None:
         """Where the place is out of reach, on this machine's disk (io/spool.py); so the two that follow."""
-        self._spool.save(lambda folder: self._committed(self._written(copy, folder), None), make_room=self._make_room)
+
+        def write(folder: str) -> None:
+            self._committed(self._written(state, folder), None)
+
+        self._spool.save(write, make_room=self._make_room, first=first)
 
     def _keep_written(self, copy: Snapshot) -> Written | None:
         return self._spool.save(lambda folder: self._written(copy, folder), make_room=self._make_room)

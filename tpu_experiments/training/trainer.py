@@ -135,7 +135,8 @@ class Trainer(Watched):
         if agrees:
             self.heed_guard()
         if self.stop.agreed():
-            self.save()
+            self.save(leaves=True)
+            self.stop.grace.leave()
             raise StoppedByRequest
         if self.saver.is_due(step, is_evaluated=is_evaluated, agrees=agrees) and not last and self.is_sound():
             self.save(is_interval=True)
@@ -158,6 +159,7 @@ class Trainer(Watched):
     def leave_if_asked(self) -> None:
         """Stop on request where everything that was done is saved."""
         if self.stop.agreed():
+            self.stop.grace.leave()
             raise StoppedByRequest
 
     def profile_from_here(self) -> None:
@@ -234,17 +236,21 @@ class Trainer(Watched):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
-    def save(self, *, is_interval: bool = False, ends_stage: bool = False) -> None:
+    def save(self, *, is_interval: bool = False, ends_stage: bool = False, leaves: bool = False) -> None:
         """Write a checkpoint of everything that changes (rank 0) once all queued steps are done.
 
-        With `is_interval` it may be written by another thread while the run goes on; else it is complete on return.
+        With `is_interval` it may be written by another thread while the run goes on; else it is complete on return,
+        with `leaves` on this machine's disk where its place is remote.
         """
         self.settle()
         self.look_at_unread()
         self.progress.open_losses = self.window.open_losses()
         with self.watch.measure("checkpoint"), self.meters.aside():
             step = self.progress.step
-            self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
+            if leaves:
+                self.saver.leave(self.snapshot)
+            else:
+                self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
             self.runtime.barrier("saved")
 
     def snapshot(self) -> Snapshot:
