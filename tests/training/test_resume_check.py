@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tests.training.runs import run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks.resume_check import clear_place, plan_kills, shortened
+from tpu_experiments.tasks.resume_check import run as check
 from tpu_experiments.tasks.resume_check.children import Kill, Life, kept_overrides
 from tpu_experiments.tasks.resume_check.compare import (
     check_once,
@@ -98,6 +99,12 @@ def test_stages_are_cut_and_too_short_ones_refused(make_config, tmp_path):
     short = shortened(make_config(*common, "curriculum.stages.text.steps=3"))
     with pytest.raises(ConfigError, match=r"stage text has 3 steps .* takes 4; give it more") as error:
         plan_kills(short)
+    assert "\n" not in str(error.value)
+
+
+def test_a_place_of_one_process_is_refused(make_config):
+    with pytest.raises(ConfigError, match=r"output_dir=memory://x; .* use a local folder or gs://") as error:
+        check(make_config(*SMALL, "task=resume_check", "output_dir=memory://x"))
     assert "\n" not in str(error.value)
 
 

@@ -32,6 +32,11 @@ def run(config: Config) -> None:
     Raises:
         ConfigError: the check cannot be made.
     """
+    if config.output_dir.startswith("memory://"):
+        raise ConfigError(
+            f"output_dir={config.output_dir}; task=resume_check runs in processes of its own, and memory:// belongs to "
+            "one process; use a local folder or gs://."
+        )
     start_run_log(None, rank=0)
     try:
         config = shortened(config)
