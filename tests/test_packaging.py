@@ -114,5 +114,5 @@ def test_the_top_level_holds_only_the_agreed_names() -> None:
 
 def test_outputs_keeps_only_its_placeholder() -> None:
     ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert {"outputs/*", "!outputs/.gitkeep", ".venv/", "conf/local/*.yaml"} <= set(ignored)
+    assert {"outputs/*", "!outputs/.gitkeep", ".venv", "conf/local/*.yaml"} <= set(ignored)
     assert (ROOT / "outputs" / ".gitkeep").is_file()

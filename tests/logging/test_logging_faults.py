@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests import faulty
 from tests.faulty import FAULTS, Died, going_wrong
 from tpu_experiments.io import folder as module
-from tpu_experiments.io import mirror, paths, retry
+from tpu_experiments.io import grace, mirror, paths
 from tpu_experiments.io.folder import RunFolder, config_yaml, open_run
 from tpu_experiments.logging import tensorboard
 from tpu_experiments.logging.base import LoggerContext
@@ -24,7 +24,7 @@ STEPS = [1, 2]
 
 @pytest.fixture(autouse=True)
 def storage(monkeypatch, tmp_path):
-    monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(grace, "pause", lambda seconds: True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     faulty.wipe()
     yield
