@@ -26,6 +26,7 @@ from tpu_experiments.config.preparing import LoaderConfig
 from tpu_experiments.config.sources import ShardingConfig
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program
+from tpu_experiments.runtime.closures import Closures
 from tpu_experiments.runtime.feed import Dealer
 from tpu_experiments.runtime.layout import Folding
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
@@ -76,6 +77,7 @@ class XlaRuntime:
         folding = folding_on(xr.device_type(), hw=hw, mesh=mesh, table=self._table)
         self.folding: Folding | None = folding
         self.loop, self.lay = folding.loop, folding.lay
+        self.closures = Closures()
         self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache, trace_every=trace_every)
 
     def seed(self, value: int) -> None:
@@ -142,7 +144,7 @@ class XlaRuntime:
                 loader._loader.close()
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
-        return XlaProgram(function, name=name, compiles=self.compiles, held=held)
+        return XlaProgram(function, name=name, compiles=self.compiles, held=held, closures=self.closures)
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
         self.compiles.expect(shapes)
@@ -165,11 +167,8 @@ class XlaRuntime:
 
     def wait(self) -> None:
         xm.wait_device_ops()
-        # An empty closure behind the queued ones: the asynchronous handler runs them in order.
-        done = torch.futures.Future()  # type: ignore[var-annotated]
-        xm.add_step_closure(lambda: done.set_result(None), run_async=True)
         torch_xla.sync()
-        done.wait()
+        self.closures.wait()
 
     def start_profile(self, folder: str) -> None:
         xp.start_trace(folder)

@@ -9,16 +9,17 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Generic
 
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from tpu_experiments.runtime.baked import changed_values
 from tpu_experiments.runtime.base import Batch, CompileCache, Counters, Held, Out, UnexpectedProgram
+from tpu_experiments.runtime.closures import Closures
 from tpu_experiments.runtime.replay import Calls, Change, Reader
 from tpu_experiments.runtime.signature import (
     Shape,
@@ -122,8 +123,17 @@ OUTSIDE = (
 class XlaProgram(Generic[Out]):
     """A function of a batch as one compiled program per signature."""
 
-    def __init__(self, function: Callable[[Batch], Out], *, name: str, compiles: Compiles, held: Held = dict) -> None:
+    def __init__(
+        self,
+        function: Callable[[Batch], Out],
+        *,
+        name: str,
+        compiles: Compiles,
+        held: Held = dict,
+        closures: Closures | None = None,
+    ) -> None:
         self.function, self.name, self.compiles, self.held = function, name, compiles, held
+        self.closures = closures or Closures()
         self._texts: dict[Signature, bytes] = {}
         self._calls: dict[Signature, Calls[Recording]] = {}
         self._num_calls = 0
@@ -192,8 +202,7 @@ class XlaProgram(Generic[Out]):
         started = time.thread_time()
         out: Out = known.replay(named, device=str(torch_xla.device()))
         if then is not None:
-            xm.add_step_closure(then, args=(out,), run_async=True)
-            xm._run_step_closures()
+            self.closures.run(partial(then, out))
         self.compiles.dispatch_seconds += time.thread_time() - started
         return out
 
@@ -209,9 +218,9 @@ class XlaProgram(Generic[Out]):
         if trace is not None and found is not None:
             recording, inputs = found
             out = recording.run(trace.named, inputs)
-        if then is not None:
-            xm.add_step_closure(then, args=(out,), run_async=True)
         torch_xla.sync()
+        if then is not None:
+            self.closures.run(partial(then, out))
         self.compiles.dispatch_seconds += time.thread_time() - started
         return out, change
 
