@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from tpu_experiments.config.schema import Config
+from tpu_experiments.io import grace
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
@@ -45,6 +46,13 @@ def make_config() -> Callable[..., Config]:
             return to_config(compose("config", overrides=["hw.num_threads=1", *overrides]))
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def no_hurry() -> Iterator[None]:
+    """A run in a test's own process has storage follow its requests to stop; the next test has none."""
+    yield
+    grace._grace = None
 
 
 @pytest.fixture
