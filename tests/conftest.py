@@ -55,6 +55,15 @@ def no_hurry() -> Iterator[None]:
     grace._grace = None
 
 
+@pytest.fixture(scope="module")
+def plain_attention() -> Iterator[None]:
+    """For tensors of the host: a test before in this process may have installed the kernel of torch_xla's device."""
+    from tpu_experiments.runtime.attention import without_attention_kernel
+
+    with without_attention_kernel():
+        yield
+
+
 @pytest.fixture
 def root_logger() -> Iterator[logging.Logger]:
     """The root logger, brought back to what it was: a task takes it over."""

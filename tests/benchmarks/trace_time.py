@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-PLANNED_SECONDS = {"gemma3_270m_chat": 1.414, "mistral7b_ro": 0.723, "qwen05b_uk_law": 0.299}
+PLANNED_SECONDS = {"gemma3_270m_chat": 1.300, "mistral7b_ro": 0.670, "qwen05b_uk_law": 0.267}
 """Device seconds of a step by task=plan, not calibrated (README, Recipes on their TPUs)."""
 OVERRIDES = {"mistral7b_ro": ["lora=all_linear_r16", "model.remat=save_dots"]}
 """As planned there."""

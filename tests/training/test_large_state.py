@@ -5,7 +5,6 @@ import json
 import logging
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ from tpu_experiments.checkpoint import reading
 from tpu_experiments.checkpoint.store import latest_step, load_latest
 from tpu_experiments.io import grace, paths
 from tpu_experiments.models.build import BuiltModel
-from tpu_experiments.runtime.attention import without_attention_kernel
 from tpu_experiments.training.saved import flat, read_state, snapshot
 from tpu_experiments.training.window import TrainingStopped
 
+pytestmark = pytest.mark.usefixtures("plain_attention")
 pytest_plugins = ("tests.gcs",)
 LARGE = {"max_copy_gib": 0.0, "max_shard_gib": 0.0002}
 """No copy, and files of 215 kB: the tiny model's embedding is larger, its layers are not."""
@@ -32,13 +31,6 @@ COMMON = (
     "checkpoint.every_steps=2", "checkpoint.keep_last=100", "checkpoint.max_copy_gib=0",
     "checkpoint.max_shard_gib=0.0002", "sample.max_new_tokens=0", "name=large",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plain_attention() -> Iterator[None]:
-    """A test before in this process may have installed the kernel of torch_xla's device."""
-    with without_attention_kernel():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from tpu_experiments.training.saving import Saver
 from tpu_experiments.training.step import next_token_loss
 from tpu_experiments.training.window import TrainingStopped
 
+pytestmark = pytest.mark.usefixtures("plain_attention")
 RUNTIME = EagerRuntime(HwConfig(name="cpu", runtime="eager", device="cpu", num_devices=1, num_threads=1))
 
 
