@@ -73,7 +73,32 @@ CASES = {
         ["curriculum.stages.text.epochs=1"],
         ["curriculum.stages.text.steps=60 and curriculum.stages.text.epochs=1.0; only one can end the stage"],
     ),
-    "neither steps nor epochs": (["curriculum.stages.text.steps=null"], ["the stage has no end; set one of the two"]),
+    "neither steps nor epochs": (["curriculum.stages.text.steps=null"], ["the stage has no end; set one of the three"]),
+    "steps and tokens": (
+        ["curriculum.stages.text.tokens=5000"],
+        ["curriculum.stages.text.steps=60 and curriculum.stages.text.tokens=5000; only one can end the stage"],
+    ),
+    "nothing to replay": (
+        ["curriculum.stages.text.replay=0.1"],
+        ["curriculum.stages.text.replay=0.1; no stage is before it whose data could be replayed"],
+    ),
+    "replay of what is there": (
+        ["curriculum.stages.chat.replay=0.1", "curriculum.stages.chat.replay_sources=[sample_chat]"],
+        ["curriculum.stages.chat.replay_sources has sample_chat, which is one of the stage's own sources"],
+    ),
+    "replay of what is not selected": (
+        ["curriculum.stages.chat.replay=0.1", "curriculum.stages.chat.replay_sources=[wiki_ro]"],
+        ["curriculum.stages.chat.replay_sources=[wiki_ro]; wiki_ro is not selected by data="],
+    ),
+    "replay of everything": (["curriculum.stages.chat.replay=1.0"], ["replay=1.0; it must be below 1"]),
+    "exit test without evaluations": (
+        ["curriculum.stages.chat.exit.patience=3", "trainer.eval_every_steps=0"],
+        ["curriculum.stages.chat.exit.patience=3 goes by evaluations, and trainer.eval_every_steps=0 makes none"],
+    ),
+    "rows that cannot be shorter": (
+        ["curriculum.stages.text.shorter=5"],
+        ["curriculum.stages.text.shorter=5 does not divide rows of 128 tokens", "use one of 1, 2, 4, 8, 16"],
+    ),
     "stage without a source": (
         ["data=wiki_ro", "curriculum.stages.text.kind=chat"],
         ["curriculum=text_then_chat; no stage has a source among data=[wiki_ro]; select"],

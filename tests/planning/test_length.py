@@ -33,7 +33,7 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
     assert length is not None
     assert length.parts == {
         "training": 60.0,
-        "evaluation": 4 * (2 * 8) * 0.25 + 2 * 48 * 0.125,
+        "evaluation": 5 * (2 * 8) * 0.25 + 2 * 48 * 0.125,
         "checkpoints": 0.0,
         "compiling": 77.0,
         "idle set-up": 180 + 8 / 0.25,
@@ -41,7 +41,7 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
     assert not any("a third" in note for note in notes)
     length, notes = length_of(Beside(8.0, 16))
     assert length is not None
-    assert length.eval_seconds == pytest.approx(4 * 0.5 * 256 / 16 * EVALUATION_SHARE)
+    assert length.eval_seconds == pytest.approx(5 * 0.5 * 256 / 16 * EVALUATION_SHARE)
     assert length.compile_seconds == 0
     assert any("a third" in note for note in notes)
 

@@ -19,10 +19,12 @@ class Keep:
     last: int = 1
     every: int = 0
     best: int = 0
+    also: frozenset[int] = frozenset()
+    """Steps that stay whatever the policy."""
 
 
 def kept(steps: Iterable[int], losses: Mapping[int, float], *, keep: Keep) -> set[int]:
-    """The complete checkpoints that stay: the newest, the multiples, those of the lowest held-out loss.
+    """The complete checkpoints that stay: the newest, the multiples, those of the lowest held-out loss, and `also`.
 
     Of equal losses the earlier step stays; a loss that is not finite is none.
 
@@ -33,7 +35,7 @@ def kept(steps: Iterable[int], losses: Mapping[int, float], *, keep: Keep) -> se
     ranked = sorted((loss, step) for step, loss in losses.items() if step in ordered and math.isfinite(loss))
     best = {step for _, step in ranked[: keep.best]}
     multiples = {step for step in ordered if keep.every and step % keep.every == 0}
-    return {*ordered[-keep.last :], *multiples, *best}
+    return {*ordered[-keep.last :], *multiples, *best, *keep.also.intersection(ordered)}
 
 
 class Retention:

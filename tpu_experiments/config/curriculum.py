@@ -3,11 +3,16 @@
 Pure arithmetic, so that the checks, the trainer and the plan all read the same stages.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
-from tpu_experiments.config.schema import Config, ScheduleConfig, StageConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.stages import ExitTestConfig, ScheduleConfig, StageConfig, StageScheduleConfig
+
+MIN_TOKENS = 8
+"""Of a row."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage with every value settled; exactly one of `steps` and `epochs` is set."""
+    """One stage with every value settled; exactly one of `steps`, `tokens` and `epochs` is set."""
 
     name: str
     index: int
@@ -35,6 +40,23 @@ class Stage:
     lr: float
     schedule: ScheduleConfig
     optimizer: str
+    tokens: int | None = None
+    replay: float = 0.0
+    replay_sources: tuple[str, ...] = ()
+    """Not empty where `replay` is above 0."""
+    learn: str = "answers"
+    trainable: tuple[str, ...] = ()
+    exit: ExitTestConfig = field(default_factory=ExitTestConfig)
+
+    @property
+    def has_exit_test(self) -> bool:
+        """Whether it may end before its last step."""
+        return self.exit.eval_loss is not None or self.exit.patience is not None
+
+    @property
+    def watches(self) -> bool:
+        """Whether its evaluations are compared with each other."""
+        return self.has_exit_test or self.exit.ends_with == "best"
 
 
 def resolve_stages(config: Config) -> list[Stage]:
@@ -54,7 +76,7 @@ def resolve_stages(config: Config) -> list[Stage]:
     problems = [problem for name in names for problem in _stage_problems(config, name)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return [_settle(config, name, index, chosen[name]) for index, name in enumerate(names)]
+    return [_settle(config, name, index, chosen) for index, name in enumerate(names)]
 
 
 def skipped_stages(config: Config) -> list[str]:
@@ -62,8 +84,12 @@ def skipped_stages(config: Config) -> list[str]:
     return [name for name, stage in config.curriculum.stages.items() if not _stage_sources(config, name, stage)]
 
 
-def batch_geometry(config: Config, *, global_rows: int, seq_len: int, key: str) -> Geometry:
-    """Cut a global batch over the devices; `key` names the setting in an error.
+def batch_geometry(
+    config: Config, *, global_rows: int, seq_len: int, key: str, micro_rows: int | None = None
+) -> Geometry:
+    """Cut a global batch over the devices, a device's share into `micro_rows` (None takes them all at once).
+
+    `key` names the setting in an error.
 
     Raises:
         ConfigError: the batch does not divide by the devices, or a device's rows by the micro-batch.
@@ -77,23 +103,25 @@ def batch_geometry(config: Config, *, global_rows: int, seq_len: int, key: str) 
         fits = f"{below} or {below + shards}" if below else f"{shards}"
         raise ConfigError(f"{key}={global_rows} is not a multiple of {split_over} (hw={config.hw.name}); use {fits}.")
     per_device = global_rows // shards
-    micro = config.trainer.micro_batch_rows or per_device
+    micro = micro_rows or per_device
     if per_device % micro:
         fits = ", ".join(str(n) for n in range(1, per_device + 1) if per_device % n == 0)
         raise ConfigError(
-            f"trainer.micro_batch_rows={micro} does not divide the {per_device} rows that each of "
-            f"{split_over} takes of {key}={global_rows}; use one of {fits}."
+            f"trainer.micro_batch_rows={config.trainer.micro_batch_rows} does not divide the {per_device} rows that "
+            f"each of {split_over} takes of {key}={global_rows}; use one of {fits}."
         )
     return Geometry(global_rows, micro, per_device // micro, shards, seq_len)
 
 
 def _stage_sources(config: Config, name: str, stage: StageConfig) -> tuple[str, ...]:
-    for source in stage.sources:
-        if source not in config.data:
-            raise ConfigError(
-                f"curriculum.stages.{name}.sources=[{', '.join(stage.sources)}]; {source} is not selected by data=. "
-                f"{suggest(source, config.data)}"
-            )
+    lists = {"sources": stage.sources, "replay_sources": stage.replay_sources, "exit.sources": stage.exit.sources}
+    for key, sources in lists.items():
+        for source in sources:
+            if source not in config.data:
+                raise ConfigError(
+                    f"curriculum.stages.{name}.{key}=[{', '.join(sources)}]; {source} is not selected by data=. "
+                    f"{suggest(source, config.data)}"
+                )
     if stage.sources:
         return tuple(stage.sources)
     return tuple(n for n, source in config.data.items() if stage.kind in ("any", source.kind))
@@ -102,14 +130,17 @@ def _stage_sources(config: Config, name: str, stage: StageConfig) -> tuple[str, 
 def _stage_problems(config: Config, name: str) -> list[str]:
     stage = config.curriculum.stages[name]
     key = f"curriculum.stages.{name}"
-    problems = []
-    if stage.steps is None and stage.epochs is None:
-        problems.append(f"{key}.steps=null and {key}.epochs=null; the stage has no end; set one of the two.")
-    if stage.steps is not None and stage.epochs is not None:
+    problems = _length_problems(stage, key) + _exit_problems(config, stage, key)
+    if stage.replay and not stage.replay_sources and name == next(iter(config.curriculum.stages)):
         problems.append(
-            f"{key}.steps={stage.steps} and {key}.epochs={stage.epochs}; only one can end the stage; set the other "
-            "to null."
+            f"{key}.replay={stage.replay}; no stage is before it whose data could be replayed; name replay_sources, or "
+            "set it to 0."
         )
+    problems += [
+        f"{key}.replay_sources has {source}, which is one of the stage's own sources; leave it out."
+        for source in stage.replay_sources
+        if source in _stage_sources(config, name, stage)
+    ]
     try:
         _stage_geometry(config, name)
     except ConfigError as error:
@@ -117,27 +148,80 @@ def _stage_problems(config: Config, name: str) -> list[str]:
     return problems
 
 
+def _length_problems(stage: StageConfig, key: str) -> list[str]:
+    given = {n: getattr(stage, n) for n in ("steps", "tokens", "epochs") if getattr(stage, n) is not None}
+    if not given:
+        return [
+            f"{key}.steps=null, {key}.tokens=null and {key}.epochs=null; the stage has no end; set one of the three."
+        ]
+    if len(given) > 1:
+        shown = " and ".join(f"{key}.{name}={value}" for name, value in given.items())
+        return [f"{shown}; only one can end the stage; set the other to null."]
+    return []
+
+
+def _exit_problems(config: Config, stage: StageConfig, key: str) -> list[str]:
+    test, every = stage.exit, config.trainer.eval_every_steps
+    asked = {"eval_loss": test.eval_loss, "patience": test.patience}
+    shown = [f"{key}.exit.{name}={value}" for name, value in asked.items() if value is not None]
+    shown += [f"{key}.exit.ends_with=best"] if test.ends_with == "best" else []
+    if shown and not every:
+        return [
+            f"{shown[0]} goes by evaluations, and trainer.eval_every_steps=0 makes none between the first and the last "
+            "step; set trainer.eval_every_steps=."
+        ]
+    return []
+
+
 def _stage_geometry(config: Config, name: str) -> Geometry:
     stage = config.curriculum.stages[name]
     own_batch = stage.global_batch_rows is not None
+    rows = stage.global_batch_rows or config.trainer.global_batch_rows
+    seq_len = stage.seq_len or config.trainer.seq_len
+    if seq_len % stage.shorter or seq_len // stage.shorter < MIN_TOKENS:
+        fits = [str(n) for n in range(1, seq_len // MIN_TOKENS + 1) if seq_len % n == 0]
+        raise ConfigError(
+            f"curriculum.stages.{name}.shorter={stage.shorter} does not divide rows of {seq_len} tokens into rows of "
+            f"{MIN_TOKENS} or more; use one of {', '.join(fits)}."
+        )
     return batch_geometry(
         config,
-        global_rows=stage.global_batch_rows or config.trainer.global_batch_rows,
-        seq_len=stage.seq_len or config.trainer.seq_len,
+        global_rows=rows * stage.shorter,
+        seq_len=seq_len // stage.shorter,
+        micro_rows=config.trainer.micro_batch_rows and config.trainer.micro_batch_rows * stage.shorter,
         key=f"curriculum.stages.{name}.global_batch_rows" if own_batch else "trainer.global_batch_rows",
     )
 
 
-def _settle(config: Config, name: str, index: int, sources: tuple[str, ...]) -> Stage:
-    stage = config.curriculum.stages[name]
+def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[str, ...]]) -> Stage:
+    stage, own = config.curriculum.stages[name], chosen[name]
+    replayed = tuple(stage.replay_sources) or _sources_before(name, chosen)
     return Stage(
         name=name,
         index=index,
-        sources=sources,
+        sources=own,
         geometry=_stage_geometry(config, name),
         steps=stage.steps,
         epochs=stage.epochs,
         lr=stage.lr or config.optim.lr or config.model.lr,
-        schedule=stage.schedule or config.schedule,
+        schedule=_schedule(config.schedule, stage.schedule),
         optimizer=stage.optimizer,
+        tokens=stage.tokens,
+        replay=stage.replay if replayed else 0.0,
+        replay_sources=replayed if stage.replay else (),
+        learn=stage.learn,
+        trainable=tuple(stage.trainable),
+        exit=stage.exit,
     )
+
+
+def _schedule(own: ScheduleConfig, of_stage: StageScheduleConfig) -> ScheduleConfig:
+    """The run's schedule with what the stage sets itself."""
+    return replace(own, **{name: value for name, value in vars(of_stage).items() if value is not None})
+
+
+def _sources_before(name: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Sources of the stages before, each once, without those of the stage itself."""
+    names = list(chosen)
+    before = dict.fromkeys(source for other in names[: names.index(name)] for source in chosen[other])
+    return tuple(source for source in before if source not in chosen[name])

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 
-def choice(*allowed: str, default: str = MISSING) -> Any:
+def choice(*allowed: str, default: str | None = MISSING) -> Any:
     """A string field that takes one of `allowed` (OmegaConf 2.3 has no Literal)."""
     return field(default=default, metadata={"allowed": allowed})
 

@@ -22,6 +22,7 @@ from tpu_experiments.config.sources import (
     ModelConfig,
     ShardingConfig,
 )
+from tpu_experiments.config.stages import CurriculumConfig, ScheduleConfig
 
 
 @dataclass
@@ -64,54 +65,6 @@ class AdafactorConfig(OptimConfig):
     """Smallest root mean square of a parameter in the relative step size."""
     clip_threshold: float = number(default=1.0, above=0)
     """Largest root mean square of an update."""
-
-
-@dataclass
-class ScheduleConfig:
-    """Learning rate over the steps of one stage, as a multiple of the peak."""
-
-    name: str = choice("constant", "linear", "cosine", "wsd")
-    """`wsd`: warm-up, constant, then linear decay (arXiv 2404.06395)."""
-    warmup_steps: int = number(default=0, at_least=0)
-    """Steps of linear rise from 0 to the peak."""
-    floor: float = number(default=0.0, at_least=0, at_most=1)
-    """Multiple of the peak at the end of the decay."""
-    decay_fraction: float = number(default=0.2, above=0, at_most=1)
-    """Share of the stage's steps that decay; `wsd` only."""
-
-
-@dataclass
-class StageConfig:
-    """One stage of the curriculum; null takes the run's own value."""
-
-    kind: str = choice("text", "chat", "any", default="any")
-    """Takes every selected source of this kind."""
-    sources: list[str] = field(default_factory=list)
-    """Takes these sources instead, by name; empty goes by `kind`."""
-    steps: int | None = number(default=None, at_least=1)
-    """Optimizer steps; exactly one of `steps` and `epochs` is set."""
-    epochs: float | None = number(default=None, above=0)
-    """Passes over the stage's rows."""
-    seq_len: int | None = number(default=None, at_least=8)
-    """Tokens per row."""
-    global_batch_rows: int | None = number(default=None, at_least=1)
-    """Rows per optimizer step over all devices."""
-    lr: float | None = number(default=None, above=0)
-    """Peak learning rate."""
-    schedule: ScheduleConfig | None = None
-    """Schedule of this stage."""
-    optimizer: str = choice("carry", "fresh", default="carry")
-    """`carry` keeps the moments of the stage before, `fresh` starts them at zero."""
-
-
-@dataclass
-class CurriculumConfig:
-    """Stages in the order they run, keyed by name."""
-
-    name: str = MISSING
-    """Name of the curriculum; the file name in conf/curriculum."""
-    stages: dict[str, StageConfig] = field(default_factory=dict)
-    """A stage for which no source of its kind is selected is left out, and the log says so."""
 
 
 @dataclass

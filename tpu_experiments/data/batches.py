@@ -6,7 +6,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -83,7 +83,12 @@ class OrderedRows(ABC):
         Positions from `num_total` on, in the last batch of a stage measured in epochs, are padding.
         """
         start = step * global_rows
-        stop = start + global_rows if num_total is None else min(start + global_rows, num_total)
+        rows, labels = self.between(start, start + global_rows, num_total=num_total)
+        return one_batch(rows, labels=labels, global_rows=global_rows)
+
+    def between(self, start: int, stop: int, *, num_total: int | None = None) -> tuple[Rows, list[str]]:
+        """The rows at positions `start` to `stop`, but for those from `num_total` on, and their labels."""
+        stop = stop if num_total is None else min(stop, num_total)
         pieces: list[Rows] = []
         labels: list[str] = []
         while start < stop:
@@ -93,8 +98,7 @@ class OrderedRows(ABC):
             pieces.append(rows)
             labels += [self.label(origin) for origin in origins_M.tolist()]
             start += count
-        rows = Rows.concatenate(pieces or [empty(self.seq_len)])
-        return _batch(rows, labels=labels, global_rows=global_rows)
+        return Rows.concatenate(pieces or [empty(self.seq_len)]), labels
 
     def label(self, origin: int) -> str:
         """`source:row`, the row counted from 0 in its source."""
@@ -207,10 +211,17 @@ def fixed_batches(rows: Rows, *, global_rows: int, name: str = "held_out") -> It
     for start in range(0, rows.num_rows, global_rows):
         part = rows.take(slice(start, start + global_rows))
         labels = [f"{name}:{start + i}" for i in range(part.num_rows)]
-        yield _batch(part, labels=labels, global_rows=global_rows)
+        yield one_batch(part, labels=labels, global_rows=global_rows)
 
 
-def _batch(rows: Rows, *, labels: list[str], global_rows: int) -> Batch:
+def learning_all(batch: Batch) -> Batch:
+    """The same rows with every token in the loss that has one before it in its document."""
+    learn_GT = ((batch.positions_GT > 0) & (batch.segments_GT > 0)).astype(np.int32)
+    return replace(batch, learn_GT=learn_GT)
+
+
+def one_batch(rows: Rows, *, labels: list[str], global_rows: int) -> Batch:
+    """The rows, and padding up to `global_rows`."""
     missing = global_rows - rows.num_rows
     if missing > 0:
         rows = Rows.concatenate([rows, padding(missing, seq_len=rows.seq_len)])

@@ -68,7 +68,7 @@ def run_length(
 
 
 def between_steps(steps: Sequence[int], *, every: int) -> int:
-    """Evaluations between the steps of a run, as the trainer makes them: none at the last step of a stage."""
+    """Evaluations between the steps of a run, as the trainer makes them, those at the last step of a stage left out."""
     first, count = 0, 0
     for num_steps in steps if every else []:
         count += (first + num_steps - 1) // every - first // every
@@ -81,7 +81,7 @@ def evaluating_seconds(
 ) -> tuple[float, list[str]]:
     """Seconds of all evaluations and samples, and what was assumed of them."""
     rows, every = config.trainer.max_eval_rows, config.trainer.eval_every_steps
-    num_evaluations = 2 + between_steps([length.steps for length in lengths], every=every)
+    num_evaluations = 1 + len(lengths) + between_steps([length.steps for length in lengths], every=every)
     sampling = NUM_SAMPLES * config.sample.max_new_tokens * (beside.sample_token_seconds or 0.0)
     if beside.eval_batch_seconds is None:
         longest = max(length.step_seconds for length in lengths)

@@ -32,7 +32,8 @@ from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.launch import launch
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
-from tpu_experiments.training.inputs import RunInputs, expected_programs, stage_rows, stage_steps
+from tpu_experiments.training.chosen import require_choices
+from tpu_experiments.training.inputs import RunInputs, expected_programs, num_steps, stage_rows
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
@@ -121,6 +122,7 @@ def check_model(config: Config) -> int:
             )
     module, report = describe(source, lora=config.lora)
     source.require_weights(shapes_of_base(module))
+    require_choices(resolve_stages(config), [name for name, p in module.named_parameters() if p.requires_grad])
     log.info("%s: %s", config.model.name, report)
     if config.hw.parallel == "spmd":
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -272,7 +274,7 @@ def check_loggers(config: Config) -> None:
 
 def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Loggers:
     """Every selected logger, told how long the run is and where it resumes."""
-    total = sum(stage_steps(stage_rows(inputs, stage, config=config), stage, config=config) for stage in inputs.stages)
+    total = sum(num_steps(inputs, stage, config=config) for stage in inputs.stages)
     context = LoggerContext(run_folder=folder, config=config, total_steps=total, resume_step=resume_step(folder))
     return Loggers(
         {

@@ -3,8 +3,10 @@
 `RunInputs` is made once before any device and handed to every process.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -13,12 +15,25 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.batches import Batch, OrderedRows, StageRows, WrittenRows, fixed_batches, trimmed
+from tpu_experiments.data.batches import (
+    Batch,
+    OrderedRows,
+    StageRows,
+    WrittenRows,
+    fixed_batches,
+    learning_all,
+    trimmed,
+)
 from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
+from tpu_experiments.training.step import TRAINS
 
+AnyRows = OrderedRows | ReplayedRows
+REPLAY_STAGE = 2**16
+"""Added to a stage's number where the order of its replayed rows is drawn, which are in an order of their own."""
 NOISE_STREAM = 2**192
 """Counter of Philox from which on the words of dropout are; the orders of rows are drawn from 0 on."""
 
@@ -65,8 +80,8 @@ class StepInfo:
     """Whether the stage ends with it."""
 
 
-def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> OrderedRows:
-    """The training rows of one stage in the order of `loader.order`.
+def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> AnyRows:
+    """The training rows of one stage in the order of `loader.order`; replayed ones are read in a permutation.
 
     Raises:
         ConfigError: the stage needs more epochs than were written.
@@ -74,48 +89,81 @@ def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> OrderedRow
     shuffled = shuffled_rows(inputs, stage, seed=config.seed)
     if config.loader.order == "permutation":
         return shuffled
+    own = shuffled.own if isinstance(shuffled, ReplayedRows) else shuffled
+    assert isinstance(own, StageRows)
     epochs = inputs.written.get(stage.index, [])
-    positions = stage_steps(shuffled, stage, config=config) * stage.geometry.global_rows
-    return WrittenRows(
+    positions = stage_steps(shuffled, stage, inputs=inputs, config=config) * stage.geometry.global_rows
+    if isinstance(shuffled, ReplayedRows):
+        positions -= shuffled.num_replayed(positions)
+    written = WrittenRows(
         [epoch.rows for epoch in epochs],
         origins=[epoch.origins_N for epoch in epochs],
         names=stage.sources,
-        counts=[part.num_rows for part in shuffled.parts],
-        num_positions=positions if stage.epochs is None else min(positions, shuffled.total_for(stage.epochs)),
+        counts=[part.num_rows for part in own.parts],
+        num_positions=positions if stage.epochs is None else min(positions, own.total_for(stage.epochs)),
     )
+    return replace(shuffled, own=written) if isinstance(shuffled, ReplayedRows) else written
 
 
-def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> StageRows:
+def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> AnyRows:
     """The training rows of one stage in a permutation of each epoch."""
-    parts = [inputs.sources[name].store("train", stage.geometry.seq_len) for name in stage.sources]
-    return StageRows(parts, names=stage.sources, seed=seed, stage_index=stage.index)
+
+    def rows_of(names: Sequence[str], stage_index: int) -> StageRows:
+        parts = [inputs.sources[name].store("train", stage.geometry.seq_len) for name in names]
+        return StageRows(parts, names=names, seed=seed, stage_index=stage_index)
+
+    own = rows_of(stage.sources, stage.index)
+    if not stage.replay:
+        return own
+    return ReplayedRows(own, rows_of(stage.replay_sources, REPLAY_STAGE + stage.index), Fraction(str(stage.replay)))
 
 
-def stage_steps(rows: OrderedRows, stage: Stage, *, config: Config) -> int:
-    """Optimizer steps of a stage."""
-    steps = stage.steps
+def stage_steps(rows: AnyRows, stage: Stage, *, inputs: RunInputs, config: Config) -> int:
+    """Optimizer steps of a stage, if it does not end before."""
+    steps, global_rows = stage.steps, stage.geometry.global_rows
     if stage.epochs is not None:
-        steps = rows.steps_for(stage.epochs, global_rows=stage.geometry.global_rows)
+        steps = rows.steps_for(stage.epochs, global_rows=global_rows)
+    if stage.tokens is not None:
+        steps = math.ceil(stage.tokens / (global_rows * tokens_of_a_row(inputs, stage)))
     assert steps is not None
     return min(steps, config.trainer.max_stage_steps or steps)
 
 
+def num_steps(inputs: RunInputs, stage: Stage, *, config: Config) -> int:
+    """The same, with the rows of `stage_rows`."""
+    return stage_steps(stage_rows(inputs, stage, config=config), stage, inputs=inputs, config=config)
+
+
+def tokens_of_a_row(inputs: RunInputs, stage: Stage) -> float:
+    """Mean over the rows of a stage, without padding."""
+    own, replayed = (
+        _mean_tokens(inputs, names, stage.geometry.seq_len) for names in (stage.sources, stage.replay_sources)
+    )
+    return (1 - stage.replay) * own + stage.replay * replayed
+
+
+def _mean_tokens(inputs: RunInputs, names: Sequence[str], seq_len: int) -> float:
+    splits = [inputs.sources[name].manifests[seq_len]["splits"]["train"] for name in names]
+    return sum(split["tokens"] for split in splits) / max(1, sum(split["rows"] for split in splits))
+
+
 def step_batches(
-    rows: OrderedRows,
+    rows: AnyRows,
     stage: Stage,
     *,
+    num_steps: int,
     config: Config,
     first: int,
     process: tuple[int, int],
+    trains: Tensor | None = None,
     left_out: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
     """The batches of a stage from step `first` to its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a run that goes on, on whatever devices, takes the row after the last one. The
-    steps `left_out` have a place in the schedule and no batch.
+    steps `left_out` have a place in the schedule and no batch. `trains` goes into every batch (training/chosen.py).
     """
     geometry = stage.geometry
-    num_steps = stage_steps(rows, stage, config=config)
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
     last = next((step for step in range(num_steps - 1, first, -1) if step not in left_out), first)
     for step in range(first, num_steps):
@@ -123,10 +171,11 @@ def step_batches(
             continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = cut(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
+        whole = learning_all(whole) if stage.learn == "all" else whole
         whole = with_noise(whole, stage.index, step, config=config)
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
-        yield info, training_tensors(mine, geometry, lr=lr)
+        yield info, training_tensors(mine, geometry, lr=lr) | ({} if trains is None else {TRAINS: trains})
 
 
 def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:
@@ -160,7 +209,7 @@ def cut(batch: Batch, *, config: Config) -> Batch:
 def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[Batch]]:
     """Held-out rows of every source in batches of one shape, at most `trainer.max_eval_rows` rows in all."""
     per_source = max(1, config.trainer.max_eval_rows // len(inputs.sources))
-    global_rows = inputs.stages[0].geometry.micro_rows * inputs.stages[0].geometry.num_shards
+    global_rows = evaluation_rows(inputs.stages)
     held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
     return {
         name: (cut(b, config=config) for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows))
@@ -169,13 +218,19 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
     }
 
 
+def evaluation_rows(stages: Sequence[Stage]) -> int:
+    """Rows of one batch of held-out rows: a micro-batch of the first stage with the longest rows, on every device."""
+    longest = max((stage.geometry for stage in stages), key=lambda geometry: geometry.seq_len)
+    return longest.micro_rows * longest.num_shards
+
+
 def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
     """Shapes of the token ids of one process for every program of a whole run, by the program's name.
 
     Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window.
     """
     geometries = [stage.geometry for stage in inputs.stages]
-    rows = geometries[0].micro_rows * geometries[0].num_shards // world_size
+    rows = evaluation_rows(inputs.stages) // world_size
     return {
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},

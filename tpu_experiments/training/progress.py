@@ -13,6 +13,19 @@ class StageRecord:
     tokens: int = 0
     first_train_loss: float | None = None
     last_train_loss: float | None = None
+    eval_loss: float | None = None
+    """Held-out loss over all sources behind its last step, of the best evaluation where it ended with that."""
+    eval_sources: dict[str, float] = field(default_factory=dict)
+    best_loss: float | None = None
+    """Lowest loss of its exit test so far."""
+    num_worse: int = 0
+    """Evaluations in a row that were no better."""
+    held_step: int | None = None
+    """Step of the run with the lowest one, whose checkpoint is kept until the stage ends with it."""
+    restored_step: int | None = None
+    """Step of the run whose parameters and optimizer state the stage ended with; None is its last."""
+    ended_by: str | None = None
+    """Why it ended before its last step."""
 
 
 @dataclass
@@ -65,6 +78,11 @@ class Progress:
     guard: GuardState = field(default_factory=GuardState)
     canary: dict[str, Any] | None = None
     """What the layout canary found; None where it was not asked."""
+
+    @property
+    def held_step(self) -> int | None:
+        """Step whose checkpoint must stay, for the stage may end with it."""
+        return self.stages[-1].held_step if self.stages else None
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ file by file: copied from the device, written, read back, looked at, dropped.
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from tpu_experiments.io import paths
 from tpu_experiments.io.retry import StorageFailed
 from tpu_experiments.io.spool import Spool
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.training.progress import Progress
 from tpu_experiments.training.proof import Answers, Look, Start, UnprovenError
 from tpu_experiments.training.saved import PARAMETERS, Snapshot
 from tpu_experiments.training.window import TrainingStopped
@@ -48,17 +50,19 @@ class Saver:
         self._has_asked = not settings.prove
         self._has_told = False
         self._saved_at = time.monotonic()
+        self._saved: Progress | None = None
 
     # ---- when -----------------------------------------------------------------------------------------------
 
-    def is_due(self, step: int, *, is_evaluated: bool, agrees: bool) -> bool:
+    def is_due(self, step: int, *, is_evaluated: bool, is_best: bool, agrees: bool) -> bool:
         """Whether a checkpoint is to follow this step.
 
         Args:
+            is_best: whether the stage may end with the parameters of this step.
             agrees: whether all processes are here, so that process 0 can tell them what its clock says.
         """
         every, minutes = self.settings.every_steps, self.settings.every_minutes
-        due = bool(every and step % every == 0) or (is_evaluated and self.settings.keep_best > 0)
+        due = bool(every and step % every == 0) or (is_evaluated and self.settings.keep_best > 0) or is_best
         if minutes and agrees:
             is_late = self._runtime.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes
             due = self._runtime.any_process(is_late) or due
@@ -175,11 +179,17 @@ class Saver:
         complete = store.latest_step(self.folder)
         if complete:
             eval_loss = read_manifest(self._target(complete)).eval_loss
-            self._retention.apply(newest=complete, eval_loss=eval_loss, keep=self._keep)
+            self._retention.apply(newest=complete, eval_loss=eval_loss, keep=self._kept_with(self._saved))
+
+    def _kept_with(self, progress: Progress | None) -> Keep:
+        """The policy, and the step that the stage may end with."""
+        held = progress.held_step if progress is not None else None
+        return self._keep if held is None else replace(self._keep, also=frozenset({held}))
 
     def _written(self, copy: Snapshot, folder: str) -> Written:
         """Every file, read back and looked at where that is asked for; it does not count yet."""
         started, progress = time.perf_counter(), copy.progress
+        self._saved = progress
         draft = store.begin(folder, step=progress.step, progress=progress.to_dict())
         num_read, look = 1, Look(self.start)
         if self.settings.prove:
@@ -209,7 +219,7 @@ class Saver:
         self._spool.bring_records(folder)
         store.commit(draft, eval_loss=eval_loss, proof=proof)
         retention = self._retention if folder == self.folder else Retention(folder)
-        retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._keep)
+        retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._kept_with(progress))
 
     def _target(self, step: int) -> str:
         return paths.join(self.folder, folder_name(step))

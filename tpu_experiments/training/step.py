@@ -19,12 +19,15 @@ from tpu_experiments.models.loss import chunked_row_losses
 from tpu_experiments.optim.base import Optimizer, State, clip, global_norm
 from tpu_experiments.runtime.layout import Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, Tensors, python_loop
+from tpu_experiments.training.chosen import by_parameter
 
 Rows = Mapping[str, Tensor]
 RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor]]
 """(module, parameters, rows (R, T)) to per-row loss sums in nats (R,) and supervised tokens (R,)."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
 ROW_TENSORS = ("ids", "learn", "positions", "segments")
+TRAINS = "trains"
+"""Of a batch: which parameters are updated (training/chosen.py), float32 (N,); all of them where it has none."""
 
 
 @dataclass
@@ -98,7 +101,7 @@ class TrainStep:
         Args:
             parameters: float32 trainable parameters by name.
             batch: `ids`, `learn`, `positions`, `segments` (A, R, T) int32, `lr` (1,) float32, and `noise` (A, R)
-                int32 where adapters have dropout.
+                int32 where adapters have dropout, `trains` (N,) where a stage of the run does not train everything.
         """
         micro_batches = [{k: batch[k][i] for k in ROW_TENSORS} for i in range(batch["ids"].shape[0])]
         supervised = torch.stack([target_weights(rows)[1].sum() for rows in micro_batches]).sum()
@@ -108,14 +111,17 @@ class TrainStep:
         with torch.no_grad():
             *grads, loss = self.sum_over_processes([*grads, row_losses_AR.sum() / total])
             named = dict(zip(parameters, grads, strict=True))
+            chosen = by_parameter(batch[TRAINS], parameters) if TRAINS in batch else {}
+            named |= {name: torch.where(mask, named[name], 0.0) for name, mask in chosen.items()}
             norm = global_norm(named)
             new_parameters, new_state = self.optimizer.update(
                 parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
             )
             # Sums over all processes and devices, so all of them update or none. In the update's own loops: no pass.
             is_finite = finite(loss) & finite(norm)
-            new_parameters = kept(parameters, new_parameters, where=is_finite)
-            new_state = {name: kept(slots, new_state[name], where=is_finite) for name, slots in state.items()}
+            where = {name: chosen[name] & is_finite if name in chosen else is_finite for name in state}
+            new_parameters = {n: torch.where(where[n], new_parameters[n], p) for n, p in parameters.items()}
+            new_state = {name: kept(slots, new_state[name], where=where[name]) for name, slots in state.items()}
             norms = None
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
@@ -160,7 +166,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def kept(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
-    """The new tensors where `where`, shape (), is true, else the old ones."""
+    """The new tensors where `where`, shape () or one that broadcasts, is true, else the old ones."""
     return {name: torch.where(where, new[name], tensor) for name, tensor in old.items()}
 
 

@@ -99,11 +99,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         f"finished {result['name']}",
         f"  held-out loss   {before:.4f} -> {after:.4f}  (perplexity {result['perplexity']:.2f})",
         *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {after:.4f}" for name, after in sources),
-        *(
-            f"  stage {s['name']:<10} {s['steps']} steps, {s['tokens']:,} tokens, train loss "
-            f"{s['first_train_loss']:.4f} -> {s['last_train_loss']:.4f}"
-            for s in result["stages"]
-        ),
+        *(line for stage in result["stages"] for line in _stage_lines(stage)),
         *_guard_lines(result["guard"]),
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s; seconds: {times}",
@@ -121,6 +117,17 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
         "  python run.py " + shlex.quote(f"name={result['name']}_r32") + " lora=all_linear_r32   # rank 32 instead",
     ]
     return "\n".join(lines)
+
+
+def _stage_lines(stage: dict[str, Any]) -> list[str]:
+    """What became of a stage, and why it ended where that was not its last step."""
+    line = (
+        f"  stage {stage['name']:<10} {stage['steps']} steps, {stage['tokens']:,} tokens, train loss "
+        f"{_loss(stage['first_train_loss'])} -> {_loss(stage['last_train_loss'])}, held-out {_loss(stage['eval_loss'])}"
+    )
+    notes = [stage["ended_by"]] if stage["ended_by"] else []
+    notes += [f"it ends with step {stage['restored_step']}, its best"] if stage["restored_step"] else []
+    return [line, *(f"    {note}" for note in notes)]
 
 
 def _step_lines(meters: dict[str, float | None]) -> list[str]:

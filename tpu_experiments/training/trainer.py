@@ -14,9 +14,10 @@ from tpu_experiments.checkpoint.store import remove_after
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.training.canary import sing
-from tpu_experiments.training.evaluate import Evaluation
+from tpu_experiments.training.chosen import trains_of
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.inputs import (
+    AnyRows,
     StepInfo,
     program_shapes,
     stage_rows,
@@ -26,17 +27,17 @@ from tpu_experiments.training.inputs import (
 from tpu_experiments.training.profiling import Profiler
 from tpu_experiments.training.progress import StageRecord
 from tpu_experiments.training.sample import prompt_ids
-from tpu_experiments.training.saved import Snapshot, read_state, snapshot
+from tpu_experiments.training.saved import Snapshot, snapshot
+from tpu_experiments.training.staged import Staged
 from tpu_experiments.training.step import StepOutput, seed_of
 from tpu_experiments.training.stop import StoppedByRequest
 from tpu_experiments.training.summary import Ending
-from tpu_experiments.training.watched import Watched
 from tpu_experiments.training.window import Pending, TrainingStopped
 
 log = logging.getLogger(__name__)
 
 
-class Trainer(Watched):
+class Trainer(Staged):
     """One run in one process; with several processes each has one and only rank 0 writes."""
 
     # ---- the run --------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ class Trainer(Watched):
         """Train one stage from where the progress stands to its last step."""
         self.leave_if_asked()
         rows = stage_rows(self.inputs, stage, config=self.config)
-        num_steps = stage_steps(rows, stage, config=self.config)
+        num_steps = stage_steps(rows, stage, inputs=self.inputs, config=self.config)
         if self.progress.stage_step == 0:
             self.progress.stages.append(StageRecord(stage.name))
             self.progress.guard.recent = []
@@ -82,9 +83,27 @@ class Trainer(Watched):
         log.info(
             "stage %s: %d steps over %d rows of %s", stage.name, num_steps, rows.num_rows, ", ".join(stage.sources)
         )
+        if self.progress.stages[-1].ended_by is None:
+            self.train_stage(stage, rows, num_steps=num_steps)
+        self.end_stage(stage)
+        self.progress.stage, self.progress.stage_step = stage.index + 1, 0
+        self.save(ends_stage=True)
+
+    def train_stage(self, stage: Stage, rows: AnyRows, *, num_steps: int) -> None:
+        """The steps of a stage that are not done, up to its exit test where it has one."""
         first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
         process = (self.runtime.rank, self.runtime.world_size)
-        batches = step_batches(rows, stage, config=self.config, first=first, process=process, left_out=left_out)
+        trains = trains_of(stage.trainable, self.parameters, stages=self.inputs.stages)
+        batches = step_batches(
+            rows,
+            stage,
+            num_steps=num_steps,
+            config=self.config,
+            first=first,
+            process=process,
+            trains=trains,
+            left_out=left_out,
+        )
         with self.watch.measure("train"), self.counted():
             self.meters.begin(stage.geometry)
             with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
@@ -92,13 +111,16 @@ class Trainer(Watched):
                     self.profile_from_here()
                     self.train_one(info, batch)
                     self.profile_up_to_here(last=info.is_last)
-                    self.between_steps(last=info.is_last)
-            assert left_out.issuperset(range(self.progress.stage_step, num_steps)), "the feed ended before the stage"
-            self.progress.advance(num_steps)
+                    self.between_steps(stage, last=info.is_last)
+                    if self.progress.stages[-1].ended_by:
+                        self.read_rest()
+                        break
+                else:
+                    done = range(self.progress.stage_step, num_steps)
+                    assert left_out.issuperset(done), "the feed ended before the stage"
+                    self.progress.advance(num_steps)
             self.settle()
             self.heed_guard()
-        self.progress.stage, self.progress.stage_step = stage.index + 1, 0
-        self.save(ends_stage=True)
 
     def train_one(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
@@ -120,7 +142,7 @@ class Trainer(Watched):
         self.progress.peak_lr = max(self.progress.peak_lr, info.lr)
         self.progress.stages[-1].tokens += info.num_tokens
 
-    def between_steps(self, *, last: bool) -> None:
+    def between_steps(self, stage: Stage, *, last: bool) -> None:
         """Log what has arrived; evaluate, save or stop when that is due."""
         config, step = self.config, self.progress.step
         self.record(self.window.drain())
@@ -129,7 +151,7 @@ class Trainer(Watched):
         if is_evaluated:
             self.settle()
             with self.meters.aside():
-                self.report_evaluation(self.timed_evaluation())
+                self.evaluate_stage(stage)
         agrees = step % config.trainer.log_every_steps == 0 or self.runtime.world_size == 1
         self.saver.look(agrees=agrees)
         if agrees:
@@ -138,7 +160,9 @@ class Trainer(Watched):
             self.save(leaves=True)
             self.stop.grace.leave()
             raise StoppedByRequest
-        if self.saver.is_due(step, is_evaluated=is_evaluated, agrees=agrees) and not last and self.is_sound():
+        is_best = is_evaluated and self.progress.stages[-1].held_step == step
+        due = self.saver.is_due(step, is_evaluated=is_evaluated, is_best=is_best, agrees=agrees)
+        if due and not last and self.is_sound():
             self.save(is_interval=True)
 
     def roll_back(self, wish: RollBack) -> None:
@@ -189,8 +213,9 @@ class Trainer(Watched):
     def look_after(self) -> None:
         """Held-out loss, a sample, the export and result.json."""
         self.leave_if_asked()
-        evaluation = self.timed_evaluation()
-        self.report_evaluation(evaluation)
+        evaluation = self.evaluated or self.timed_evaluation()
+        if self.progress.eval_step != self.progress.step:
+            self.report_evaluation(evaluation)
         self.guard.last_word(evaluation.loss, self.progress.guard)
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
@@ -212,16 +237,6 @@ class Trainer(Watched):
             proof=proof,
         )
         self.outputs.result(ending)
-
-    def timed_evaluation(self) -> Evaluation:
-        """Evaluate outside the training time."""
-        with self.watch.measure("eval"):
-            return self.evaluate()
-
-    def report_evaluation(self, evaluation: Evaluation) -> None:
-        """Hand an evaluation to the loggers."""
-        self.progress.eval_loss, self.progress.eval_step = evaluation.loss, self.progress.step
-        self.outputs.evaluation(self.progress.step, evaluation)
 
     def write_sample(self, when: str) -> str | None:
         """A continuation of `sample.prompt`, logged."""
@@ -259,16 +274,7 @@ class Trainer(Watched):
 
     def restore(self, *, before: int | None = None) -> None:
         """Go on from the newest complete checkpoint of the run folder (of a step below `before`), if there is one."""
-        self.saver.join()
-        folder, place = self.outputs.folder.path("checkpoints"), self.runtime.place
-        found = read_state(
-            folder,
-            parameters=self.parameters,
-            state=self.state,
-            place=place,
-            before=before,
-            max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
-        )
+        found = self.read_checkpoint(before=before)
         if found is not None:
             self.progress, self.window.carried = found, list(found.open_losses)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)

@@ -30,6 +30,12 @@ class Watched(Parts):
         self.runtime.wait()
         self.record(self.window.drain())
 
+    def read_rest(self) -> None:
+        """Have a record of the steps since the last one, where a stage ends before a record is due."""
+        steps = self.window.close()
+        if steps:
+            self.window.read(steps)
+
     def heed_guard(self) -> None:
         """Leave the stage when a process's guard wants to roll back; all processes come here at the same step.
 

@@ -32,7 +32,7 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
         return steps, [f"hours and dollars need the length of an epoch: {error}"]
     inputs = RunInputs(tokenizer, sources, list(stages))
     rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
-    return {stage.name: stage_steps(rows[stage.name], stage, config=config) for stage in stages}, []
+    return {stage.name: stage_steps(rows[stage.name], stage, inputs=inputs, config=config) for stage in stages}, []
 
 
 def with_run(

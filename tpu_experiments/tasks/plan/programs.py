@@ -17,8 +17,9 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.shapes import ShapesOfModel
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
-from tpu_experiments.training.inputs import RunInputs, has_dropout
-from tpu_experiments.training.step import ROW_TENSORS
+from tpu_experiments.training.chosen import trains_of
+from tpu_experiments.training.inputs import RunInputs, evaluation_rows, has_dropout
+from tpu_experiments.training.step import ROW_TENSORS, TRAINS
 
 Shape = tuple[int, int, int]
 
@@ -78,7 +79,7 @@ def shape_of(stage: Stage, *, runtime: TracingRuntime) -> Shape:
 
 def evaluation_shape(config: Config, stages: list[Stage], *, runtime: TracingRuntime) -> tuple[int, int]:
     """(R, T) of one process's batch, as training/inputs.py cuts it."""
-    rows = stages[0].geometry.micro_rows * stages[0].geometry.num_shards // runtime.world_size
+    rows = evaluation_rows(stages) // runtime.world_size
     return rows, max(stage.geometry.seq_len for stage in stages)
 
 
@@ -87,7 +88,7 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
     lowered: Lowered = trainer.runtime.lower(
         lambda sent: stepped(trainer, sent),
         name="train",
-        batch=batch_like(shape, config=trainer.config),
+        batch=batch_like(shape, config=trainer.config) | choice_like(trainer),
         rows_dim=1,
         renewed=lambda out: renewed(trainer, out),
     )
@@ -122,6 +123,12 @@ def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
     if has_dropout(config):
         batch[NOISE] = torch.empty(shape[:2], dtype=torch.int32, device="meta")
     return batch
+
+
+def choice_like(trainer: Any) -> dict[str, Tensor]:
+    """What a batch holds where a stage does not train everything."""
+    trains = trains_of((), trainer.parameters, stages=trainer.inputs.stages)
+    return {} if trains is None else {TRAINS: trains.to("meta")}
 
 
 @contextmanager

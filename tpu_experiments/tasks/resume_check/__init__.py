@@ -19,7 +19,7 @@ from tpu_experiments.tasks.resume_check.children import KILLED, WHOLE, Children,
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
 from tpu_experiments.tasks.train import check_model, make_inputs
-from tpu_experiments.training.inputs import stage_rows, stage_steps
+from tpu_experiments.training.inputs import num_steps
 
 log = logging.getLogger(__name__)
 MIN_STEPS = 4
@@ -72,7 +72,7 @@ def plan_kills(config: Config) -> list[Kill]:
         ConfigError: the first stage is too short for a kill between two checkpoints.
     """
     inputs = make_inputs(config)
-    steps = [stage_steps(stage_rows(inputs, stage, config=config), stage, config=config) for stage in inputs.stages]
+    steps = [num_steps(inputs, stage, config=config) for stage in inputs.stages]
     name, first = inputs.stages[0].name, steps[0]
     if first < MIN_STEPS:
         raise ConfigError(

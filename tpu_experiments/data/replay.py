@@ -1,0 +1,53 @@
+"""A stage's own rows with a share of other rows among them, exact at every step and a function of the step alone."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from tpu_experiments.data.batches import Batch, OrderedRows, one_batch
+from tpu_experiments.data.rows import Rows
+
+
+@dataclass(frozen=True)
+class ReplayedRows:
+    """Of the first n rows of a stage floor(n x share) are replayed; in a batch they follow the stage's own.
+
+    Both kinds go through their epochs on their own, and so do positions: `num_total` counts the stage's own rows.
+    """
+
+    own: OrderedRows
+    replayed: OrderedRows
+    share: Fraction
+    """Between 0 and 1."""
+
+    @property
+    def num_rows(self) -> int:
+        """Of the stage's own sources."""
+        return self.own.num_rows
+
+    def num_replayed(self, num_rows: int) -> int:
+        """Replayed rows among the first `num_rows`."""
+        return math.floor(num_rows * self.share)
+
+    def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
+        """As of `OrderedRows`; the padding behind the last own row follows the replayed ones."""
+        first, last = step * global_rows, (step + 1) * global_rows
+        before, after = self.num_replayed(first), self.num_replayed(last)
+        own, own_labels = self.own.between(first - before, last - after, num_total=num_total)
+        others, other_labels = self.replayed.between(before, after)
+        return one_batch(Rows.concatenate([own, others]), labels=own_labels + other_labels, global_rows=global_rows)
+
+    def total_for(self, epochs: float) -> int:
+        """The stage's own rows in that many epochs."""
+        return self.own.total_for(epochs)
+
+    def steps_for(self, epochs: float, *, global_rows: int) -> int:
+        """Steps that cover that many epochs of the stage's own rows."""
+        total = self.total_for(epochs)
+        steps = math.ceil(Fraction(total) / global_rows / (1 - self.share))
+        while steps > 1 and self._own_rows((steps - 1) * global_rows) >= total:
+            steps -= 1
+        return steps
+
+    def _own_rows(self, num_rows: int) -> int:
+        return num_rows - self.num_replayed(num_rows)

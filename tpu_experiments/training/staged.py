@@ -1,0 +1,100 @@
+"""What a trainer does with the evaluations of a stage: report them, and end the stage by them."""
+
+import logging
+import math
+
+from tpu_experiments.checkpoint.store import latest_step
+from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.training.evaluate import Evaluation
+from tpu_experiments.training.progress import Progress, StageRecord
+from tpu_experiments.training.saved import read_state
+from tpu_experiments.training.watched import Watched
+
+log = logging.getLogger(__name__)
+
+
+class Staged(Watched):
+    """Base of `Trainer` between looking at steps and running stages; every process decides the same."""
+
+    evaluated: Evaluation | None = None
+    """Of the parameters as they are."""
+
+    def timed_evaluation(self) -> Evaluation:
+        """Evaluate outside the training time."""
+        with self.watch.measure("eval"):
+            return self.evaluate()
+
+    def report_evaluation(self, evaluation: Evaluation) -> None:
+        """Hand an evaluation to the loggers."""
+        self.progress.eval_loss, self.progress.eval_step = evaluation.loss, self.progress.step
+        self.outputs.evaluation(self.progress.step, evaluation)
+
+    def evaluate_stage(self, stage: Stage) -> None:
+        """Evaluate after a step of a stage, report it, and have the stage's exit test look at it."""
+        evaluation = self.timed_evaluation()
+        self.report_evaluation(evaluation)
+        record = self.progress.stages[-1]
+        record.eval_loss, record.eval_sources = evaluation.loss, evaluation.sources
+        if stage.watches:
+            judge(record, evaluation, stage=stage, step=self.progress.step)
+            if record.ended_by:
+                log.info("stage %s ends after %d steps: %s", stage.name, record.steps, record.ended_by)
+        self.evaluated = evaluation
+
+    def end_stage(self, stage: Stage) -> None:
+        """Evaluate behind the last step, and go back to the best evaluation where the stage ends with that."""
+        if self.progress.eval_step != self.progress.step:
+            self.evaluate_stage(stage)
+        record = self.progress.stages[-1]
+        best, record.held_step = record.held_step, None
+        if best is None or best == self.progress.step:
+            return
+        self.saver.join()  # it may be about to be complete
+        folder = self.outputs.folder.path("checkpoints")
+        if self.runtime.any_process(latest_step(folder, before=best + 1) != best):
+            log.warning(
+                "stage %s: there is no checkpoint of step %d, its best; it ends with its last", stage.name, best
+            )
+            return
+        self.read_checkpoint(before=best + 1)
+        assert record.best_loss is not None
+        record.restored_step, record.eval_loss, record.eval_sources = best, record.best_loss, {}
+        self.evaluated = None
+        log.info("stage %s ends with step %d, whose exit loss %.4f is its best", stage.name, best, record.best_loss)
+
+    def read_checkpoint(self, *, before: int | None = None) -> Progress | None:
+        """Parameters and optimizer state of the newest complete checkpoint (of a step below `before`)."""
+        self.saver.join()
+        return read_state(
+            self.outputs.folder.path("checkpoints"),
+            parameters=self.parameters,
+            state=self.state,
+            place=self.runtime.place,
+            before=before,
+            max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+        )
+
+
+def judge(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: int) -> None:
+    """Compare an evaluation with those before it in the stage, and note in `record` whether the stage ends by it."""
+    test = stage.exit
+    loss = exit_loss(evaluation, stage=stage)
+    if math.isfinite(loss) and (record.best_loss is None or loss < record.best_loss - test.min_delta):
+        record.best_loss, record.num_worse = loss, 0
+        record.held_step = step if test.ends_with == "best" else None
+    else:
+        record.num_worse += 1
+    if test.eval_loss is not None and loss <= test.eval_loss:
+        record.ended_by = f"its held-out loss {loss:.4f} is at most {test.eval_loss} (exit.eval_loss)"
+    elif test.patience is not None and record.num_worse >= test.patience:
+        record.ended_by = (
+            f"{record.num_worse} evaluations in a row were not better than {record.best_loss or math.nan:.4f} "
+            "(exit.patience)"
+        )
+
+
+def exit_loss(evaluation: Evaluation, *, stage: Stage) -> float:
+    """Mean over the sources that count of each one's held-out loss, nats per token; all tokens where none has one."""
+    sources = stage.exit.sources or stage.sources
+    losses = [evaluation.sources[name] for name in sources if name in evaluation.sources]
+    return sum(losses) / len(losses) if losses else evaluation.loss
