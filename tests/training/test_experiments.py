@@ -52,6 +52,7 @@ def test_main_job_leaves_a_whole_run_folder(tmp_path):
     assert {path.name for path in (folder / "adapter").iterdir()} == {
         "adapter_model.safetensors",
         "adapter_config.json",
+        "README.md",
     }
     assert any(path.name.startswith("events.out") for path in (folder / "tensorboard").iterdir())
     assert "expecting 3 compiled programs" in (folder / "run.log").read_text()

@@ -18,6 +18,7 @@ from tpu_experiments.logging.base import Loggers
 from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
 from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.training.card import write_card
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 from tpu_experiments.training.lives import Ledger
@@ -50,6 +51,7 @@ class RunOutputs:
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.reopened = reopened
         self.adapter_path: str | None = None
+        self.base_path: str | None = None
         self.export_digests: dict[str, str] = {}
         self.sample_texts: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
@@ -150,19 +152,19 @@ class RunOutputs:
             tensors = one_by_one(model.trainable)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
             return
-        base_path = source.reference
+        self.base_path = source.reference
         if source.random:
-            base_path = paths.absolute(self.folder.path("base"))
+            self.base_path = paths.absolute(self.folder.path("base"))
             shapes = dict(source.empty().named_parameters())
             weights = ((w.name, w.tensor) for w in source.weights(list(shapes)))
-            write_model(base_path, tensors=weights, shapes=shapes, **writing)
+            write_model(self.base_path, tensors=weights, shapes=shapes, **writing)
         self.adapter_path = self.folder.path("adapter")
         self.export_digests = write_adapter(
             self.adapter_path,
             parameters=to_host(model.trainable),
             initial=model.initial,
             lora=config.lora,
-            base_path=base_path,
+            base_path=self.base_path,
             revision=config.model.revision,
         )
 
@@ -178,8 +180,13 @@ class RunOutputs:
         goodput = self.ledger.result() if self.ledger is not None else None
         self.close("finished")
         fields = result_fields(ending, config=config, provenance=self.provenance)
-        fields |= {"adapter_path": self.adapter_path, "expected_programs": expected_programs(self.inputs, config)}
+        fields |= {
+            "adapter_path": self.adapter_path,
+            "base_path": self.base_path,
+            "expected_programs": expected_programs(self.inputs, config),
+        }
         fields |= {"plan": held_against(self.promise, self._measured(ending)), "goodput": goodput}
+        write_card(self.folder, fields, config, self.inputs.stages)
         write_result(self.folder, fields)
 
     def _measured(self, ending: Ending) -> Measured:

@@ -54,7 +54,7 @@ class Saver:
 
     # ---- when -----------------------------------------------------------------------------------------------
 
-    def is_due(self, step: int, *, is_evaluated: bool, is_best: bool, agrees: bool) -> bool:
+    def is_due(self, step: int, *, is_evaluated: bool, agrees: bool, is_best: bool = False) -> bool:
         """Whether a checkpoint is to follow this step.
 
         Args:

@@ -1,0 +1,221 @@
+"""The run card: one Markdown page of what was trained, on what, with which result, and how to load it.
+
+It lies in the run folder and, as the README.md that the Hub shows, beside the adapter or the model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.repocard_data import EvalResult
+from huggingface_hub.utils import validate_repo_id
+
+from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import RunFolder, config_yaml
+
+CARD = "README.md"
+
+
+def write_card(folder: RunFolder, result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> None:
+    """`<run>/README.md` and the same beside what was exported."""
+    text = card(result, config, stages)
+    for place in (folder.path(CARD), paths.join(result["adapter_path"], CARD)):
+        paths.write_text_atomic(place, text)
+
+
+def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> str:
+    """The page; `result` has the fields of result.json."""
+    sections = {
+        "Use": _use(result, config),
+        "Results": _results(result, config),
+        "Stages": _stages(result, stages),
+        "Data": _data(result, config),
+        "Samples": _samples(result, config),
+        "Hardware, time and cost": _cost(result, config),
+        "Where it comes from": _origin(result, config),
+    }
+    body = "\n".join(f"## {title}\n\n{text}\n" for title, text in sections.items())
+    details = f"<details><summary>The whole config</summary>\n\n```yaml\n{config_yaml(config)}```\n\n</details>\n"
+    return f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_what(result, config)}\n\n{body}\n{details}"
+
+
+def _metadata(result: Mapping[str, Any], config: Config) -> str:
+    """The Hub's metadata, with held-out losses as results."""
+    is_adapter = config.lora.r > 0
+    hub_ids = [source.path for source in config.data.values() if _is_hub_id(source.path) and config.data_size == "full"]
+    results = [
+        EvalResult("text-generation", name, name, "loss", loss, metric_name="held-out loss, nats per token")
+        for name, loss in result["eval_sources"].items()
+    ]
+    data = ModelCardData(
+        base_model=config.model.path if _is_hub_id(config.model.path) and config.model.size == "full" else None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["tpu_experiments", *(["lora"] if is_adapter else [])],
+        datasets=hub_ids or None,
+        model_name=result["name"] if results else None,
+        eval_results=results or None,
+    )
+    return data.to_yaml() + "\n"
+
+
+def _is_hub_id(path: str) -> bool:
+    """`organisation/name`, as opposed to a file, a folder or a URL."""
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return path.count("/") == 1 and suffixes_of(path)[0] not in DATA_SUFFIXES and not paths.exists(path)
+
+
+def _what(result: Mapping[str, Any], config: Config) -> str:
+    trained = f"{result['num_trainable']:,} of {result['num_parameters']:,} parameters"
+    base = f"`{config.model.path}`" if config.model.size == "full" else f"a tiny stand-in for `{config.model.path}`"
+    if config.lora.r == 0:
+        return f"All weights of {base} ({trained}), trained with tpu_experiments."
+    lora = config.lora
+    return (
+        f"A LoRA adapter of rank {lora.r}, alpha {lora.alpha:g} and dropout {lora.dropout:g} on "
+        f"{', '.join(lora.targets)} of {base} ({trained}), trained with tpu_experiments."
+    )
+
+
+def _use(result: Mapping[str, Any], config: Config) -> str:
+    place, dtype = result["adapter_path"], config.model.dtype
+    if config.lora.r == 0:
+        code = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f'model = AutoModelForCausalLM.from_pretrained("{place}", dtype="{dtype}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
+        ]
+    else:
+        base = result.get("base_path") or config.model.path
+        code = [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM",
+            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}")',
+            f'model = PeftModel.from_pretrained(base, "{place}")',
+        ]
+    return "```python\n" + "\n".join(code) + "\n```"
+
+
+def _results(result: Mapping[str, Any], config: Config) -> str:
+    before, after = result["eval_sources_before"], result["eval_sources"]
+    rows = [(name, before.get(name), after[name]) for name in after]
+    if len(rows) > 1:
+        rows.append(("all", result["eval_loss_before"], result["eval_loss"]))
+    table = _table(
+        ("held-out documents of", "base, nats per token", "trained", "difference"),
+        [(name, _number(old), _number(new), _number(_minus(new, old), "+.4f")) for name, old, new in rows],
+    )
+    return (
+        f"{table}\n\nMean loss per supervised token over {result['eval_tokens']:,} tokens of documents that were not "
+        f"trained on (at most {config.trainer.max_eval_rows} rows); perplexity {_number(result['perplexity'], ',.2f')}."
+    )
+
+
+def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:
+    """The lineage: what was trained on what was there, in this order."""
+    rows, notes = [], []
+    for record, stage in zip(result["stages"], stages, strict=False):
+        replayed = f", {100 * stage.replay:g} % of {', '.join(stage.replay_sources)}" if stage.replay else ""
+        geometry = stage.geometry
+        rows.append(
+            (
+                stage.name,
+                ", ".join(stage.sources) + replayed,
+                f"{geometry.global_rows} x {geometry.seq_len}",
+                f"{record['steps']:,}",
+                f"{record['tokens']:,}",
+                f"{stage.lr:g}, {stage.schedule.name}",
+                f"{_number(record['first_train_loss'])} to {_number(record['last_train_loss'])}",
+                _number(record["eval_loss"]),
+            )
+        )
+        notes += [f"- {stage.name} ended early: {record['ended_by']}"] if record["ended_by"] else []
+        notes += [f"- {stage.name} ended with step {record['restored_step']}"] if record["restored_step"] else []
+        notes += [f"- {stage.name} trained {', '.join(stage.trainable)} only"] if stage.trainable else []
+        notes += [f"- {stage.name} began with a fresh optimizer"] if stage.optimizer == "fresh" and stage.index else []
+    header = ("stage", "data", "rows x tokens", "steps", "tokens", "peak learning rate", "train loss", "held-out loss")
+    return "\n".join([_table(header, rows), *(["", *notes] if notes else [])])
+
+
+def _data(result: Mapping[str, Any], config: Config) -> str:
+    hashes = result["data_audit"]
+    rows = [
+        (
+            name,
+            f"`{source.sample_path if config.data_size == 'sample' else source.path}`",
+            source.revision or "newest",
+            source.kind,
+            ", ".join(f"{value} ({key.rpartition('@')[2]} tokens)" for key, value in _of_source(hashes, name)),
+        )
+        for name, source in config.data.items()
+    ]
+    return _table(("source", "from", "revision", "kind", "audit hash (row length)"), rows)
+
+
+def _of_source(hashes: Mapping[str, str], name: str) -> Iterator[tuple[str, str]]:
+    return ((key, value) for key, value in hashes.items() if key.rpartition("@")[0] == name)
+
+
+def _samples(result: Mapping[str, Any], config: Config) -> str:
+    if result["sample_after"] is None:
+        return "None were written."
+    texts = {"before": result["sample_before"], "after": result["sample_after"]}
+    return "\n\n".join(
+        [f"Prompt: {config.sample.prompt}", *(f"{when}:\n\n{_quoted(text)}" for when, text in texts.items())]
+    )
+
+
+def _quoted(text: str | None) -> str:
+    return "\n".join(f"> {line}" for line in (text or "-").splitlines() or ["-"])
+
+
+def _cost(result: Mapping[str, Any], config: Config) -> str:
+    run = (result.get("goodput") or {}).get("run") or {}
+    rows = [
+        ("hardware", f"{config.hw.name}, {config.hw.num_devices} devices, {config.hw.runtime} ({config.hw.parallel})"),
+        ("speed", f"{result['tokens_per_second']:,.0f} tokens/s over all devices"),
+        ("compiled programs", f"{result['num_compiles']}, {result['compiles_after_warmup']} of them after warm-up"),
+    ]
+    if run:
+        times = run["lives"]
+        rows.insert(
+            1, ("wall time", f"{run['wall_seconds'] / 3600:.2f} h in {times} {'life' if times == 1 else 'lives'}")
+        )
+        prices = [f"${usd:,.2f} {kind.replace('_', ' ')}" for kind, usd in run["usd"].items() if usd is not None]
+        rows.insert(2, ("cost", ", ".join(prices) or f"hw={config.hw.name} has no price"))
+    planned = (result.get("plan") or {}).get("step_seconds") or {}
+    if planned.get("planned") is not None:
+        rows.append(("a step", f"{planned['measured']:.3f} s, planned {planned['planned']:.3f} s"))
+    return _table(("", ""), rows)
+
+
+def _origin(result: Mapping[str, Any], config: Config) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    return _table(
+        ("", ""),
+        [
+            ("code", f"commit {result['git_commit'] or 'unknown'}"),
+            ("config", f"hash {result['config_hash']}, seed {config.seed}"),
+            ("versions", versions),
+        ],
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _minus(new: float | None, old: float | None) -> float | None:
+    return None if new is None or old is None else new - old
