@@ -1,10 +1,11 @@
 """Every experiment's tiny version runs as a whole and compiles what it said it would, nothing later."""
 
 import json
+import os
 
 import pytest
 
-from tests.training.runs import REPOSITORY, finished, records
+from tests.training.runs import REPOSITORY, finished, losses, records
 
 pytestmark = pytest.mark.xla
 EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
@@ -17,6 +18,15 @@ def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
     assert result["compiles_after_warmup"] == 0
     assert result["status"] == "finished"
     assert all(stage["steps"] == 6 for stage in result["stages"])
+    require_golden(name, [*losses(tmp_path), result["eval_loss_before"], result["eval_loss"]])
+
+
+def require_golden(name, found):
+    """Logged training losses and the held-out ones before and after, as they were; UPDATE_GOLDEN=1 writes them anew."""
+    file = REPOSITORY / "tests" / "golden" / "losses" / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.write_text("".join(f"{loss!r}\n" for loss in found))
+    assert found == pytest.approx([float(line) for line in file.read_text().split()], abs=1e-5)
 
 
 def test_the_padded_last_batch_of_an_epoch_compiles_nothing(tmp_path):
