@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from run import point_name
 from tests.config.composing import composed
 from tpu_experiments.io.folder import open_run
 from tpu_experiments.runtime.env import tpu_present
@@ -155,14 +154,6 @@ def test_no_tpu_where_the_hardware_asks_for_one(tmp_path: Path) -> None:
     assert ended.err.startswith("error: hw=v6e8 asks for a TPU and this machine has none")
     assert "use hw=cpu here" in ended.err
     assert list(ended.folder.iterdir()) == []
-
-
-def test_a_sweep_point_has_a_name_that_the_checks_accept() -> None:
-    assert point_name(["lora.r=8", "lora.alpha=16"]) == "lora.r=8,lora.alpha=16"
-    assert point_name([]) == "base"
-    for overrides in (["data=[wiki_ro,uk_law]"], ["+model.arch.x=1", "data.uk_law.path=/a b/c"], ["~local", "seed=1"]):
-        point = point_name(overrides)
-        assert composed(f"name='{point}'").name == point
 
 
 def test_the_config_is_shown_without_running_anything(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ LAYER_OF = {
     "training": 4,
     "planning": 4,
     "tasks": 5,
+    "sweeping": 5,
 }
 XLA_FILES = (
     "xla",

@@ -19,6 +19,7 @@ TOP_LEVEL = {
     "LICENSE",
     "README.md",
     "conf",
+    "hydra_plugins",
     "launch",
     "outputs",
     "pyproject.toml",

@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "trainer.profile.",
     "trainer.guard.",
     "trainer.canary.",
+    "sweeping.",
 )
 
 

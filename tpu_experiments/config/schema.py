@@ -23,6 +23,7 @@ from tpu_experiments.config.sources import (
     ShardingConfig,
 )
 from tpu_experiments.config.stages import CurriculumConfig, ScheduleConfig
+from tpu_experiments.config.sweeping import SweepingConfig
 
 
 @dataclass
@@ -176,6 +177,7 @@ class Config:
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    sweeping: SweepingConfig = field(default_factory=SweepingConfig)
     logger: dict[str, LoggerConfig] = field(default_factory=dict)
 
 
@@ -196,6 +198,8 @@ def register() -> None:
     """Put every schema into Hydra's ConfigStore, so that a YAML file can extend it by `defaults: [base, _self_]`."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config, provider="tpu_experiments")
+    launcher = {"_target_": "hydra_plugins.points.PointLauncher"}
+    store.store(group="hydra/launcher", name="points", node=launcher, provider="tpu_experiments")
     for group, schemas in GROUPS.items():
         for name, node in schemas.items():
             store.store(group=group, name=name, node=node, provider="tpu_experiments")

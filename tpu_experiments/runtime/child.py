@@ -1,10 +1,12 @@
-"""A command as a child process that is passed requests to stop and does not outlive the process that started it."""
+"""Commands as child processes that are passed requests to stop and do not outlive the process that started them."""
 
 import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 
 from tpu_experiments.runtime.stopping import SIGNALS
@@ -13,33 +15,59 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Relay:
-    """Passes SIGTERM and Ctrl-C on to the child that runs, and remembers that there was one."""
+    """Passes SIGTERM and Ctrl-C on to the children that run, and remembers that there was one."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._child: subprocess.Popen[bytes] | None = None
+        self._children: list[subprocess.Popen[bytes]] = []
 
-    def run(self, command: Sequence[str]) -> int:
-        """The child's exit code; from the first call on this process does not end by these signals itself.
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cores: Set[int] | None = None,
+        output: Path | None = None,
+    ) -> "subprocess.Popen[bytes]":
+        """A child; from the first call on this process does not end by these signals itself.
 
-        Only the main thread may call it.
+        Only the main thread may call it: the kernel kills a child when the thread that started it ends.
+
+        Args:
+            env: the child's variables beside those of this process.
+            cores: the only CPU cores it may use; None for all.
+            output: a file that its output is added to; None for this process's own streams.
         """
         for number in SIGNALS:
             signal.signal(number, self._pass_on)
         parent = os.getpid()
-        # In a group of its own: a terminal's Ctrl-C would reach the child twice, and the second one ends it at once.
-        with subprocess.Popen(command, preexec_fn=lambda: die_with(parent), process_group=0) as child:
-            self._child = child
-            if self.asked:  # while it was started
-                child.terminate()
-            code = child.wait()
-            self._child = None
-        return code
+
+        def prepare() -> None:
+            die_with(parent)
+            os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
+
+        with ExitStack() as stack:
+            stream = None if output is None else stack.enter_context(output.open("ab"))
+            given = {"env": {**os.environ, **(env or {})}, "stdout": stream, "stderr": stream}
+            # In a group of its own: a terminal's Ctrl-C would reach the child twice, and the second ends it at once.
+            child = subprocess.Popen(command, preexec_fn=prepare, process_group=0, **given)  # type: ignore[call-overload]
+        self._children = [*(each for each in self._children if each.poll() is None), child]
+        if self.asked:  # while it was started
+            child.terminate()
+        return child
+
+    def run(self, command: Sequence[str]) -> int:
+        """The child's exit code."""
+        return self.start(command).wait()
+
+    def ask(self) -> None:
+        """Ask every child that runs to stop, as a signal to this process does."""
+        self._pass_on(signal.SIGTERM, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        if self._child is not None:
-            self._child.send_signal(number)
+        for child in self._children:
+            child.send_signal(number)
 
 
 def die_with(parent: int) -> None:

@@ -61,8 +61,22 @@ def compile_cache_folder(config: Config, *, process: int) -> str | None:
 
 def tpu_present() -> bool:
     """Whether the host shows a TPU chip: a Google PCI device, or the device nodes of a container."""
+    return _num_pci_chips() > 0 or _num_device_nodes() > 0
+
+
+def num_chips_present() -> int | None:
+    """TPU chips of this host; None where it shows none that can be counted."""
+    return _num_device_nodes() or _num_pci_chips() or None
+
+
+def _num_pci_chips() -> int:
+    count = 0
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
         device = (vendor.parent / "device").read_text().strip()
-        if vendor.read_text().strip() == GOOGLE_PCI_VENDOR and device in TPU_PCI_DEVICES:
-            return True
-    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+        count += vendor.read_text().strip() == GOOGLE_PCI_VENDOR and device in TPU_PCI_DEVICES
+    return count
+
+
+def _num_device_nodes() -> int:
+    """/dev/accel0 and on of v2 to v4, /dev/vfio/0 and on of v5e and later: one a chip."""
+    return max(len(list(Path("/dev").glob("accel[0-9]*"))), len(list(Path("/dev/vfio").glob("[0-9]*"))))

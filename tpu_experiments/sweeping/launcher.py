@@ -1,0 +1,153 @@
+"""Hydra's launcher of a sweep: gets the points of whichever sweeper is configured, and runs each as a process.
+
+A process can initialise its devices once only, and the environment they read cannot change afterwards. Hydra imports
+this with every command (hydra_plugins/points.py), so what only a sweep needs is imported when there is one.
+"""
+
+import copy
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict, read_write
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.load import require_single_choices, to_config
+from tpu_experiments.config.schema import Config
+from tpu_experiments.sweeping.points import Point, point_name, sweep_folder, without_own
+
+if TYPE_CHECKING:
+    from tpu_experiments.sweeping.sweep import Sweep
+
+
+class PointFailed(Exception):
+    """A point has no held-out loss; a sampler counts it as a failed trial."""
+
+
+class PointLauncher(Launcher):
+    """Every point of a sweep as a process of its own."""
+
+    latest: "PointLauncher | None" = None
+    """Of this process; `finish` is called when the sweeper has no more points."""
+
+    def __init__(self) -> None:
+        self.sweep: Sweep | None = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Called by the sweeper; what the sweeper itself writes, of which we use nothing, goes where it is removed."""
+        PointLauncher.latest = self
+        self.context, self.config = hydra_context, config
+        self._scratch = tempfile.TemporaryDirectory(prefix="tpu_experiments_sweep_")
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra.sweep.dir = self._scratch.name
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the points and return their held-out losses, in order.
+
+        Raises:
+            ConfigError: a point of a grid is refused; nothing of the batch was started.
+            SystemExit: the sweep was asked to stop.
+        """
+        sweep = self.sweep = self.sweep or self._opened(job_overrides[0])
+        points = [self._point(overrides, sweep) for overrides in job_overrides]
+        sweep.run([point for point in points if isinstance(point, Point)])
+        if sweep.relay.asked and (sweep.left or not self._is_grid()):
+            self._leave(sweep)
+        return [self._returned(sweep, point if isinstance(point, str) else point.name) for point in points]
+
+    def finish(self) -> int:
+        """Say what came out; the exit code of the sweep, 1 where a point failed."""
+        sweep = self.sweep
+        if sweep is None or not sweep.points:
+            return 0
+        from tpu_experiments.sweeping import leaderboard, totals
+
+        points = list(sweep.points.values())
+        if points[0].config.task.name == "plan":
+            print(*totals.total_lines(points, points_at_once=points[0].config.sweeping.points_at_once), sep="\n")
+            print(f"sweep: {totals.write_total(points, folder=sweep.folder)}")
+        elif points[0].config.task.name == "train":
+            if not sweep.has_run:  # else the last point that ended has shown it
+                print(*leaderboard.lines(sweep.rows.values()), sep="\n")
+            print(*leaderboard.best(sweep.rows.values(), name=sweep.name), sep="\n")
+            print(f"sweep: {sweep.folder}/{leaderboard.NAME}.md")
+        if sweep.failed:
+            print(f"{len(sweep.failed)} points failed: {'; '.join(sweep.failed)}", file=sys.stderr)
+        return 1 if sweep.failed else 0
+
+    def _opened(self, overrides: Sequence[str]) -> "Sweep":
+        """The sweep's folder, called after its first point where no name is given."""
+        from tpu_experiments.sweeping.sweep import Sweep
+
+        first = self._config_of(self._split(overrides)[0])
+        folder = sweep_folder(first.output_dir, str(first.name))
+        return Sweep(folder, name=str(first.name), output_dir=first.output_dir)
+
+    def _point(self, overrides: Sequence[str], sweep: "Sweep") -> Point | str:
+        """Compose and check one point; its name where it is refused and was drawn by a sampler.
+
+        Raises:
+            ConfigError: a point of a grid is refused.
+        """
+        from tpu_experiments.sweeping.placement import check_places
+
+        given, varied = self._split(overrides)
+        name, own = point_name(varied), without_own(given)
+        changed = {_key(o): o.partition("=")[2] for o in varied}
+        try:
+            config = self._config_of([*own, f"name='{name}'", f"output_dir='{sweep.folder}'"])
+            check_places(config)
+        except ConfigError as error:
+            if self._is_grid():
+                raise
+            sweep.refuse(name, changed=changed, why=str(error))
+            return name
+        return Point(name, changed, tuple(own), config)
+
+    def _split(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+        """All overrides of a point, what the command line gives first; and those that vary."""
+        parsed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
+        swept |= {str(key) for key in self.config.hydra.sweeper.get("params") or {}}
+        varied = [o for o in overrides if _key(o) in swept]
+        return [*(o for o in self.config.hydra.overrides.task if _key(o) not in swept), *varied], varied
+
+    def _config_of(self, overrides: list[str]) -> Config:
+        composed = self.context.config_loader.load_sweep_config(self.config, overrides)
+        require_single_choices(composed.hydra.runtime.choices)
+        return to_config(_without_hydra(composed))
+
+    def _leave(self, sweep: "Sweep") -> None:
+        from tpu_experiments.training.stop import STOPPED_EXIT_CODE
+
+        goes_on = f"the same command goes on with {'; '.join(sweep.left) or 'further points'}"
+        print(f"the sweep was stopped on request; {goes_on}", file=sys.stderr)
+        sys.exit(STOPPED_EXIT_CODE)
+
+    def _returned(self, sweep: "Sweep", name: str) -> JobReturn:
+        """The held-out loss; a grid's sweeper only asks whether it may go on, and it may."""
+        row = sweep.rows[name]
+        ended = JobReturn(overrides=list(row.overrides), status=JobStatus.COMPLETED)
+        ended.return_value = float("nan") if row.eval_loss is None else row.eval_loss
+        if row.eval_loss is None and not self._is_grid():
+            ended.status, ended.return_value = JobStatus.FAILED, PointFailed(f"{name} {row.state}")
+        return ended
+
+    def _is_grid(self) -> bool:
+        return str(self.config.hydra.sweeper._target_).endswith("BasicSweeper")
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _without_hydra(composed: DictConfig) -> DictConfig:
+    plain = copy.deepcopy(composed)
+    with read_write(plain), open_dict(plain):
+        del plain["hydra"]
+    return plain

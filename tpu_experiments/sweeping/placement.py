@@ -1,0 +1,104 @@
+"""Points side by side on one host: a chip each on a TPU, a share of the cores each on the CPU."""
+
+import os
+from dataclasses import dataclass, field
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+from tpu_experiments.runtime.env import compile_cache_folder, num_chips_present
+
+FIRST_PORT = 8476  # libtpu's own, torch_xla 2.9 _internal/tpu.py
+ONE_CHIP = "1,1,1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a point gets of the host."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    cores: frozenset[int] | None = None
+    """CPU cores it may use; None for all."""
+    overrides: tuple[str, ...] = ()
+
+
+def slots(config: Config) -> int:
+    """Points at once; a plan takes the host's memory and cores by itself (`task.workers`)."""
+    return 1 if config.task.name == "plan" else config.sweeping.points_at_once
+
+
+def place_of(slot: int, config: Config) -> Place:
+    """The place of the point in `slot`, 0 to `sweeping.points_at_once` - 1; the whole host where they go one by one."""
+    count = slots(config)
+    if count == 1:
+        return Place()
+    if config.hw.device == "tpu":
+        return Place(env=chip_variables(slot), overrides=own_cache(slot, config))
+    return Place(cores=share_of_cores(slot, count=count, usable=os.sched_getaffinity(0)))
+
+
+def chip_variables(chip: int) -> dict[str, str]:
+    """The environment of a process that has one chip of the host and speaks to no other process.
+
+    Skye Wanderman-Milne, https://gist.github.com/skye/f82ba45d2445bb19d53545538754f9a3: bounds 1,1,1 and a port of its
+    own ("non-communicating processes"). Without the bounds libtpu holds the lock of the whole host. A container's names
+    of the same settings (`HOST` for `PROCESS`, `DEVICES` for `CHIPS`: Kaggle, Colab, GKE) are set alike where they are
+    there. torch_xla's own `configure_one_chip_topology` sets the first three by setdefault, so these stay.
+    """
+    port = str(FIRST_PORT + chip)
+    values = {
+        "TPU_VISIBLE_CHIPS": str(chip),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": ONE_CHIP,
+        "TPU_PROCESS_BOUNDS": ONE_CHIP,
+        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+        "TPU_PROCESS_PORT": port,
+        "CLOUD_TPU_TASK_ID": "0",
+    }
+    former = {
+        "TPU_VISIBLE_DEVICES": str(chip),
+        "TPU_CHIPS_PER_HOST_BOUNDS": ONE_CHIP,
+        "TPU_HOST_BOUNDS": ONE_CHIP,
+        "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{port}",
+        "TPU_MESH_CONTROLLER_PORT": port,
+    }
+    return values | {name: value for name, value in former.items() if name in os.environ}
+
+
+def own_cache(slot: int, config: Config) -> tuple[str, ...]:
+    """A folder of compiled programs for each slot, as each process of `spawn` has its own."""
+    folder = compile_cache_folder(config, process=0)
+    return () if folder is None else (f"hw.compile_cache='{paths.join(folder, f'slot_{slot}')}'",)
+
+
+def share_of_cores(slot: int, *, count: int, usable: set[int]) -> frozenset[int]:
+    """An equal part of the usable cores, one where there are fewer cores than points.
+
+    torch and XLA both make as many threads as the process may use cores.
+    """
+    cores = sorted(usable)
+    share = len(cores) // count
+    if share == 0:
+        return frozenset({cores[slot % len(cores)]})
+    return frozenset(cores[slot * share : (slot + 1) * share])
+
+
+def check_places(config: Config) -> None:
+    """Refuse points side by side that have no place on this host.
+
+    Raises:
+        ConfigError: a point takes more than a chip, the host has fewer, or it is a GPU.
+    """
+    hw, count = config.hw, slots(config)
+    if count == 1 or hw.device == "cpu":
+        return
+    asked = f"sweeping.points_at_once={count}; "
+    if hw.device != "tpu":
+        raise ConfigError(f"{asked}hw.device={hw.device} is one device that all would share; use 1.")
+    if hw.num_devices != 1 or hw.parallel != "inline":
+        raise ConfigError(
+            f"{asked}a point on hw={hw.name} takes {hw.num_devices} chips, and side by side each has one; name a "
+            "machine of one chip, for example hw=v5e1 or hw=v6e1, or use 1."
+        )
+    there = num_chips_present()
+    if there is not None and there < count:
+        raise ConfigError(f"{asked}this host has {there} chips; use {there} or fewer.")

@@ -1,0 +1,80 @@
+"""Which points are not worth their time: held-out losses on the way, and the median rule over them.
+
+After Optuna's MedianPruner (optuna/pruners/_median.py, _percentile.py; Akiba et al., arXiv 1907.10902): a point is
+stopped at a step where its best intermediate value so far is worse than the median of the others' values at that step.
+Optuna counts finished trials alone; here points that were pruned or still run count too, as far as they have come, so
+that points which run side by side can be told apart.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sweeping import SweepingConfig
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import RunFolder
+
+Losses = Mapping[int, float]
+"""Step to held-out loss."""
+
+
+def step_to_prune_at(own: Losses, others: Sequence[Losses], settings: SweepingConfig) -> int | None:
+    """The first step at which the rule stops a point, None where it goes on.
+
+    Args:
+        own: its evaluations so far.
+        others: those of every other point, empty where it has none.
+    """
+    for step in sorted(own):
+        if step <= settings.prune_after_steps:
+            continue
+        there = [losses[step] for losses in others if step in losses]
+        best = min(loss for at, loss in own.items() if at <= step)
+        if len(there) >= settings.prune_after_points and best > statistics.median(there):
+            return step
+    return None
+
+
+class Evaluations:
+    """Held-out losses of a run that writes metrics.jsonl; reads on where it stopped."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._file = folder.path("metrics.jsonl")
+        self.losses: dict[int, float] = {}
+        self.last_step = 0
+        self.last_train_loss: float | None = None
+
+    def refresh(self) -> None:
+        """Read what is there; a line that is not whole yet, or null, is passed over.
+
+        The file is read anew: a run that goes on from a checkpoint cuts it first.
+        """
+        try:
+            text = paths.read_text(self._file)
+        except FileNotFoundError:
+            return
+        self.losses = {}
+        for line in text.split("\n")[:-1]:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record["step"] > 0 and isinstance(record.get("eval/loss"), float):
+                self.losses[record["step"]] = record["eval/loss"]
+            if isinstance(record.get("train/loss"), float):
+                self.last_step, self.last_train_loss = record["step"], record["train/loss"]
+
+
+def why_nothing_is_pruned(config: Config) -> str | None:
+    """A sentence where `sweeping.prune` can have no effect."""
+    if config.sweeping.prune == "none" or config.task.name != "train":
+        return None
+    if config.trainer.eval_every_steps == 0:
+        return (
+            "sweeping.prune=median stops nothing: trainer.eval_every_steps=0 evaluates at the end alone; set it to a "
+            "number of steps."
+        )
+    if not any(logger._target_.endswith("JsonlLogger") for logger in config.logger.values()):
+        return "sweeping.prune=median stops nothing: no logger writes metrics.jsonl; add jsonl to `logger`."
+    return None

@@ -1,0 +1,205 @@
+"""Runs the points of a sweep, some at once, and writes down what became of each as it goes."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import open_run
+from tpu_experiments.io.mirror import Mirror
+from tpu_experiments.runtime.child import Relay
+from tpu_experiments.sweeping import hparams, leaderboard
+from tpu_experiments.sweeping.placement import place_of, slots
+from tpu_experiments.sweeping.points import Point, command_of
+from tpu_experiments.sweeping.pruning import Evaluations, step_to_prune_at, why_nothing_is_pruned
+from tpu_experiments.sweeping.rows import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
+from tpu_experiments.training.stop import STOPPED_EXIT_CODE
+
+REFUSED_EXIT_CODE = 2
+LOOK_SECONDS = 0.2
+READ_SECONDS = 1.0
+READ_REMOTE_SECONDS = 30.0  # metrics.jsonl is uploaded no more often (io/mirror.py)
+
+
+@dataclass
+class Running:
+    """A point's process."""
+
+    point: Point
+    process: "subprocess.Popen[bytes]"
+    output: Mirror | None
+    started: float = field(default_factory=time.monotonic)
+    pruned_at: int | None = None
+
+
+class Sweep:
+    """One sweep's folder; `run` may be called several times, as a sampler asks for more points."""
+
+    def __init__(self, folder: str, *, name: str, output_dir: str) -> None:
+        """`output_dir` is that of the command line.
+
+        Raises:
+            ConfigError: what an earlier command left cannot be read.
+        """
+        self.folder, self.name, self.output_dir = folder, name, output_dir
+        self.points: dict[str, Point] = {}
+        self.rows = read_rows(folder)
+        self.relay = Relay()
+        self.has_run = False
+        """Whether this command has started a point."""
+        self._evaluations: dict[str, Evaluations] = {}
+        self._running: dict[int, Running] = {}
+        self._read_at = 0.0
+
+    @property
+    def left(self) -> list[str]:
+        """Names of the points of this command that have not come to an end."""
+        return [name for name in self.points if self.rows[name].status not in (FINISHED, PRUNED, FAILED)]
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the points of this command that failed."""
+        return [name for name in self.points if self.rows[name].status == FAILED]
+
+    def run(self, points: Sequence[Point]) -> None:
+        """Run those that are not done; returns when all have ended, or a request to stop has ended those that ran.
+
+        Raises:
+            ConfigError: a point's folder was made by another config; nothing was started.
+        """
+        waiting = [point for point in {point.name: point for point in points}.values() if not self._is_done(point)]
+        self._write()
+        if not waiting:
+            return
+        at_once = slots(waiting[0].config)
+        self._say(why_nothing_is_pruned(waiting[0].config))
+        while waiting or self._running:
+            while waiting and len(self._running) < at_once and not self.relay.asked:
+                slot = next(slot for slot in range(at_once) if slot not in self._running)
+                self._start(waiting.pop(0), slot)
+            for slot, running in list(self._running.items()):
+                if running.process.poll() is not None:
+                    del self._running[slot]
+                    self._ended(running)
+            self._look()
+            if self.relay.asked:
+                waiting.clear()
+            time.sleep(LOOK_SECONDS)
+
+    def refuse(self, name: str, *, changed: dict[str, str], why: str) -> None:
+        """Note a point that a sampler drew and the checks refuse."""
+        self.rows[name] = Row(name, changed, status=FAILED, exit_code=REFUSED_EXIT_CODE)
+        self._say(f"sweep point {name} is refused: {why}")
+        self._write(self.rows[name])
+
+    def _is_done(self, point: Point) -> bool:
+        """Whether the point has come to an end before, by its own folder or as one that was pruned; notes its row."""
+        before = self.rows.get(point.name)
+        row = before if before is not None and before.status == PRUNED else Row.of(point)
+        result = self._opened(point) if point.config.task.name == "train" else None
+        if result is not None:
+            row = Row.of(point)
+            row.take_result(result)
+        self.points[point.name], self.rows[point.name] = point, row
+        if row.status not in (FINISHED, PRUNED):
+            return False
+        self._evaluations_of(point).refresh()
+        print(f"sweep point {point.name} was {row.state} before", flush=True)
+        hparams.write_session(row, folder=self.folder)
+        return True
+
+    def _opened(self, point: Point) -> dict[str, Any] | None:
+        try:
+            return open_run(point.config).finished()
+        except ConfigError as error:  # it is the sweep whose name is chosen
+            raise ConfigError(str(error).replace(f"name={point.name};", f"name={self.name};", 1)) from error
+
+    def _start(self, point: Point, slot: int) -> None:
+        place = place_of(slot, point.config)
+        output = None
+        if slots(point.config) > 1:
+            paths.make_dirs(paths.join(self.folder, "logs"))
+            output = Mirror.of_file(paths.join(self.folder, "logs", f"{point.name}.log"))
+        print(f"sweep point {point.name} -> {point.folder.path()}", flush=True)
+        process = self.relay.start(
+            [*command_of(point, given=self.output_dir), *place.overrides],
+            env=place.env,
+            cores=place.cores,
+            output=output.local if output is not None else None,
+        )
+        self._running[slot] = Running(point, process, output)
+        self.rows[point.name].status = RUNNING
+        self.has_run = True
+
+    def _ended(self, running: Running) -> None:
+        """Note what became of a point, and write it down."""
+        point, row, code = running.point, self.rows[running.point.name], running.process.returncode
+        row.exit_code, row.seconds = code, time.monotonic() - running.started
+        if running.output is not None:
+            running.output.close()
+        result = point.folder.finished() if code == 0 and point.config.task.name == "train" else None
+        self._evaluations_of(point).refresh()
+        if result is not None:
+            row.take_result(result)
+        elif code == 0:
+            row.status = FINISHED
+        elif code == STOPPED_EXIT_CODE and running.pruned_at is not None:
+            row.status, row.step = PRUNED, running.pruned_at
+            row.eval_loss = self._evaluations_of(point).losses.get(running.pruned_at)
+        elif code == STOPPED_EXIT_CODE or self.relay.asked:
+            row.status = STOPPED
+            self.relay.ask()  # it was asked by somebody else: that is a request to all
+        else:
+            row.status = FAILED
+            self._say(f"sweep point {point.name} ended with exit code {code}; the sweep goes on")
+        self._write(row)
+
+    def _look(self) -> None:
+        """Read how far the points are, and stop those that the median rule gives up."""
+        period = READ_REMOTE_SECONDS if paths.is_remote(self.folder) else READ_SECONDS
+        if time.monotonic() - self._read_at < period:
+            return
+        self._read_at = time.monotonic()
+        for running in self._running.values():
+            known = self._evaluations_of(running.point)
+            known.refresh()
+            row = self.rows[running.point.name]
+            row.step, row.eval_loss = known.last_step or None, None
+        for running in self._running.values():
+            self._prune(running)
+
+    def _prune(self, running: Running) -> None:
+        point, settings = running.point, running.point.config.sweeping
+        if settings.prune == "none" or running.pruned_at is not None or self.relay.asked:
+            return
+        own = self._evaluations_of(point).losses
+        others = [known.losses for name, known in self._evaluations.items() if name != point.name]
+        step = step_to_prune_at(own, others, settings)
+        if step is not None:
+            running.pruned_at = step
+            self._say(f"sweep point {point.name} is pruned at step {step}: held-out loss {own[step]:.4f}")
+            running.process.terminate()
+
+    def _evaluations_of(self, point: Point) -> Evaluations:
+        return self._evaluations.setdefault(point.name, Evaluations(point.folder))
+
+    def _write(self, ended: Row | None = None) -> None:
+        """The record, the leaderboard and TensorBoard's session; a table on the terminal when a point has ended."""
+        rows = list(self.rows.values())
+        write_rows(self.folder, rows)
+        if not all(point.config.task.name == "train" for point in self.points.values()):
+            return
+        leaderboard.write(rows, name=self.name, folder=self.folder)
+        if ended is not None:
+            hparams.write_session(ended, folder=self.folder)
+            print(*leaderboard.lines(rows), sep=os.linesep, flush=True)
+
+    @staticmethod
+    def _say(sentence: str | None) -> None:
+        if sentence is not None:
+            print(sentence, file=sys.stderr, flush=True)
