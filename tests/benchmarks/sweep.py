@@ -90,10 +90,7 @@ def lives_and_repeats(run: Path) -> tuple[int, int]:
 def draw(table: Path, *, out: Path) -> None:
     """Parallel coordinates of the swept values and the held-out loss, and the loss as a map."""
     with table.open() as file:
-        points = [
-            {name: float(row[name]) for name in (*KEYS, "tokens_per_second", "eval_loss")}
-            for row in csv.DictReader(file)
-        ]
+        points = [{name: float(row[name]) for name in (*KEYS, "eval_loss")} for row in csv.DictReader(file)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), dpi=110, width_ratios=(3, 2))
     coordinates(left, points)
     heat_map(right, points)
@@ -103,7 +100,7 @@ def draw(table: Path, *, out: Path) -> None:
 
 def coordinates(axes: plt.Axes, points: list[dict[str, float]]) -> None:
     """One line per point; every axis from its lowest to its highest value, equal steps between the values tried."""
-    names = [*KEYS, "tokens_per_second", "eval_loss"]
+    names = [*KEYS, "eval_loss"]
     losses = [point["eval_loss"] for point in points]
     colours = mpl.colormaps["viridis_r"]
     heights = []
@@ -116,14 +113,14 @@ def coordinates(axes: plt.Axes, points: list[dict[str, float]]) -> None:
             heights.append({value: (value - low) / (high - low or 1.0) for value in values})
         axes.axvline(at, color="gray", linewidth=0.8)
         for value in values if name in KEYS else (low, high):
-            axes.text(at + 0.03, heights[at][value], f"{value:,.4g}", fontsize=8, va="center")
+            axes.text(at + 0.03, heights[at][value] + 0.03, f"{value:,.4g}", fontsize=9, va="bottom")
     for point in points:
         share = (point["eval_loss"] - min(losses)) / (max(losses) - min(losses) or 1.0)
         line = [heights[at][point[name]] for at, name in enumerate(names)]
         axes.plot(range(len(names)), line, color=colours(0.9 * (1 - share)), linewidth=3 if share == 0 else 1.5)
-    axes.set_xticks(range(len(names)), ["lora.r", "optim.lr", "tokens/s", "held-out loss"])
+    axes.set_xticks(range(len(names)), [*KEYS, "held-out loss"])
     axes.set(yticks=[], title="6 points; the thick line is the best")
-    axes.set_xlim(-0.2, len(names) - 0.6)
+    axes.set(xlim=(-0.2, len(names) - 0.7), ylim=(-0.06, 1.14))
 
 
 def heat_map(axes: plt.Axes, points: list[dict[str, float]]) -> None:

@@ -78,6 +78,8 @@ def _unknown_choice(error: MissingConfigException) -> str:
         return _plain(error)
     group = group.strip("/")
     offered = [o for o in (error.options or []) if not o.startswith("base")]
+    if (group, wanted) == ("hydra/sweeper", "optuna"):
+        return "hydra/sweeper=optuna; hydra-optuna-sweeper is not installed; pip install -e '.[optuna]' does that."
     known = suggest(wanted, {*offered, *choices(group)})
     if not wanted:
         return f"{group}=; it has no value. {known}"

@@ -48,6 +48,7 @@ class Row:
         names = ("eval_loss_before", "eval_loss", "tokens_per_second", "num_trainable", "adapter_path")
         for name in names:
             setattr(self, name, result.get(name))
+        self.tokens_per_second = self.tokens_per_second or None  # 0: a life that found all steps done
         account = (result.get("goodput") or {}).get("run") or {}
         self.seconds = account.get("wall_seconds", self.seconds)
         usd = account.get("usd") or {}

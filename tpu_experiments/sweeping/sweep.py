@@ -1,6 +1,5 @@
 """Runs the points of a sweep, some at once, and writes down what became of each as it goes."""
 
-import os
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from tpu_experiments.sweeping.placement import place_of, slots
 from tpu_experiments.sweeping.points import Point, command_of
 from tpu_experiments.sweeping.pruning import Evaluations, step_to_prune_at, why_nothing_is_pruned
 from tpu_experiments.sweeping.rows import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
+from tpu_experiments.sweeping.screen import Screen
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
 REFUSED_EXIT_CODE = 2
@@ -50,6 +50,7 @@ class Sweep:
         self.points: dict[str, Point] = {}
         self.rows = read_rows(folder)
         self.relay = Relay()
+        self.screen = Screen(is_live=False)
         self.has_run = False
         """Whether this command has started a point."""
         self._evaluations: dict[str, Evaluations] = {}
@@ -77,6 +78,9 @@ class Sweep:
         if not waiting:
             return
         at_once = slots(waiting[0].config)
+        self.screen = Screen(
+            is_live=at_once > 1 and sys.stdout.isatty()
+        )  # a single point writes to the terminal itself
         self._say(why_nothing_is_pruned(waiting[0].config))
         while waiting or self._running:
             while waiting and len(self._running) < at_once and not self.relay.asked:
@@ -90,6 +94,7 @@ class Sweep:
             if self.relay.asked:
                 waiting.clear()
             time.sleep(LOOK_SECONDS)
+        self.screen.close()
 
     def refuse(self, name: str, *, changed: dict[str, str], why: str) -> None:
         """Note a point that a sampler drew and the checks refuse."""
@@ -109,7 +114,7 @@ class Sweep:
         if row.status not in (FINISHED, PRUNED):
             return False
         self._evaluations_of(point).refresh()
-        print(f"sweep point {point.name} was {row.state} before", flush=True)
+        self.screen.say(f"sweep point {point.name} was {row.state} before")
         hparams.write_session(row, folder=self.folder)
         return True
 
@@ -125,7 +130,7 @@ class Sweep:
         if slots(point.config) > 1:
             paths.make_dirs(paths.join(self.folder, "logs"))
             output = Mirror.of_file(paths.join(self.folder, "logs", f"{point.name}.log"))
-        print(f"sweep point {point.name} -> {point.folder.path()}", flush=True)
+        self.screen.say(f"sweep point {point.name} -> {point.folder.path()}")
         process = self.relay.start(
             [*command_of(point, given=self.output_dir), *place.overrides],
             env=place.env,
@@ -172,6 +177,8 @@ class Sweep:
             row.step, row.eval_loss = known.last_step or None, None
         for running in self._running.values():
             self._prune(running)
+        if self._running:
+            self.screen.show(leaderboard.lines(self.rows.values()), has_ended=False)
 
     def _prune(self, running: Running) -> None:
         point, settings = running.point, running.point.config.sweeping
@@ -197,9 +204,8 @@ class Sweep:
         leaderboard.write(rows, name=self.name, folder=self.folder)
         if ended is not None:
             hparams.write_session(ended, folder=self.folder)
-            print(*leaderboard.lines(rows), sep=os.linesep, flush=True)
+            self.screen.show(leaderboard.lines(rows), has_ended=True)
 
-    @staticmethod
-    def _say(sentence: str | None) -> None:
+    def _say(self, sentence: str | None) -> None:
         if sentence is not None:
-            print(sentence, file=sys.stderr, flush=True)
+            self.screen.say(sentence, warning=True)

@@ -1,0 +1,26 @@
+"""The table under the lines of a sweep, on a terminal and in a file."""
+
+import pytest
+
+from tpu_experiments.sweeping.screen import Screen
+
+
+def test_a_file_gets_the_table_when_a_point_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(is_live=False)
+    screen.show(["a", "b"], has_ended=False)
+    screen.say("started")
+    screen.show(["a", "c"], has_ended=True)
+    assert capsys.readouterr().out == "started\na\nc\n"
+
+
+def test_on_a_terminal_it_stays_under_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(is_live=True)
+    screen.show(["a", "b"], has_ended=False)
+    screen.say("hot", warning=True)
+    screen.show(["a", "c"], has_ended=False)
+    screen.close()
+    screen.say("end")
+    shown = capsys.readouterr()
+    over = "\x1b[2F\x1b[0J"
+    assert shown.out == f"a\nb\n{over}a\nb\n{over}a\nc\nend\n"
+    assert shown.err == "hot\n"
