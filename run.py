@@ -53,7 +53,8 @@ def run(config: Config) -> None:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
-    prepare_environment(config.hw, is_planned=config.task.name == "plan")
+    if config.task.name != "report":
+        prepare_environment(config.hw, is_planned=config.task.name == "plan")
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
 

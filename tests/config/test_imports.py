@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tasks.report_runs import made
+
 REPOSITORY = Path(__file__).parents[2]
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "pyarrow", "tensorboard"}
 RUN = """
@@ -39,6 +41,13 @@ def test_a_run_on_the_cpu_looks_at_no_plan_before_it_starts(tmp_path: Path) -> N
     loaded = modules(["data=sample_text", f"data.sample_text.path={tmp_path}/none.txt", f"output_dir={tmp_path}"])
     assert "tpu_experiments.tasks.train" in loaded
     assert "tpu_experiments.planning.check" not in loaded
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    made(tmp_path / "a")
+    loaded = modules(["task=report", f"output_dir={tmp_path}", "hw=v6e8"])
+    assert "tpu_experiments.tasks.report.page" in loaded
+    assert not {name.partition(".")[0] for name in loaded} & FRAMEWORKS
 
 
 def modules(arguments: list[str]) -> set[str]:

@@ -15,6 +15,7 @@ from tpu_experiments.config.guarding import CanaryConfig, GuardConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
 from tpu_experiments.config.preparing import LoaderConfig, PrepareConfig
+from tpu_experiments.config.reporting import ReportTaskConfig
 from tpu_experiments.config.resuming import ResumeCheckTaskConfig
 from tpu_experiments.config.sources import (
     DataSourceConfig,
@@ -182,7 +183,12 @@ class Config:
 
 
 GROUPS: dict[str, dict[str, type]] = {
-    "task": {"base_plan": PlanTaskConfig, "base_resume_check": ResumeCheckTaskConfig, "base": TaskConfig},
+    "task": {
+        "base_plan": PlanTaskConfig,
+        "base_resume_check": ResumeCheckTaskConfig,
+        "base_report": ReportTaskConfig,
+        "base": TaskConfig,
+    },
     "model": {"base": ModelConfig},
     "hw": {"base": HwConfig},
     "curriculum": {"base": CurriculumConfig},

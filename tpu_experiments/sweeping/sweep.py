@@ -78,9 +78,8 @@ class Sweep:
         if not waiting:
             return
         at_once = slots(waiting[0].config)
-        self.screen = Screen(
-            is_live=at_once > 1 and sys.stdout.isatty()
-        )  # a single point writes to the terminal itself
+        # A single point writes to the terminal itself.
+        self.screen = Screen(is_live=at_once > 1 and sys.stdout.isatty())
         self._say(why_nothing_is_pruned(waiting[0].config))
         while waiting or self._running:
             while waiting and len(self._running) < at_once and not self.relay.asked:

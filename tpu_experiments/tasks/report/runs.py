@@ -1,0 +1,183 @@
+"""Run folders as a report reads them: config, records, result and lives, of runs that are finished or not."""
+
+import glob
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import yaml
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import flatten
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.find import is_glob
+from tpu_experiments.io.folder import RESULT
+from tpu_experiments.metrics.goodput import Life, account
+
+Curve = list[tuple[int, float]]
+"""Step and value, in the order of the steps."""
+IDENTITY = "identity.json"
+SPEED_WINDOW = 10
+"""Log records."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds."""
+
+    label: str
+    folder: str
+    config: dict[str, Any]
+    """Flattened, `key.sub` to value; empty where it cannot be read."""
+    records: list[dict[str, Any]]
+    result: dict[str, Any] | None
+    """None where the run is not finished."""
+    account: dict[str, Any] | None
+    """Seconds, shares and dollars over all lives (metrics/goodput.py); None where there is none."""
+
+    def curve(self, key: str) -> Curve:
+        """The finite values of a record's key."""
+        return [(record["step"], float(record[key])) for record in self.records if _is_number(record.get(key))]
+
+    def speed(self) -> Curve:
+        """Tokens per second, each over the `SPEED_WINDOW` records up to it, weighted by their seconds.
+
+        A record's own figure is as uneven as the moments in which values arrive from the device.
+        """
+        known = [
+            (record["step"], float(record["perf/tokens_per_second"]), float(record["perf/step_seconds"]))
+            for record in self.records
+            if _is_number(record.get("perf/tokens_per_second")) and record.get("perf/step_seconds")
+        ]
+        found = []
+        for end, (step, _, _) in enumerate(known, start=1):
+            window = known[max(end - SPEED_WINDOW, 0) : end]
+            found.append((step, sum(rate * s for _, rate, s in window) / sum(s for _, _, s in window)))
+        return found[min(SPEED_WINDOW, len(found)) - 1 :]
+
+    @property
+    def last_step(self) -> int:
+        """Of the newest record."""
+        return max((record["step"] for record in self.records), default=0)
+
+    @property
+    def status(self) -> str:
+        """`finished`, or how far it is."""
+        return "finished" if self.result is not None else f"not finished, step {self.last_step}"
+
+    def value(self, name: str) -> float | None:
+        """A number of result.json; of a run that is not finished what its records say of it."""
+        if self.result is not None:
+            found = self.result.get(name)
+            return float(found) if found is not None and _is_number(found) else None
+        curve = self.curve("eval/loss")
+        known = {"eval_loss_before": curve[:1], "eval_loss": curve[1:][-1:]}
+        known["tokens_per_second"] = self.speed()[-1:]
+        return known[name][0][1] if known.get(name) else None
+
+
+def find_runs(given: Sequence[str]) -> list[Run]:
+    """The runs that folders and patterns name, each once, in that order.
+
+    Raises:
+        ConfigError: one of them holds no run.
+    """
+    folders: dict[str, None] = {}
+    for name in given:
+        found = [run for place in places(name) for run in run_folders(place)]
+        if not found:
+            raise ConfigError(
+                f"task.runs={name}; there is no run in it (a folder with {IDENTITY}); name a run folder, a sweep's "
+                "folder or a pattern such as 'outputs/tiny_*'."
+            )
+        folders |= dict.fromkeys(found)
+    return [read_run(folder, label=label) for folder, label in zip(folders, labels(list(folders)), strict=True)]
+
+
+def places(name: str) -> list[str]:
+    """The folders that a name or a pattern stands for."""
+    if not is_glob(name) or paths.exists(name):  # a folder may be called so
+        return [name]
+    if not paths.is_remote(name):
+        return sorted(glob.glob(name))
+    filesystem, key = paths.filesystem_of(name)
+    protocol = name.partition("://")[0]
+    return sorted(f"{protocol}://{found}" for found in filesystem.glob(key))
+
+
+def run_folders(place: str) -> list[str]:
+    """The folder itself where it is a run's, else the runs in it."""
+    if paths.exists(paths.join(place, IDENTITY)):
+        return [place]
+    try:
+        children = [paths.join(place, name) for name in sorted(paths.list_names(place), key=by_numbers)]
+    except NotADirectoryError:
+        return []
+    return [child for child in children if paths.exists(paths.join(child, IDENTITY))]
+
+
+def by_numbers(name: str) -> list[tuple[float, str]]:
+    """A key that sorts `lora.r=4` before `lora.r=16`."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", name)
+    return [(float(part), "") if at % 2 else (0.0, part) for at, part in enumerate(parts)]
+
+
+def labels(folders: Sequence[str]) -> list[str]:
+    """The last part of each path, with as many before it as tell all apart."""
+    parts = [folder.rstrip("/").split("/") for folder in folders]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        found = ["/".join(each[-depth:]) for each in parts]
+        if len(set(found)) == len(found):
+            return found
+    return list(folders)
+
+
+def read_run(folder: str, *, label: str) -> Run:
+    """Everything of a folder; a file that is missing or torn counts as empty."""
+    text = _text(paths.join(folder, "config.yaml"))
+    config = yaml.safe_load(text) if text else {}
+    records = []
+    for line in (_text(paths.join(folder, "metrics.jsonl")) or "").split("\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last line of a run that writes
+            continue
+        records.append(record)
+    result = _json(paths.join(folder, RESULT))
+    if result is not None and result.get("status") != "finished":
+        result = None
+    kept = ((result or {}).get("goodput") or {}).get("run")
+    return Run(label, folder, flatten(config), records, result, kept or _account(folder))
+
+
+def _account(folder: str) -> dict[str, Any] | None:
+    """Of the lives that a run which is not finished has written down so far."""
+    known = {each.name for each in fields(Life)}
+    lives = []
+    for name in paths.list_names(paths.join(folder, "lives")):
+        stored = _json(paths.join(folder, "lives", name))
+        if stored is not None:
+            lives.append(Life(**{key: value for key, value in stored.items() if key in known}))
+    return account(lives) if lives else None
+
+
+def _text(file: str) -> str | None:
+    try:
+        return paths.read_text(file)
+    except FileNotFoundError:
+        return None
+
+
+def _json(file: str) -> dict[str, Any] | None:
+    text = _text(file)
+    try:
+        value = None if text is None else strict_json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,135 @@
+"""Tables of a report: what differs between the configs, what came out, and where the time went."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tpu_experiments.metrics.goodput import PARTS
+from tpu_experiments.tasks.report.runs import Run
+
+NOT_COMPARED = ("name", "output_dir")
+MAX_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One column of the results."""
+
+    title: str
+    value: Callable[[Run], float | None]
+    form: str
+    best: Callable[[Sequence[float]], float] | None = None
+    """min or max; None where neither is better."""
+
+
+def _account(name: str) -> Callable[[Run], float | None]:
+    return lambda run: (run.account or {}).get(name)
+
+
+def _usd(kind: str) -> Callable[[Run], float | None]:
+    return lambda run: ((run.account or {}).get("usd") or {}).get(kind)
+
+
+def _of(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.value(name)
+
+
+FIGURES = (
+    Figure("held-out loss before", _of("eval_loss_before"), ",.4f"),
+    Figure("held-out loss", _of("eval_loss"), ",.4f", best=min),
+    Figure("perplexity", _of("perplexity"), ",.2f", best=min),
+    Figure("bits per byte", _of("bits_per_byte"), ",.4f", best=min),
+    Figure("tokens", _of("tokens"), ",.0f"),
+    Figure("tokens/s", lambda run: run.value("tokens_per_second") or None, ",.0f", best=max),
+    Figure("trainable", _of("num_trainable"), ",.0f"),
+    Figure("wall seconds", _account("wall_seconds"), ",.1f", best=min),
+    Figure("$ on demand", _usd("on_demand"), ",.2f", best=min),
+    Figure("$ spot", _usd("spot"), ",.2f", best=min),
+    Figure("lives", _account("lives"), ",.0f"),
+    Figure("programs", _of("num_compiles"), ",.0f"),
+    Figure("after warm-up", _of("compiles_after_warmup"), ",.0f"),
+    Figure("host GiB", _of("peak_host_rss_gib"), ",.2f"),
+    Figure("device GiB", _of("peak_device_memory_gib"), ",.2f"),
+)
+RELATIVE = ("held-out loss", "tokens/s", "wall seconds")
+"""Figures that are shown beside the baseline's as well."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure as text, with a word of its place among the others."""
+
+    text: str
+    note: str = ""
+    is_best: bool = False
+
+
+def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list[Cell]]]:
+    """Titles, and a line per run: its status and every figure that one of them has."""
+    shown = [figure for figure in FIGURES if any(figure.value(run) is not None for run in runs)]
+    finished = [run for run in runs if run.result is not None]
+    best = {}
+    for figure in shown:
+        values = [value for run in finished if (value := figure.value(run)) is not None]
+        if figure.best is not None and len(set(values)) > 1:
+            best[figure.title] = figure.best(values)
+    lines = []
+    for run in runs:
+        line = [Cell(run.status)]
+        for figure in shown:
+            value = figure.value(run)
+            beside = relative(figure, value, figure.value(baseline)) if run is not baseline else ""
+            is_best = run.result is not None and value is not None and best.get(figure.title) == value
+            line.append(Cell("" if value is None else format(value, figure.form), beside, is_best))
+        lines.append(line)
+    return ["status", *(figure.title for figure in shown)], lines
+
+
+def relative(figure: Figure, value: float | None, other: float | None) -> str:
+    """`-0.012` for a loss, `1.2x` for others; empty where it is not compared or not known."""
+    if figure.title not in RELATIVE or value is None or other is None:
+        return ""
+    if figure.title == "held-out loss":
+        return f"{value - other:+.4f}"
+    return f"{value / other:.2f}x" if other else ""
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Keys whose values are not the same in all runs, with the values; `-` where a config has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
+    lines = []
+    for key in keys:
+        values = [_shown(run.config[key]) if key in run.config else "-" for run in runs]
+        if len(set(values)) > 1:
+            lines.append((key, values))
+    return lines
+
+
+def time_parts(run: Run) -> list[tuple[str, float]]:
+    """Wall seconds by what they went to, in the order of `PARTS`, without those that are 0."""
+    seconds = (run.account or {}).get("seconds") or {}
+    return [(part.replace("_", " "), seconds[part]) for part in PARTS if seconds.get(part)]
+
+
+def samples(run: Run) -> list[tuple[str, str]]:
+    """What the model wrote before and after training, where samples were asked for."""
+    result = run.result or {}
+    found = [("before", result.get("sample_before")), ("after", result.get("sample_after"))]
+    return [(when, text) for when, text in found if text]
+
+
+def stage_borders(runs: Sequence[Run]) -> list[int]:
+    """Steps at which a stage ends and another begins, where that is the same in all finished runs."""
+    found = set()
+    for run in runs:
+        ends, step = [], 0
+        for stage in (run.result or {}).get("stages", []):
+            step += stage["steps"]
+            ends.append(step)
+        if run.result is not None:
+            found.add(tuple(ends[:-1]))
+    return list(found.pop()) if len(found) == 1 else []
+
+
+def _shown(value: object) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
