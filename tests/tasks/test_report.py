@@ -120,6 +120,8 @@ def test_smoothing_keeps_the_mean_and_leaves_short_curves_alone() -> None:
     wave = [(step, 5.0 + (-1) ** step) for step in range(1000)]
     values = [value for _, value in smoothed(wave)]
     assert max(abs(value - 5.0) for value in values) < 0.1
+    cliff = [(step, 1.0 if step <= 500 else 9.0) for step in range(1, 1001)]
+    assert smoothed(cliff, borders=[500]) == cliff
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (6.38, 6.56), (0.0, 3e6), (1e-5, 1e-3), (-2.0, 7.0), (4.0, 4.0)])

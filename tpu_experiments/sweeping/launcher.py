@@ -75,6 +75,7 @@ class PointLauncher(Launcher):
             if not sweep.has_run:  # else the last point that ended has shown it
                 print(*leaderboard.lines(sweep.rows.values()), sep="\n")
             print(*leaderboard.best(sweep.rows.values(), name=sweep.name), sep="\n")
+            print(*leaderboard.after(sweep.name, folder=sweep.folder), sep="\n")
             print(f"sweep: {sweep.folder}/{leaderboard.NAME}.md")
         if sweep.failed:
             print(f"{len(sweep.failed)} points failed: {'; '.join(sweep.failed)}", file=sys.stderr)

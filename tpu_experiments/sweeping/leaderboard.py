@@ -59,7 +59,7 @@ def markdown(rows: Sequence[Row], *, name: str, folder: str) -> str:
     text = [f"# Sweep {name}", "", _line(table[0]), _line(["---:"] * (len(table[0]) - 1) + ["---"])]
     text += [_line(line) for line in table[1:]]
     units = "Held-out loss in nats per token; seconds are wall time of all lives of a point."
-    text += ["", units, "", *best(rows, name=name), "", f"    tensorboard --logdir {folder}/tensorboard", ""]
+    text += ["", units, "", *best(rows, name=name), "", *(f"    {each}" for each in after(name, folder=folder)), ""]
     return "\n".join(text)
 
 
@@ -77,6 +77,12 @@ def best(rows: Iterable[Row], *, name: str) -> list[str]:
         "",
         f"    {again}",
     ]
+
+
+def after(name: str, *, folder: str) -> list[str]:
+    """Commands that look at the whole sweep."""
+    compare = f"python run.py task=report 'task.runs=[{folder}]' name={name}"
+    return [compare, f"tensorboard --logdir {folder}/tensorboard"]
 
 
 def csv_text(rows: Iterable[Row]) -> str:

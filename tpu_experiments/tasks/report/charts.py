@@ -2,6 +2,7 @@
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -83,15 +84,17 @@ def _path(line: Line, frame: Frame, *, kind: str) -> str:
     )
 
 
-def smoothed(points: Curve) -> Curve:
-    """The mean of a window around each point, a 25th of all wide; a short curve as it is."""
-    half = len(points) // 50
-    if half == 0:
-        return points
+def smoothed(points: Curve, *, borders: Sequence[int] = ()) -> Curve:
+    """The mean of a window around each point, a 25th of its stage wide; a short stage as it is."""
+    stages: dict[int, Curve] = {}
+    for step, value in points:
+        stages.setdefault(bisect_left(borders, step), []).append((step, value))
     found = []
-    for at, (step, _) in enumerate(points):
-        window = points[max(at - half, 0) : at + half + 1]
-        found.append((step, sum(value for _, value in window) / len(window)))
+    for stage in stages.values():
+        half = len(stage) // 50
+        for at, (step, _) in enumerate(stage):
+            window = stage[max(at - half, 0) : at + half + 1]
+            found.append((step, sum(value for _, value in window) / len(window)))
     return found
 
 

@@ -26,7 +26,7 @@ class Chart:
 CHARTS = (
     Chart(
         "Training loss",
-        "Nats per token; a long run's line is a running mean, its log records are behind it.",
+        "Nats per token; of a long run a running mean, its records faint.",
         ".4f",
         lambda run: run.curve("train/loss"),
         is_smoothed=True,
@@ -56,9 +56,8 @@ def report_page(runs: Sequence[Run], *, baseline: Run, title: str) -> str:
 
 def _header(runs: Sequence[Run], *, baseline: Run, title: str) -> str:
     open_runs = sum(run.result is None for run in runs)
-    said = ("One run" if len(runs) == 1 else f"{len(runs)} runs") + (
-        f", {open_runs} of them not finished" if open_runs else ""
-    )
+    said = "One run" if len(runs) == 1 else f"{len(runs)} runs"
+    said += f", {open_runs} of them not finished" if open_runs else ""
     about = f"{said}; compared with {baseline.label}. Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}."
     return f'<header><h1>{escape(title)}</h1><p class="about">{escape(about)}</p></header>'
 
@@ -108,7 +107,9 @@ def _charts(runs: Sequence[Run]) -> str:
     figures = []
     for chart in CHARTS:
         raw = [Line(i, run.label, chart.curve(run)) for i, run in enumerate(runs)]
-        lines = [replace(line, points=smoothed(line.points)) for line in raw] if chart.is_smoothed else raw
+        lines = (
+            [replace(line, points=smoothed(line.points, borders=borders)) for line in raw] if chart.is_smoothed else raw
+        )
         if not any(line.points for line in lines):
             continue
         behind = raw if lines != raw else []
