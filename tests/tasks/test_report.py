@@ -104,6 +104,23 @@ def test_tables_say_what_differs_and_what_came_out(tmp_path: Path) -> None:
     assert tables.stage_borders(runs) == [8]
 
 
+def test_measures_and_the_test_split_are_shown_where_they_are_known(tmp_path: Path) -> None:
+    made(tmp_path / "a")
+    made(tmp_path / "b")
+    file = tmp_path / "a" / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eval_measures": {"bits_per_byte": 0.75}}))
+    estimates = {"loss": {"value": 2.5, "low": 2.25, "high": 2.75}}
+    sources = {"one": {"base": {}, "trained": None}, "all": {"base": {"loss": {"value": 9}}, "trained": estimates}}
+    tested = {"split": "test", "loss": 2.5, "sources": sources}
+    (tmp_path / "a" / "test_results.json").write_text(json.dumps(tested))
+    runs = find_runs([str(tmp_path)])
+    titles, lines = tables.results(runs, baseline=runs[0])
+    assert lines[0][titles.index("bits per byte")].text == "0.7500"
+    shown = [line[titles.index("test loss")] for line in lines]
+    assert [(cell.text, cell.note) for cell in shown] == [("2.5000", "2.2500 to 2.7500"), ("", "")]
+    assert "accuracy" not in titles
+
+
 def test_long_curves_keep_their_peaks() -> None:
     points = [(step, float(step % 7)) for step in range(10_000)]
     points[5003] = (5003, 99.0)

@@ -19,6 +19,7 @@ from tpu_experiments.metrics.goodput import Life, account
 Curve = list[tuple[int, float]]
 """Step and value, in the order of the steps."""
 IDENTITY = "identity.json"
+TEST_RESULTS = "test_results.json"
 SPEED_WINDOW = 10
 """Log records."""
 
@@ -34,6 +35,8 @@ class Run:
     records: list[dict[str, Any]]
     result: dict[str, Any] | None
     """None where the run is not finished."""
+    test: dict[str, Any] | None
+    """What task=evaluate wrote last; None where it did not."""
     account: dict[str, Any] | None
     """Seconds, shares and dollars over all lives (metrics/goodput.py); None where there is none."""
 
@@ -149,7 +152,8 @@ def read_run(folder: str, *, label: str) -> Run:
     if result is not None and result.get("status") != "finished":
         result = None
     kept = ((result or {}).get("goodput") or {}).get("run")
-    return Run(label, folder, flatten(config), records, result, kept or _account(folder))
+    test = _json(paths.join(folder, TEST_RESULTS))
+    return Run(label, folder, flatten(config), records, result, test, kept or _account(folder))
 
 
 def _account(folder: str) -> dict[str, Any] | None:

@@ -33,11 +33,22 @@ def _of(name: str) -> Callable[[Run], float | None]:
     return lambda run: run.value(name)
 
 
+def _measure(name: str) -> Callable[[Run], float | None]:
+    return lambda run: ((run.result or {}).get("eval_measures") or {}).get(name)
+
+
+def _test(name: str) -> Callable[[Run], float | None]:
+    return lambda run: (run.test or {}).get(name)
+
+
 FIGURES = (
     Figure("held-out loss before", _of("eval_loss_before"), ",.4f"),
     Figure("held-out loss", _of("eval_loss"), ",.4f", best=min),
     Figure("perplexity", _of("perplexity"), ",.2f", best=min),
-    Figure("bits per byte", _of("bits_per_byte"), ",.4f", best=min),
+    Figure("bits per byte", _measure("bits_per_byte"), ",.4f", best=min),
+    Figure("accuracy", _measure("accuracy"), ",.4f", best=max),
+    Figure("test loss", _test("loss"), ",.4f", best=min),
+    Figure("test bits per byte", _test("bits_per_byte"), ",.4f", best=min),
     Figure("tokens", _of("tokens"), ",.0f"),
     Figure("tokens/s", lambda run: run.value("tokens_per_second") or None, ",.0f", best=max),
     Figure("trainable", _of("num_trainable"), ",.0f"),
@@ -78,6 +89,7 @@ def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list
         for figure in shown:
             value = figure.value(run)
             beside = relative(figure, value, figure.value(baseline)) if run is not baseline else ""
+            beside = interval(run) if figure.title == "test loss" else beside
             is_best = run.result is not None and value is not None and best.get(figure.title) == value
             line.append(Cell("" if value is None else format(value, figure.form), beside, is_best))
         lines.append(line)
@@ -91,6 +103,14 @@ def relative(figure: Figure, value: float | None, other: float | None) -> str:
     if figure.title == "held-out loss":
         return f"{value - other:+.4f}"
     return f"{value / other:.2f}x" if other else ""
+
+
+def interval(run: Run) -> str:
+    """Of the test loss over all sources, as task=evaluate drew it from the documents."""
+    sources = list(((run.test or {}).get("sources") or {}).values())
+    found = ((sources[-1].get("trained") or sources[-1].get("base") or {}) if sources else {}).get("loss") or {}
+    low, high = found.get("low"), found.get("high")
+    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
