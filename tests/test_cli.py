@@ -46,6 +46,15 @@ CONFIG_CASES = {
         "line 3 of {tmp}/experiment/broken.yaml cannot",
     ),
     "sweep": ("-m lora.r=-1,-2", "lora.r=-1; it must be at least 0."),
+    "sweep, a later point": ("-m lora.r=8,-2", "lora.r=-2; it must be at least 0."),
+    "points of several chips side by side": (
+        "-m seed=1,2 hw=v6e8 trainer.global_batch_rows=8 sweeping.points_at_once=2",
+        "sweeping.points_at_once=2; a point on hw=v6e8 takes 8 chips, and side by side each has one; name a machine of",
+    ),
+    "report of nothing": (
+        "task=report task.runs=[{tmp}/none]",
+        "/none; there is no run in it (a folder with identity.json)",
+    ),
     "plain folder": ("name=taken output_dir={tmp}", "name=taken; {tmp}/taken exists and is not a run folder"),
 }
 DATA_CASES = {

@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 
 from tests.config.composing import composed, refusal
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.load import require_single_choices
+from tpu_experiments.config.refusals import sentence
 
 CASES = {
     "unknown key": (["lora.rnak=8"], ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, dropout"]),
@@ -269,3 +271,10 @@ def test_a_local_file_that_is_not_there_is_refused() -> None:
     require_single_choices({**dict.fromkeys(groups, "x"), "local": "default"})
     with pytest.raises(ConfigError, match=r"^local=mine; there is no conf/local/mine.yaml"):
         require_single_choices({**dict.fromkeys(groups, "x"), "local": "mine"})
+
+
+def test_a_sweeper_that_is_not_installed_is_named_with_what_brings_it() -> None:
+    missing = MissingConfigException("x", missing_cfg_file="hydra/sweeper/optuna", options=["basic"])
+    assert sentence(missing) == (
+        "hydra/sweeper=optuna; hydra-optuna-sweeper is not installed; pip install -e '.[optuna]' does that."
+    )

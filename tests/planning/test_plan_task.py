@@ -212,6 +212,12 @@ def test_a_sweep_over_machines_ends_with_all_of_them_side_by_side(tmp_path: Path
     assert done.returncode == 0, done.stderr[-3000:]
     last = done.stdout.rpartition("  plan ")[2].split("  beside")
     assert [line.split()[0] for line in last[1:]] == ["hw", "colab", "v6e1", "t4x2"]
+    *_, sweep, titles, first, second, total, file = done.stdout.splitlines()
+    assert sweep == "the whole sweep, 2 points; the points one after the other:"
+    assert titles.split() == ["hw", "fits", "hours", "$", "on", "demand", "$", "spot"]
+    hours = [float(line.split()[2]) for line in (first, second)]
+    assert float(total.split()[1]) == pytest.approx(sum(hours), abs=0.011)
+    assert Path(file.removeprefix("sweep: ")).name == "plan_total.md"
 
 
 def test_an_unknown_topology_ends_with_exit_code_2(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Signals to a process that runs a command: its child gets each once, and a request is remembered."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -51,3 +53,19 @@ def test_the_child_dies_with_its_parent() -> None:
         (child,) = psutil.Process(process.pid).children()
         process.kill()
         assert psutil.wait_procs([child], timeout=20)[1] == []
+
+
+def test_a_child_gets_its_own_variables_cores_and_file(tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    told = "import os; print(os.environ['TPU_VISIBLE_CHIPS'], os.environ['HOME'], *os.sched_getaffinity(0), flush=True)"
+    output = tmp_path / "child.log"
+    output.write_text("before\n")
+    starting = (
+        "import os, sys; from pathlib import Path; from tpu_experiments.runtime.child import Relay\n"
+        f"child = Relay().start([sys.executable, '-c', {told!r}], env={{'TPU_VISIBLE_CHIPS': '3'}}, cores={{{core}}}, "
+        f"output=Path({str(output)!r}))\n"
+        "child.wait(); print(os.environ.get('TPU_VISIBLE_CHIPS'))"
+    )
+    done = subprocess.run([sys.executable, "-c", starting], capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
+    assert output.read_text() == f"before\n3 {os.environ['HOME']} {core}\n"

@@ -1,5 +1,6 @@
 """A sweep on the terminal: what happened, line by line, and under it the table as it stands now."""
 
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -23,14 +24,18 @@ class Screen:
         """The table now."""
         if self.is_live:
             self._clear()
-            self._shown = list(lines)
+            width, height = shutil.get_terminal_size()  # a line that wraps or scrolls away could not be drawn over
+            self._shown = [line[: width - 1] for line in lines[: height - 2]]
             self._draw()
         elif has_ended:
             print(*lines, sep="\n", flush=True)
 
-    def close(self) -> None:
-        """The table as it is stays."""
+    def close(self, lines: Sequence[str] = ()) -> None:
+        """The table stays, whole."""
+        self._clear()
         self._shown = []
+        if self.is_live and lines:
+            print(*lines, sep="\n", flush=True)
 
     def _clear(self) -> None:
         if self._shown:

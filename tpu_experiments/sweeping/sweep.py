@@ -93,7 +93,7 @@ class Sweep:
             if self.relay.asked:
                 waiting.clear()
             time.sleep(LOOK_SECONDS)
-        self.screen.close()
+        self.screen.close(leaderboard.lines(self.rows.values()))
 
     def refuse(self, name: str, *, changed: dict[str, str], why: str) -> None:
         """Note a point that a sampler drew and the checks refuse."""

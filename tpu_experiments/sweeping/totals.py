@@ -21,14 +21,16 @@ def total_table(points: Sequence[Point]) -> list[Cells]:
     """A line of titles, one per point, and the sum; an unknown figure is empty and makes its sum one of the others."""
     keys = list(dict.fromkeys(key for point in points for key in point.changed))
     figures: list[tuple[float | None, ...]] = []
-    table: list[Cells] = [[*(keys or ["point"]), "hw", "fits", "hours", "$ on demand", "$ spot"]]
+    titles = [*(keys or ["point"]), *([] if "hw" in keys else ["hw"])]
+    table: list[Cells] = [[*titles, "fits", "hours", "$ on demand", "$ spot"]]
     for point in points:
         plan = plan_of(point) or {}
         usd = plan.get("usd") or {}
         figures.append((plan.get("hours"), usd.get("on_demand"), usd.get("spot")))
         fits = {True: "yes", False: "no"}.get(plan.get("fits"), "no plan")  # type: ignore[arg-type]
         values = [point.changed.get(key, "") for key in keys] or [point.name]
-        table.append([*values, point.config.hw.name, fits, *map(_shown, figures[-1])])
+        values += [] if "hw" in keys else [point.config.hw.name]
+        table.append([*values, fits, *map(_shown, figures[-1])])
     sums = [[value for value in column if value is not None] for column in zip(*figures, strict=True)]
     shown = [_shown(sum(column)) if column else "" for column in sums]
     table.append(["total", *[""] * (len(table[0]) - 4), *shown])
