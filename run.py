@@ -6,9 +6,12 @@ Nothing here or in tpu_experiments/config imports torch: torch_xla fixes its fla
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors arrive here as exceptions, to become one sentence
+# Hydra takes launchers from a namespace of its own alone; ours is the portion that lies there.
+sys.path.append(str(Path(__file__).parent / "tpu_experiments" / "sweeping" / "plugin"))
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

@@ -19,7 +19,6 @@ TOP_LEVEL = {
     "LICENSE",
     "README.md",
     "conf",
-    "hydra_plugins",
     "launch",
     "outputs",
     "pyproject.toml",

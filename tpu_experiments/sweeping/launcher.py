@@ -1,7 +1,7 @@
 """Hydra's launcher of a sweep: gets the points of whichever sweeper is configured, and runs each as a process.
 
 A process can initialise its devices once only, and the environment they read cannot change afterwards. Hydra imports
-this with every command (hydra_plugins/points.py), so what only a sweep needs is imported when there is one.
+this with every command (plugin/hydra_plugins), so what only a sweep needs is imported when there is one.
 """
 
 import copy
