@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from tpu_experiments.config.checkpointing import CheckpointConfig
+from tpu_experiments.config.evaluating import EvaluateTaskConfig
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.guarding import CanaryConfig, GuardConfig
 from tpu_experiments.config.hardware import HwConfig
@@ -187,6 +188,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_plan": PlanTaskConfig,
         "base_resume_check": ResumeCheckTaskConfig,
         "base_report": ReportTaskConfig,
+        "base_evaluate": EvaluateTaskConfig,
         "base": TaskConfig,
     },
     "model": {"base": ModelConfig},

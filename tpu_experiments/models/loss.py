@@ -73,6 +73,37 @@ def chunked_row_losses(
     return sums_B, weights_BT.sum(1)
 
 
+def chunked_token_scores(
+    hidden_BTH: Tensor,
+    head_VH: Tensor,
+    batch: Mapping[str, Tensor],
+    *,
+    chunk_positions: int,
+    loop: Loop,
+    lay: Lay = as_it_lies,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `chunked_row_losses` without a gradient, and what each position's own token got.
+
+    Returns:
+        Weighted loss sums and weights of every row, (B,); then loss in nats and whether no token is likelier, (B, T)
+        float32, at the position before the token, whatever its weight.
+    """
+    targets_BT, weights_BT = target_weights(batch)
+    terms = Terms(chunk_positions, loop, lay, soft_cap, z_loss=0.0)
+
+    def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+        chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
+        losses_BC = chunk.losses()
+        return (carry[0] + (losses_BC * x[2]).sum(1),), (losses_BC, chunk.hits())
+
+    xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+    carry = (torch.zeros_like(weights_BT[:, 0]),)
+    (sums_B,), tokens = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0])
+    losses_BT, hits_BT = (_joined(each_NBC, hidden_BTH.shape[1]) for each_NBC in tokens)
+    return sums_B, weights_BT.sum(1), losses_BT, hits_BT
+
+
 def _sums(
     hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor]:
@@ -180,6 +211,7 @@ class _Chunk:
         exp_BCV = torch.exp(torch.clamp(logits_BCV - shift_BC[..., None], max=MAX_EXPONENT))
         # A comparison, not a scatter: elementwise work stays with the product it follows, and rows stay where they are.
         exp_BCV = torch.where(targets_BC[..., None] == index_V, 0.0, exp_BCV)
+        self.exp_BCV, self.shift_BC = exp_BCV, shift_BC
         self.others_BC = exp_BCV.sum(-1)
         self.sum_BC = self.others_BC + torch.exp(self.target_BC - shift_BC)
         self.log_z_BC = torch.log(self.sum_BC) + shift_BC
@@ -189,6 +221,11 @@ class _Chunk:
         """Of every position (B, C), in nats."""
         losses_BC = self.log_z_BC - self.target_BC
         return losses_BC + self.terms.z_loss * self.log_z_BC**2 if self.terms.z_loss else losses_BC
+
+    def hits(self) -> Tensor:
+        """1 where no token is likelier than the target (B, C), float32; the target's logit is not rounded to bf16."""
+        own_BC = torch.exp(self.target_BC - self.shift_BC)
+        return (self.exp_BCV.amax(-1) <= own_BC).to(torch.float32)
 
     def gradient(self, weights_BC: Tensor) -> Tensor:
         """Of the weighted losses by the hidden states, (B, C, H)."""

@@ -56,6 +56,16 @@ def prepare_sources(
         NotPrepared: some are missing, and `is_lookup` says to make none.
         ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
     """
+    return prepare(
+        config.data,
+        data_size=config.data_size,
+        seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
+        how=preparation(config, tokenizer=tokenizer, is_lookup=is_lookup),
+    )
+
+
+def preparation(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup: bool = False) -> Preparation:
+    """How the sources of a config are prepared, and where."""
     folder = prepared_folder(config)
     loader = config.loader
     cache = CacheSettings(
@@ -66,13 +76,8 @@ def prepare_sources(
         for name, source in config.data.items()
         if source._target_ != DEFAULT_READER
     }
-    return prepare(
-        config.data,
-        data_size=config.data_size,
-        seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
-        how=Preparation(
-            config.prepare, folder, tokenizer, readers, cache if paths.is_remote(folder) else None, is_lookup
-        ),
+    return Preparation(
+        config.prepare, folder, tokenizer, readers, cache if paths.is_remote(folder) else None, is_lookup
     )
 
 

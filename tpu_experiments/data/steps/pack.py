@@ -101,7 +101,7 @@ def pack(
 
 def _place(pieces: _Pieces, *, seq_len: int, packing: str) -> Placed:
     if packing == "best_fit":
-        row_P, column_P, num_rows = _best_fit(pieces.length_P, seq_len=seq_len)
+        row_P, column_P, num_rows = best_fit(pieces.length_P, seq_len=seq_len)
     else:
         num_rows = len(pieces.length_P)
         row_P, column_P = np.arange(num_rows), np.zeros(num_rows, np.int64)
@@ -169,7 +169,7 @@ def _rank_in_row(row_P: Index, column_P: Index) -> Index:
     return rank_P
 
 
-def _best_fit(length_P: Index, *, seq_len: int) -> tuple[Index, Index, int]:
+def best_fit(length_P: Index, *, seq_len: int) -> tuple[Index, Index, int]:
     """(row, column) of every piece and the number of rows: longest first, into the fullest row.
 
     `open_rows[s]` are the rows with s tokens of space; bit s of `spaces` is set when there is one,

@@ -1,0 +1,162 @@
+"""Held-out documents laid into rows so that every token of theirs is predicted once and is known by its document.
+
+Training's own rows do not serve: they have no document numbers, and what `prepare.long_documents` cuts off is missing.
+A document longer than a row becomes rolling windows, as in lm-evaluation-harness: each begins with the last token of
+the one before, and the last one reaches back to be as long as the others. Legend: D documents, L tokens of all of them
+end to end, N rows of T tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.data.documents import spec_of
+from tpu_experiments.data.prepare import Preparation
+from tpu_experiments.data.rows import Rows, padding
+from tpu_experiments.data.steps.blocks import read_index, read_tokens
+from tpu_experiments.data.steps.pack import FlatTokens, best_fit
+from tpu_experiments.data.steps.selection import select
+from tpu_experiments.data.steps.tokenized import TokenizedSource, tokenize_source
+from tpu_experiments.data.tokens.tokenize import LEARN
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Documents of one split of one source."""
+
+    name: str
+    kind: str
+    flat: FlatTokens
+    num_in_split: int
+
+    def token_documents(self) -> NDArray[np.int64]:
+        """Number of the document that each token is of."""
+        return np.repeat(np.arange(self.flat.num_documents), self.flat.lengths_D)
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
+        """Ids and flags of each document."""
+        ends_D = np.cumsum(self.flat.lengths_D)
+        for end, length in zip(ends_D.tolist(), self.flat.lengths_D.tolist(), strict=True):
+            yield self.flat.ids_L[end - length : end], self.flat.flags_L[end - length : end]
+
+
+@dataclass(frozen=True, eq=False)
+class LaidOut:
+    """The rows of held-out documents."""
+
+    rows: Rows
+    token_NT: NDArray[np.int64]
+    """Which of the L tokens lies at each place; -1 where there is none."""
+
+    def per_token(self, values_NT: NDArray[np.float32], *, num_tokens: int) -> NDArray[np.float64]:
+        """Values (L,) of the tokens that are predicted, 0 of the others.
+
+        Args:
+            values_NT: at the position before the token, as `models/scoring.py` has them.
+        """
+        values_L = np.zeros(num_tokens, np.float64)
+        learn_NT = self.rows.learn_NT[:, 1:]
+        values_L[self.token_NT[:, 1:][learn_NT]] = values_NT[:, :-1][learn_NT]
+        return values_L
+
+
+def held_out_documents(
+    name: str,
+    source: DataSourceConfig,
+    *,
+    split: str,
+    data_size: str,
+    how: Preparation,
+    max_documents: int | None,
+    seed: int,
+) -> HeldOut:
+    """A prepared source's documents of a split, as `data/prepare.py` chose them; `max_documents` at most, by `seed`.
+
+    Raises:
+        NotPrepared: the source is not prepared.
+    """
+    tokens = tokenize_source(
+        spec_of(name, source, data_size=data_size),
+        source=source,
+        tokenizer=how.tokenizer,
+        settings=how.settings,
+        folder=how.folder,
+        read=how.readers.get(name),
+        is_lookup=True,
+    )
+    blocks = [read_index(tokens.folder, block) for block in tokens.block_names]
+    chosen_D = select(blocks, source=source, tokens_folder=tokens.folder).chosen(split)
+    members = np.flatnonzero(chosen_D)
+    num_in_split = len(members)
+    if max_documents is not None and num_in_split > max_documents:
+        generator = np.random.Generator(np.random.Philox(key=seed))
+        members = np.sort(generator.choice(members, max_documents, replace=False))
+    lengths = [block.lengths_D for block in blocks]
+    return HeldOut(name, tokens.spec.kind, _read(tokens, members, lengths=lengths), num_in_split)
+
+
+def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, lengths: list[NDArray[np.int64]]) -> FlatTokens:
+    """The tokens of the documents with these indices in the source; a block without one is not read."""
+    ids, flags, chosen = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
+    first = 0
+    for name, lengths_D in zip(tokens.block_names, lengths, strict=True):
+        inside = members[(members >= first) & (members < first + len(lengths_D))] - first
+        first += len(lengths_D)
+        if not len(inside):
+            continue
+        ids_L, flags_L = read_tokens(tokens.folder, name)
+        ends_D = np.cumsum(lengths_D)
+        for index in inside.tolist():
+            part = slice(int(ends_D[index] - lengths_D[index]), int(ends_D[index]))
+            ids.append(ids_L[part])
+            flags.append(flags_L[part])
+        chosen.append(lengths_D[inside])
+    return FlatTokens(np.concatenate(ids), np.concatenate(flags), np.concatenate(chosen))
+
+
+def lay_out(held_out: HeldOut, *, seq_len: int, pad_id: int) -> LaidOut:
+    """Rows in which every learnt token but a document's first is predicted exactly once."""
+    flat = held_out.flat
+    learn_L = (flat.flags_L & LEARN) > 0
+    begins = np.cumsum(flat.lengths_D) - flat.lengths_D
+    pieces = np.array(
+        [
+            (begin + start, begin + end, begin + new)
+            for begin, length in zip(begins.tolist(), flat.lengths_D.tolist(), strict=True)
+            for start, end, new in windows(length, seq_len=seq_len)
+            if learn_L[begin + new : begin + end].any()
+        ],
+        np.int64,
+    ).reshape(-1, 3)
+    row_P, column_P, num_rows = best_fit(pieces[:, 1] - pieces[:, 0], seq_len=seq_len)
+    rows = padding(num_rows, seq_len=seq_len, pad_id=pad_id)
+    token_NT = np.full((num_rows, seq_len), -1, np.int64)
+    for piece in np.lexsort((column_P, row_P)).tolist():
+        start, end, new = pieces[piece].tolist()
+        row, column = int(row_P[piece]), int(column_P[piece])
+        place = slice(column, column + end - start)
+        token_NT[row, place] = np.arange(start, end)
+        rows.ids_NT[row, place] = flat.ids_L[start:end]
+        rows.learn_NT[row, column + new - start : place.stop] = learn_L[new:end]
+        rows.positions_NT[row, place] = np.arange(end - start)
+        rows.segments_NT[row, place] = 1 + (rows.segments_NT[row, column - 1] if column else 0)
+    return LaidOut(rows, token_NT)
+
+
+def windows(length: int, *, seq_len: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, first token that is new) of the rolling windows of a document, each of at most `seq_len` tokens.
+
+    >>> list(windows(10, seq_len=4))
+    [(0, 4, 1), (3, 7, 4), (6, 10, 7)]
+    >>> list(windows(9, seq_len=4))
+    [(0, 4, 1), (3, 7, 4), (5, 9, 7)]
+    """
+    done = min(length, seq_len)
+    yield 0, done, min(1, length)
+    while done < length:
+        end = min(done + seq_len - 1, length)
+        yield end - seq_len, end, done
+        done = end

@@ -1,0 +1,147 @@
+"""Loss, perplexity, bits per byte and accuracy from sums over documents, and a model beside its base.
+
+Bits per byte leaves out the tokens that stand for no text, the ends of documents and turns, as lm-evaluation-harness
+does, so that it can be held against numbers of other tokenizers and programs. The loss has them all.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.metrics.answers import SCORES
+from tpu_experiments.metrics.bootstrap import Estimate, Sums, estimate, resampled_over
+
+COLUMNS = ("tokens", "bytes", "nats", "text_nats", "hits")
+ALL = "all"
+"""Name of what is over all sources."""
+MEASURES = ("loss", "perplexity", "bits_per_byte", "accuracy")
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How intervals are made."""
+
+    num_resamples: int
+    confidence: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is known of some held-out documents."""
+
+    num_documents: int
+    num_tokens: int
+    """Tokens that are predicted."""
+    num_bytes: int
+    """UTF-8 bytes of their text; 0 where the tokenizer does not tell."""
+    base: dict[str, Estimate]
+    """By the names of `MEASURES`; one that cannot be told is left out."""
+    trained: dict[str, Estimate] | None
+    difference: dict[str, Estimate] | None
+    """Trained less base, with the interval over the same drawn documents."""
+    share_better: float | None
+    """Of the resamples in which the trained model has the lower loss."""
+
+
+def document_sums(
+    document_L: NDArray[np.int64], *, num_documents: int, columns_L: Mapping[str, NDArray[np.float64]]
+) -> Sums:
+    """Sums (D, K) of each document in the order of `COLUMNS`, from values of each token."""
+    return np.stack(
+        [np.bincount(document_L, weights=columns_L[name], minlength=num_documents) for name in COLUMNS], axis=1
+    )
+
+
+def compared_by_source(
+    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, how: Resampling
+) -> dict[str, Comparison]:
+    """Every source's documents, (D, K) each, and under `ALL` those of all of them where there are several.
+
+    Args:
+        trained: the sums of the same documents; None where there is the base alone.
+    """
+    found = {name: _compared(base, trained, names=[name], how=how) for name in base}
+    return found if len(found) == 1 else found | {ALL: _compared(base, trained, names=list(base), how=how)}
+
+
+def _compared(
+    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, names: Sequence[str], how: Resampling
+) -> Comparison:
+    sides = [base] if trained is None else [base, trained]
+    parts = [np.concatenate([side[name] for side in sides], axis=1) for name in names]
+    pair = _Pair(parts, width=len(COLUMNS), how=how)
+    base_told = pair.told(lambda sums: measures(sums[0]))
+    counts = pair.total_1K[0]
+    trained_told = difference = share = None
+    if trained is not None:
+        trained_told = pair.told(lambda sums: measures(sums[1]))
+        difference = pair.told(lambda sums: _less(measures(sums[1]), measures(sums[0])))
+        share = pair.share(lambda sums: measures(sums[1])["loss"] < measures(sums[0])["loss"])
+    return Comparison(pair.num_documents, int(counts[0]), int(counts[1]), base_told, trained_told, difference, share)
+
+
+def compared_answers(base: Sums, trained: Sums | None, *, how: Resampling) -> dict[str, Any]:
+    """Means of scores (N, 4) by the names of `metrics/answers.py`: `answers` (N), `base`, `trained`, `difference`."""
+    sides = [base] if trained is None else [base, trained]
+    parts = [np.concatenate([side / len(side) for side in sides], axis=1)]
+    pair = _Pair(parts, width=base.shape[1], how=how)
+
+    def by_name(sums_RK: Sums) -> dict[str, Sums]:
+        return dict(zip(SCORES, sums_RK.T, strict=True))
+
+    found: dict[str, Any] = {"answers": len(base), "base": pair.told(lambda sums: by_name(sums[0]))}
+    if trained is not None:
+        found["trained"] = pair.told(lambda sums: by_name(sums[1]))
+        found["difference"] = pair.told(lambda sums: by_name(sums[1] - sums[0]))
+    return found
+
+
+class _Pair:
+    """Sums over documents of one model or two side by side: as they are, and over drawn documents."""
+
+    def __init__(self, parts: Sequence[Sums], *, width: int, how: Resampling) -> None:
+        generator = np.random.Generator(np.random.Philox(key=how.seed))
+        self.total_1K = np.sum([part.sum(0) for part in parts], axis=0)[None]
+        self._drawn_RK = resampled_over(parts, num_resamples=how.num_resamples, generator=generator)
+        self._confidence, self._width = how.confidence, width
+        self.num_documents = sum(map(len, parts))
+
+    def _sides(self, sums_RK: Sums) -> list[Sums]:
+        return [sums_RK[:, start : start + self._width] for start in range(0, sums_RK.shape[1], self._width)]
+
+    def told(self, values_of: Callable[[list[Sums]], dict[str, Sums]]) -> dict[str, Estimate]:
+        """Values with their intervals; one that is no number is left out."""
+        values, spreads = values_of(self._sides(self.total_1K)), values_of(self._sides(self._drawn_RK))
+        return {
+            name: estimate(
+                float(value[0]), spreads[name], confidence=self._confidence, num_documents=self.num_documents
+            )
+            for name, value in values.items()
+            if np.isfinite(value[0])
+        }
+
+    def share(self, is_so: Callable[[list[Sums]], NDArray[np.bool_]]) -> float | None:
+        """Of the draws in which it is so; None for a single document."""
+        return float(np.mean(is_so(self._sides(self._drawn_RK)))) if self.num_documents > 1 else None
+
+
+def _less(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
+    return {name: values - others[name] for name, values in some.items()}
+
+
+def measures(sums_RK: Sums) -> dict[str, NDArray[np.float64]]:
+    """The measures (R,) of R rows of sums; NaN where nothing is to be divided by."""
+    tokens, num_bytes, nats, text_nats, hits = sums_RK.T
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        loss = nats / tokens
+        return {
+            "loss": loss,
+            "perplexity": np.exp(loss),
+            "bits_per_byte": np.where(num_bytes > 0, text_nats / (math.log(2) * num_bytes), np.nan),
+            "accuracy": hits / tokens,
+        }

@@ -1,0 +1,89 @@
+"""task=evaluate: loss, perplexity, bits per byte and accuracy on held-out documents, the base model always beside.
+
+The base is the model as it is built: its adapter does nothing yet (of full training: the weights it began with). Then
+the trained tensors take their place, in the same program.
+"""
+
+import logging
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.tokens.widths import widths_of
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.metrics.answers import answer_scores
+from tpu_experiments.metrics.bootstrap import Sums
+from tpu_experiments.metrics.held_out import Resampling, compared_answers, compared_by_source
+from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.launch import launch
+from tpu_experiments.tasks.evaluate.beside import BesideBase
+from tpu_experiments.tasks.evaluate.given import Given, make_given
+from tpu_experiments.tasks.evaluate.report import as_text, facts
+from tpu_experiments.tasks.evaluate.subject import Subject, folder_of, subject_of, task_of
+from tpu_experiments.tasks.train import check_model
+from tpu_experiments.training.written import Exchange
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Print the table and write `<run>/test_results.json`.
+
+    Raises:
+        ConfigError: something the user can mend; nothing was written.
+    """
+    start_run_log(None, rank=0)
+    try:
+        subject = subject_of(config)
+        vocab_size = check_model(subject.config)
+        given = make_given(subject, vocab_size=vocab_size)
+        launch(evaluate_process, subject.config, subject, given)
+    finally:
+        stop_run_log()
+
+
+def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: Given) -> None:
+    """What every process does; rank 0 prints and writes."""
+    start_run_log(None, rank=runtime.rank)
+    watch, task = Stopwatch(), task_of(config)
+    with watch.measure("load"):
+        model = BesideBase(
+            runtime,
+            config,
+            subject=subject,
+            tokenizer=given.tokenizer,
+            shape=(given.geometry.micro_rows * given.geometry.num_shards, given.seq_len),
+            max_new_tokens=task.max_new_tokens,
+        )
+    widths = widths_of(given.tokenizer)
+    if widths is None:
+        log.warning("bits per byte is left out: this tokenizer is neither byte-level nor has SentencePiece's blanks")
+    sums: dict[str, dict[str, Sums]] = {}
+    scores: dict[str, dict[str, Sums]] = {}
+    for state in model.states():
+        with watch.measure("score"):
+            sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in given.splits.items()}
+        with watch.measure("write"):
+            scores[state] = {name: written_scores(model, wanted) for name, wanted in given.exchanges.items()}
+    how = Resampling(task.resamples, task.confidence, config.seed)
+    found = compared_by_source(sums["base"], sums.get("trained"), how=how)
+    answers = {
+        name: compared_answers(scores["base"][name], scores.get("trained", {}).get(name), how=how)
+        for name in given.exchanges
+    }
+    if runtime.rank == 0:
+        in_split = {name: held_out.num_in_split for name, held_out in given.splits.items()}
+        fields = facts(subject, found, answers, num_in_split=in_split) | {
+            "seq_len": given.seq_len,
+            "seconds": watch.seconds,
+            "num_compiles": runtime.counters().num_compiles,
+        }
+        paths.make_dirs(folder_of(subject.results))
+        paths.write_text_atomic(subject.results, strict_json.dumps(fields, indent=1) + "\n")
+        print(as_text(subject, found, answers))
+
+
+def written_scores(model: BesideBase, wanted: list[Exchange]) -> Sums:
+    """Scores (N, 4) of the model's answers (metrics/answers.py)."""
+    written = model.write([exchange.prompt_ids for exchange in wanted])
+    return answer_scores(written, [exchange.reference for exchange in wanted])

@@ -1,0 +1,129 @@
+"""A model and its base in one program, one after the other: the base is the model as it is built."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.build import locate
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.batches import fixed_batches
+from tpu_experiments.data.held_out import HeldOut, lay_out
+from tpu_experiments.data.tokens.tokenizer import pad_id
+from tpu_experiments.data.tokens.widths import Widths
+from tpu_experiments.metrics.bootstrap import Sums
+from tpu_experiments.metrics.held_out import document_sums
+from tpu_experiments.models.build import build_model
+from tpu_experiments.models.scoring import Scores, next_token_scores
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.stacked import hugging_face_names, stacked
+from tpu_experiments.tasks.evaluate.subject import Subject
+from tpu_experiments.training.sample import Sampler
+from tpu_experiments.training.scoring import Scorer
+
+
+class BesideBase:
+    """The model on the device; its parameters are the base's, then the trained ones."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        *,
+        subject: Subject,
+        tokenizer: PreTrainedTokenizerBase,
+        shape: tuple[int, int],
+        max_new_tokens: int,
+    ) -> None:
+        """`shape` is (rows at once over all devices, tokens of a row)."""
+        self.runtime, self.subject, self.tokenizer, self.shape = runtime, subject, tokenizer, shape
+        self.max_new_tokens = max_new_tokens
+        source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+        model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
+        self.parameters = model.trainable
+        shards, chunk = num_shards(config) // runtime.world_size, config.trainer.loss_chunk_tokens
+
+        def token_scores(
+            module: torch.nn.Module, parameters: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+        ) -> Scores:
+            return next_token_scores(
+                module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
+            )
+
+        self.scorer = Scorer(model.module, runtime=runtime, token_scores=token_scores, parameters=self.parameters)
+        self.sampler = Sampler(
+            model.module,
+            runtime=runtime,
+            parameters=self.parameters,
+            tokenizer=tokenizer,
+            settings=replace(config.sample, window=shape[1], temperature=0.0),
+            seed=config.seed,
+        )
+        runtime.expect({"score": {(shape[0] // runtime.world_size, shape[1])}, "sample": {(1, shape[1])}})
+
+    def states(self) -> Iterator[str]:
+        """`base`, and then `trained`, with the parameters of each in place."""
+        yield "base"
+        trained = self.subject.tensors()
+        if trained is None:
+            return
+        self._require(trained)
+        for name in list(self.parameters):
+            tensor = stacked(trained, name).to(torch.float32)
+            self.parameters[name] = self.runtime.place(tensor, name=name)
+        yield "trained"
+
+    def sums(self, held_out: HeldOut, *, widths: Widths | None) -> Sums:
+        """Sums (D, K) of every document (metrics/held_out.py); every process takes part."""
+        rows_at_once, seq_len = self.shape
+        laid_out = lay_out(held_out, seq_len=seq_len, pad_id=pad_id(self.tokenizer))
+        found = self.scorer.run(fixed_batches(laid_out.rows, global_rows=rows_at_once, name=held_out.name))
+        num_rows, num_tokens = laid_out.rows.num_rows, len(held_out.flat.ids_L)
+        ones_NT = np.ones((num_rows, seq_len), np.float32)
+        nats_L, hits_L, predicted_L = (
+            laid_out.per_token(values[:num_rows], num_tokens=num_tokens) for values in (*found, ones_NT)
+        )
+        bytes_L = predicted_L * bytes_of(held_out, widths=widths)
+        columns = {
+            "tokens": predicted_L,
+            "bytes": bytes_L,
+            "nats": nats_L,
+            "text_nats": nats_L * (bytes_L > 0),
+            "hits": hits_L,
+        }
+        return document_sums(held_out.token_documents(), num_documents=held_out.flat.num_documents, columns_L=columns)
+
+    def write(self, prompts: Sequence[list[int]]) -> list[str]:
+        """The likeliest answers, token by token, to prompts of token ids; what is too long of a prompt loses its start.
+
+        Every process takes part.
+        """
+        return [self.sampler.run(prompt, max_new_tokens=self.max_new_tokens) for prompt in prompts]
+
+    def _require(self, trained: Mapping[str, Tensor]) -> None:
+        """Compare names with those of the model.
+
+        Raises:
+            ConfigError: it was trained on another model, or with other targets.
+        """
+        expected = {part for name in self.parameters for part in hugging_face_names(name)}
+        lacks, extra = sorted(expected - trained.keys()), sorted(trained.keys() - expected)
+        if lacks or (extra and self.subject.kind == "adapter"):
+            raise ConfigError(
+                f"{self.subject.place}; it does not belong to model={self.subject.config.model.name}: it lacks "
+                f"{len(lacks)} of {len(expected)} tensors (first {lacks[0] if lacks else '-'}) and has {len(extra)} "
+                f"others (first {extra[0] if extra else '-'}); choose the model that it was trained on."
+            )
+
+
+def bytes_of(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.int32]:
+    """Bytes (L,) of each token's text; zeros where the tokenizer does not tell."""
+    if widths is None:
+        return np.zeros(len(held_out.flat.ids_L), np.int32)
+    return np.concatenate([widths.of(ids) for ids, _ in held_out.documents()])

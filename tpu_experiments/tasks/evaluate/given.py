@@ -1,0 +1,115 @@
+"""What task=evaluate is given: the held-out documents of every source, found or prepared before a device is touched."""
+
+import logging
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.held_out import HeldOut, held_out_documents
+from tpu_experiments.tasks.evaluate.subject import Subject, task_of
+from tpu_experiments.tasks.train import check_ids
+from tpu_experiments.training.inputs import RunInputs
+from tpu_experiments.training.sources import preparation, prepare_sources, stages_of, tokenizer_for
+from tpu_experiments.training.written import Exchange, exchanges
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every process evaluates; picklable."""
+
+    splits: dict[str, HeldOut]
+    exchanges: dict[str, list[Exchange]]
+    """Of the chat sources, where answers are written."""
+    tokenizer: PreTrainedTokenizerBase
+    geometry: Geometry
+    seq_len: int
+
+
+def make_given(subject: Subject, *, vocab_size: int) -> Given:
+    """The held-out documents of every source.
+
+    Raises:
+        ConfigError: there are none, or what lies there is not what was trained on.
+    """
+    config = subject.config
+    task = task_of(config)
+    stages = stages_of(config)
+    tokenizer = tokenizer_for(config)
+    inputs = RunInputs(tokenizer, prepare_sources(config, tokenizer=tokenizer, stages=stages), stages)
+    check_ids(config, inputs, vocab_size=vocab_size)
+    check_audit(subject, inputs)
+    splits = held_out_of(config, tokenizer=tokenizer)
+    seq_len = task.seq_len or inputs.eval_seq_len
+    if task.generate and task.max_new_tokens >= seq_len:
+        raise ConfigError(
+            f"task.max_new_tokens={task.max_new_tokens}; it leaves no room for the prompt in the {seq_len} tokens of a "
+            "row; use less, or a larger task.seq_len."
+        )
+    chats = {name: held_out for name, held_out in splits.items() if held_out.kind == "chat" and task.generate}
+    asked = {name: exchanges(held_out, tokenizer=tokenizer, num=task.generate) for name, held_out in chats.items()}
+    return Given(splits, asked, tokenizer, stages[0].geometry, seq_len)
+
+
+def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[str, HeldOut]:
+    """The documents of every source that has some in the split.
+
+    Raises:
+        ConfigError: none has.
+    """
+    task, how = task_of(config), preparation(config, tokenizer=tokenizer, is_lookup=True)
+    found = {
+        name: held_out_documents(
+            name,
+            source,
+            split=task.split,
+            data_size=config.data_size,
+            how=how,
+            max_documents=task.max_documents,
+            seed=config.seed,
+        )
+        for name, source in config.data.items()
+    }
+    found = {name: held_out for name, held_out in found.items() if _has_documents(held_out, config)}
+    if not found:
+        raise ConfigError(
+            f"task.split={task.split}; no source holds a document back for it ({_fractions(config)}); raise the "
+            "fraction before you train, or take the other split."
+        )
+    return found
+
+
+def _has_documents(held_out: HeldOut, config: Config) -> bool:
+    """Whether there is something to evaluate; the log says where not."""
+    if held_out.flat.num_documents:
+        return True
+    log.warning("data.%s has no document in the %s split; it is left out", held_out.name, task_of(config).split)
+    return False
+
+
+def _fractions(config: Config) -> str:
+    name = {"test": "test_fraction", "evaluation": "eval_fraction"}[task_of(config).split]
+    return ", ".join(f"data.{source}.{name}={getattr(values, name)}" for source, values in config.data.items())
+
+
+def check_audit(subject: Subject, inputs: RunInputs) -> None:
+    """Refuse data that is not what the model was trained on: its held-out documents may be among those it has learnt.
+
+    Raises:
+        ConfigError: the audit hash of a source differs.
+    """
+    if subject.audit is None or task_of(subject.config).data == "selected":
+        log.warning("nobody knows what %s was trained on; these documents may be among it", subject.place or "the base")
+        return
+    changed = [key for key, value in inputs.audit_hashes.items() if subject.audit.get(key) != value]
+    if changed:
+        shown = ", ".join(f"{key} {subject.audit.get(key)} then, {inputs.audit_hashes[key]} now" for key in changed)
+        raise ConfigError(
+            f"{subject.place}; it was trained on other data (audit hash of {shown}), so that documents held out now "
+            "may be among what it has learnt; restore the files, tokenizer and rules of data preparation, or evaluate "
+            "it on other data with task.data=selected data=NAME."
+        )

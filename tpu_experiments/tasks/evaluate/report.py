@@ -1,0 +1,102 @@
+"""The results of task=evaluate: a table for the terminal and the fields of test_results.json."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tpu_experiments.metrics.answers import SCORES
+from tpu_experiments.metrics.bootstrap import Estimate
+from tpu_experiments.metrics.held_out import MEASURES, Comparison
+from tpu_experiments.tasks.evaluate.subject import Subject, task_of
+
+Compared = Mapping[str, Comparison]
+Answers = Mapping[str, Mapping[str, Any]]
+
+
+def facts(subject: Subject, found: Compared, answers: Answers, *, num_in_split: Mapping[str, int]) -> dict[str, Any]:
+    """What test_results.json says of the model; `loss`, `perplexity`, ... are its own over all sources."""
+    task = task_of(subject.config)
+    last = list(found.values())[-1]
+    values = last.base if last.trained is None else last.trained
+    return {
+        "split": task.split,
+        "evaluated": subject.kind,
+        "place": subject.place or None,
+        "model": subject.config.model.name,
+        **{name: values[name].value for name in MEASURES if name in values},
+        "sources": {name: asdict(comparison) for name, comparison in found.items()},
+        "documents_in_split": dict(num_in_split),
+        "answers": {name: _plain(scores) for name, scores in answers.items()},
+        "resamples": task.resamples,
+        "confidence": task.confidence,
+        "seed": subject.config.seed,
+    }
+
+
+def as_text(subject: Subject, found: Compared, answers: Answers) -> str:
+    """The tables, and where the results lie."""
+    task = task_of(subject.config)
+    what = {"base": "the base model alone", "checkpoint": "base model -> newest checkpoint"}
+    title = f"{task.split} split, {what.get(subject.kind, f'base model -> {subject.kind}')}"
+    tables = [title, table(found), *([answers_table(answers)] if answers else [])]
+    return "\n".join([*tables, f"[...]: {100 * task.confidence:g} % of {task.resamples} resamples", subject.results])
+
+
+def table(found: Compared) -> str:
+    """A line for every source, aligned; `base -> trained` where there are both."""
+    header = ("source", "documents", "tokens", "loss", "difference", "perplexity", "bits per byte", "accuracy")
+    return aligned([header, *(_line(name, comparison) for name, comparison in found.items())])
+
+
+def answers_table(answers: Answers) -> str:
+    """A line for every source whose conversations were answered."""
+    lines: list[tuple[str, ...]] = [("answers of", "number", *SCORES)]
+    for name, scores in answers.items():
+        trained = scores.get("trained", {})
+        told = (_pair(scores["base"][kind], trained.get(kind), "{:.3f}") for kind in SCORES)
+        lines.append((name, str(scores["answers"]), *told))
+    return aligned(lines)
+
+
+def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Estimates as dicts."""
+    sides = {side: {k: asdict(e) for k, e in told.items()} for side, told in scores.items() if side != "answers"}
+    return {"answers": scores["answers"], **sides}
+
+
+def aligned(lines: list[tuple[str, ...]]) -> str:
+    """Columns as wide as their widest cell: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def _line(name: str, found: Comparison) -> tuple[str, ...]:
+    def both(measure: str, form: str) -> str:
+        trained = None if found.trained is None else found.trained.get(measure)
+        return _pair(found.base.get(measure), trained, form)
+
+    difference = "-" if found.difference is None else _with_interval(found.difference["loss"])
+    return (
+        name,
+        f"{found.num_documents:,}",
+        f"{found.num_tokens:,}",
+        both("loss", "{:.4f}"),
+        difference,
+        both("perplexity", "{:.2f}"),
+        both("bits_per_byte", "{:.4f}"),
+        both("accuracy", "{:.4f}"),
+    )
+
+
+def _pair(base: Estimate | None, trained: Estimate | None, form: str) -> str:
+    told = [form.format(each.value) for each in (base, trained) if each is not None]
+    return " -> ".join(told) or "-"
+
+
+def _with_interval(found: Estimate) -> str:
+    if found.low is None:
+        return f"{found.value:+.4f}"
+    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"

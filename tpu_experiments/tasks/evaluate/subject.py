@@ -1,0 +1,155 @@
+"""What is evaluated: a run's export, the newest checkpoint of an unfinished one, an adapter, or the base alone."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from tpu_experiments.checkpoint.reading import tensors_below
+from tpu_experiments.checkpoint.store import latest_progress, load_latest
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.evaluating import EvaluateTaskConfig
+from tpu_experiments.config.identity import identity
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.stored import DATA_KEYS, MODEL_KEYS, config_of_run
+from tpu_experiments.export.full import MODEL
+from tpu_experiments.export.peft import read_adapter, read_adapter_config
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.training.saved import PARAMETERS
+
+log = logging.getLogger(__name__)
+BASE_ALONE = "none"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate beside its base."""
+
+    config: Config
+    """Of its run where it has one, under the machine of this command."""
+    kind: str
+    """`adapter`, `model`, `checkpoint` or `base`."""
+    place: str
+    """Folder of its tensors; of a checkpoint, of all of them."""
+    results: str
+    """File that the results go to."""
+    audit: Mapping[str, str] | None = None
+    """`<source>@<row length>` to the audit hash of what it was trained on; None where nobody knows."""
+
+    def tensors(self) -> Mapping[str, Tensor] | None:
+        """Its trained tensors under Hugging Face's names; None for the base alone."""
+        if self.kind == "base":
+            return None
+        if self.kind == "adapter":
+            return read_adapter(self.place)
+        if self.kind == "model":
+            return tensors_below(self.place, MODEL, max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30)
+        found = load_latest(self.place)
+        assert found is not None, "`subject_of` has seen one"
+        return found[1][PARAMETERS]
+
+
+def task_of(config: Config) -> EvaluateTaskConfig:
+    """The settings of this task."""
+    assert isinstance(config.task, EvaluateTaskConfig)
+    return config.task
+
+
+def subject_of(config: Config) -> Subject:
+    """What this command evaluates.
+
+    Raises:
+        ConfigError: there is no such run or adapter, the run has nothing to evaluate, or it is of another config.
+    """
+    task = task_of(config)
+    chosen = f"-{'-'.join(config.data)}" if task.data == "selected" else ""
+    file = f"{task.split}_results{chosen}.json"
+    if task.adapter is not None and task.run is None:
+        results = paths.join(config.output_dir, "evaluations", str(config.name), file)
+        return _with_adapter(Subject(config, "base", "", results), task.adapter)
+    folder = _run_folder(config, task)
+    subject = _of_run(_config_of(folder, config, task), folder, file=file)
+    return subject if task.adapter is None else _with_adapter(subject, task.adapter)
+
+
+def _run_folder(config: Config, task: EvaluateTaskConfig) -> RunFolder:
+    """The folder of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    assert config.name is not None, "to_config names the run"
+    folder = RunFolder(config.output_dir, config.name)
+    if task.run is not None:
+        parent, _, name = task.run.rstrip("/").rpartition("/")
+        folder = RunFolder(parent or ("/" if task.run.startswith("/") else "."), name)
+    if folder.exists():
+        return folder
+    key = f"name={config.name}" if task.run is None else f"task.run={task.run}"
+    raise ConfigError(
+        f"{key}; {folder.path()} is no run folder; train first, or name a run's folder with task.run=, an adapter's "
+        "with task.adapter=, or evaluate the base model alone with task.adapter=none."
+    )
+
+
+def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> Config:
+    """The run's own config, under this command's machine.
+
+    Raises:
+        ConfigError: no run was named, and that of this command's name has another config.
+    """
+    keys = MODEL_KEYS if task.data == "selected" else MODEL_KEYS + DATA_KEYS
+    found = config_of_run(config, text=paths.read_text(folder.config_path), place=folder.config_path, keys=keys)
+    if task.run is None:
+        then, now = ({k: v for k, v in identity(c).items() if k.startswith(keys)} for c in (found, config))
+        changed = [
+            f"{key}={then.get(key)!r}, now {now.get(key)!r}" for key in then | now if then.get(key) != now.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"name={config.name}; {folder.path()} was made with {'; '.join(changed[:8])}; restore the values, or "
+                f"take the run's own with task.run={folder.path()}."
+            )
+    # How rows are cut over the devices is this command's.
+    own = replace(config.trainer, seq_len=found.trainer.seq_len, options=found.trainer.options)
+    return dataclasses.replace(found, trainer=own, output_dir=folder.output_dir, name=folder.name)
+
+
+def _of_run(config: Config, folder: RunFolder, *, file: str) -> Subject:
+    """The run's export, or its newest checkpoint where it is not finished.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    results = folder.path(file)
+    finished = folder.finished()
+    if finished is not None:
+        kind = "model" if config.lora.r == 0 else "adapter"
+        found = Subject(config, kind, folder.path(kind), results, finished.get("data_audit"))
+        return found if kind == "model" else _with_adapter(found, found.place)
+    newest = latest_progress(folder.path("checkpoints"))
+    if newest is None:
+        raise ConfigError(
+            f"{folder.path()}; the run is not finished and has no checkpoint; let it train until its first one, or "
+            "evaluate the base model alone with task.adapter=none."
+        )
+    step, progress = newest
+    log.warning("%s is not finished; its checkpoint of step %d is evaluated", folder.path(), step)
+    return Subject(config, "checkpoint", folder.path("checkpoints"), results, progress.get("data"))
+
+
+def _with_adapter(subject: Subject, adapter: str) -> Subject:
+    """The same with the adapter of a folder, or with the base alone."""
+    if adapter == BASE_ALONE:
+        return replace(subject, kind="base", place="")
+    lora: Any = read_adapter_config(adapter, subject.config.lora)
+    return replace(subject, kind="adapter", place=adapter, config=replace(subject.config, lora=lora))
+
+
+def folder_of(file: str) -> str:
+    """The folder that a file lies in."""
+    return file.rpartition("/")[0]
