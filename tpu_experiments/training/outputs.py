@@ -119,11 +119,14 @@ class RunOutputs:
             self.loggers.rows(step, labels)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Held-out loss and perplexity, over all sources and for each."""
+        """Held-out loss, perplexity, accuracy and bits per byte, over all sources and for each."""
         if self.loggers is None:
             return
         values = {"eval/loss": evaluation.loss, "eval/perplexity": evaluation.perplexity}
         values |= {f"eval/loss_{source}": loss for source, loss in evaluation.sources.items()}
+        values |= {f"eval/{name}": value for name, value in evaluation.measures.items()}
+        for source, measured in evaluation.source_measures.items():
+            values |= {f"eval/{name}_{source}": value for name, value in measured.items()}
         self.loggers.scalars(step, values)
 
     def sample(self, step: int, text: str, *, when: str) -> None:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.metrics.flops import flops_by_length
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.scoring import Scores, next_token_scores
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import is_stack
@@ -58,6 +60,14 @@ class Parts:
         runtime, chunk = self.runtime, self.config.trainer.loss_chunk_tokens
         shards = num_shards(self.config) // runtime.world_size
         return next_token_loss(
+            module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
+        )
+
+    def token_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """What evaluation makes of the rows, with the loss of `row_loss`; not asked where that is overridden."""
+        runtime, chunk = self.runtime, self.config.trainer.loss_chunk_tokens
+        shards = num_shards(self.config) // runtime.world_size
+        return next_token_scores(
             module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
         )
 
@@ -106,7 +116,14 @@ class Parts:
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.held)
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
-        self.evaluator = Evaluator(self.model.module, row_loss=self.row_loss, **parts)
+        is_own = type(self).row_loss is not Parts.row_loss
+        self.evaluator = Evaluator(
+            self.model.module,
+            row_loss=self.row_loss,
+            token_scores=None if is_own else self.token_scores,
+            widths=None if self.inputs.tokenizer is None else widths_of(self.inputs.tokenizer),
+            **parts,
+        )
         self.sampler = Sampler(
             self.model.module,
             tokenizer=self.inputs.tokenizer,

@@ -66,6 +66,9 @@ class Progress:
     stages: list[StageRecord] = field(default_factory=list)
     eval_loss_before: float | None = None
     eval_sources_before: dict[str, float] = field(default_factory=dict)
+    eval_measures_before: dict[str, float] = field(default_factory=dict)
+    """Accuracy and bits per byte over all sources."""
+    eval_source_measures_before: dict[str, dict[str, float]] = field(default_factory=dict)
     eval_loss: float | None = None
     eval_step: int = -1
     """Latest held-out loss, and after how many steps it was."""

@@ -82,6 +82,10 @@ def _quality(ending: Ending) -> dict[str, Any]:
         "eval_sources_before": progress.eval_sources_before,
         "eval_sources": evaluation.sources,
         "perplexity": evaluation.perplexity,
+        "eval_measures_before": progress.eval_measures_before,
+        "eval_measures": evaluation.measures,
+        "eval_source_measures_before": progress.eval_source_measures_before,
+        "eval_source_measures": evaluation.source_measures,
         "sample_before": progress.sample_before,
         "sample_after": ending.sample_after,
     }
@@ -98,6 +102,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
     lines = [
         f"finished {result['name']}",
         f"  held-out loss   {before:.4f} -> {after:.4f}  (perplexity {result['perplexity']:.2f})",
+        *_measure_lines(result),
         *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {after:.4f}" for name, after in sources),
         *(line for stage in result["stages"] for line in _stage_lines(stage)),
         *_guard_lines(result["guard"]),
@@ -128,6 +133,13 @@ def _stage_lines(stage: dict[str, Any]) -> list[str]:
     notes = [stage["ended_by"]] if stage["ended_by"] else []
     notes += [f"it ends with step {stage['restored_step']}, its best"] if stage["restored_step"] else []
     return [line, *(f"    {note}" for note in notes)]
+
+
+def _measure_lines(result: dict[str, Any]) -> list[str]:
+    """Accuracy and bits per byte, where they are known."""
+    before, after = result.get("eval_measures_before", {}), result.get("eval_measures", {})
+    parts = [f"{name.replace('_', ' ')} {_loss(before.get(name))} -> {value:.4f}" for name, value in after.items()]
+    return [f"    {', '.join(parts)}"] if parts else []
 
 
 def _step_lines(meters: dict[str, float | None]) -> list[str]:

@@ -207,6 +207,8 @@ class Trainer(Staged):
         evaluation = self.timed_evaluation()
         self.progress.eval_loss_before = evaluation.loss
         self.progress.eval_sources_before = evaluation.sources
+        self.progress.eval_measures_before = evaluation.measures
+        self.progress.eval_source_measures_before = evaluation.source_measures
         self.report_evaluation(evaluation)
         self.progress.sample_before = self.write_sample("before")
 

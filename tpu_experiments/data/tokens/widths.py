@@ -31,10 +31,18 @@ class Widths:
     is_added_V: NDArray[np.bool_]
     """Added tokens, after which a text starts anew."""
 
-    def of(self, ids_L: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Bytes (L,) of each token of one document."""
-        starts_L = np.concatenate([[True], self.is_added_V[ids_L[:-1]]])[: len(ids_L)]
-        return self.bytes_V[ids_L] - (self.is_opened_V[ids_L] & starts_L)
+    def of(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Bytes of each token of one document (L,) or of rows (N, T).
+
+        A document inside a row begins after an added token too, or with a token that is not predicted.
+        """
+        starts = np.ones(ids.shape, np.bool_)
+        starts[..., 1:] = self.is_added_V[ids[..., :-1]]
+        return self.bytes_V[ids] - (self.is_opened_V[ids] & starts)
+
+    def stands_for_text(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether each token is of a text, not the end of a document or turn."""
+        return self.bytes_V[ids] > 0
 
 
 def widths_of(tokenizer: PreTrainedTokenizerBase) -> Widths | None:

@@ -94,7 +94,7 @@ class BesideBase:
             "tokens": predicted_L,
             "bytes": bytes_L,
             "nats": nats_L,
-            "text_nats": nats_L * (bytes_L > 0),
+            "text_nats": nats_L * is_text(held_out, widths=widths),
             "hits": hits_L,
         }
         return document_sums(held_out.token_documents(), num_documents=held_out.flat.num_documents, columns_L=columns)
@@ -120,6 +120,12 @@ class BesideBase:
                 f"{len(lacks)} of {len(expected)} tensors (first {lacks[0] if lacks else '-'}) and has {len(extra)} "
                 f"others (first {extra[0] if extra else '-'}); choose the model that it was trained on."
             )
+
+
+def is_text(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.bool_]:
+    """Whether each token (L,) stands for text; all do where the tokenizer does not tell."""
+    ids_L = held_out.flat.ids_L
+    return np.ones(len(ids_L), np.bool_) if widths is None else widths.stands_for_text(ids_L)
 
 
 def bytes_of(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.int32]:

@@ -1,6 +1,6 @@
 """Every program of the configured run on placeholders: the trainer's step, its evaluation, its sample."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +99,10 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
     """The sums of one batch of held-out rows."""
     with evaluating(trainer.model.module):
         lowered: Lowered = trainer.runtime.lower(
-            trainer.evaluator.sums, name="eval", batch=rows_like(shape), rows_dim=0
+            trainer.evaluator.sums,
+            name="eval",
+            batch=rows_like(shape, names=trainer.evaluator.tensor_names),
+            rows_dim=0,
         )
     return lowered
 
@@ -112,9 +115,9 @@ def lowered_sample(trainer: Any, *, window: int) -> Lowered:
     return lowered
 
 
-def rows_like(shape: tuple[int, ...]) -> dict[str, Tensor]:
+def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> dict[str, Tensor]:
     """What a batch of rows holds."""
-    return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name in ROW_TENSORS}
+    return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name in names}
 
 
 def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
