@@ -24,6 +24,9 @@ class EvaluateTaskConfig(TaskConfig):
     """Documents of each source at most, drawn by `seed`; null takes all."""
     seq_len: int | None = number(default=None, at_least=8)
     """Tokens of a row, so the longest context of a token; null is the longest of the run's stages."""
+    documents: str | None = None
+    """JSONL file that the held-out documents are written to as text, for other programs: `source`, and `text` or, of
+    conversations up to their last answer, `prompt` and `reference`."""
     resamples: int = number(default=1000, at_least=100)
     """Times that the documents are drawn anew for the intervals."""
     confidence: float = number(default=0.95, above=0, below=1)

@@ -17,6 +17,19 @@ class Exchange:
     reference: str
 
 
+def as_records(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """The documents as text, decoded from their tokens."""
+    if held_out.kind == "chat":
+        found = exchanges(held_out, tokenizer=tokenizer, num=held_out.flat.num_documents)
+        prompts = [str(tokenizer.decode(exchange.prompt_ids)) for exchange in found]
+        return [
+            {"source": held_out.name, "prompt": prompt, "reference": exchange.reference}
+            for prompt, exchange in zip(prompts, found, strict=True)
+        ]
+    texts = (tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in held_out.documents())
+    return [{"source": held_out.name, "text": str(text)} for text in texts]
+
+
 def exchanges(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase, num: int) -> list[Exchange]:
     """The last answers of the first `num` conversations; what is rendered and what is an answer was settled when they
     were prepared (data/tokens/chat.py)."""

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
-from tpu_experiments.tasks.evaluate.subject import Subject, task_of
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.tasks.evaluate.subject import Subject, folder_of, task_of
 from tpu_experiments.tasks.train import check_ids
 from tpu_experiments.training.inputs import RunInputs
 from tpu_experiments.training.sources import preparation, prepare_sources, stages_of, tokenizer_for
-from tpu_experiments.training.written import Exchange, exchanges
+from tpu_experiments.training.written import Exchange, as_records, exchanges
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +47,40 @@ def make_given(subject: Subject, *, vocab_size: int) -> Given:
     check_audit(subject, inputs)
     splits = held_out_of(config, tokenizer=tokenizer)
     seq_len = task.seq_len or inputs.eval_seq_len
+    check_length(config, seq_len)
     if task.generate and task.max_new_tokens >= seq_len:
         raise ConfigError(
             f"task.max_new_tokens={task.max_new_tokens}; it leaves no room for the prompt in the {seq_len} tokens of a "
             "row; use less, or a larger task.seq_len."
         )
+    if task.documents is not None:
+        write_documents(splits, tokenizer=tokenizer, file=task.documents)
     chats = {name: held_out for name, held_out in splits.items() if held_out.kind == "chat" and task.generate}
     asked = {name: exchanges(held_out, tokenizer=tokenizer, num=task.generate) for name, held_out in chats.items()}
     return Given(splits, asked, tokenizer, stages[0].geometry, seq_len)
+
+
+def check_length(config: Config, seq_len: int) -> None:
+    """Refuse rows that are longer than the model's.
+
+    Raises:
+        ConfigError: they are.
+    """
+    source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    limit = getattr(source.config, "max_position_embeddings", None)
+    if limit is not None and seq_len > limit:
+        raise ConfigError(
+            f"task.seq_len={seq_len} is longer than model={config.model.name} allows (max_position_embeddings="
+            f"{limit}); use {limit} or less."
+        )
+
+
+def write_documents(splits: dict[str, HeldOut], *, tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    """The documents of all sources as text, one JSON object a line."""
+    records = [record for held_out in splits.values() for record in as_records(held_out, tokenizer=tokenizer)]
+    paths.make_dirs(folder_of(file) or ".")
+    paths.write_text_atomic(file, "".join(strict_json.dumps(record) + "\n" for record in records))
+    log.info("%d documents: %s", len(records), file)
 
 
 def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[str, HeldOut]:
