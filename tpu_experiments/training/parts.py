@@ -116,14 +116,7 @@ class Parts:
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.held)
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
-        is_own = type(self).row_loss is not Parts.row_loss
-        self.evaluator = Evaluator(
-            self.model.module,
-            row_loss=self.row_loss,
-            token_scores=None if is_own else self.token_scores,
-            widths=None if self.inputs.tokenizer is None else widths_of(self.inputs.tokenizer),
-            **parts,
-        )
+        self.evaluator = self.build_evaluator()
         self.sampler = Sampler(
             self.model.module,
             tokenizer=self.inputs.tokenizer,
@@ -132,6 +125,19 @@ class Parts:
             **parts,
         )
         log.info("%s", self.model.report)
+
+    def build_evaluator(self) -> Evaluator:
+        """What evaluates held-out rows; by the loss alone where `row_loss` is a trainer's own."""
+        is_own = type(self).row_loss is not Parts.row_loss
+        tokenizer = self.inputs.tokenizer  # a plan has none
+        return Evaluator(
+            self.model.module,
+            runtime=self.runtime,
+            row_loss=self.row_loss,
+            parameters=self.parameters,
+            token_scores=None if is_own else self.token_scores,
+            widths=widths_of(tokenizer) if tokenizer is not None else None,
+        )
 
     def build_saver(self) -> Saver:
         """What writes this run's checkpoints; looks at the held-out rows of the first source that has some."""
