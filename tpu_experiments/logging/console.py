@@ -16,6 +16,8 @@ from tqdm import tqdm
 from tpu_experiments.logging.base import LoggerContext
 
 log = logging.getLogger(__name__)
+FOR_FILES = ("eval/accuracy_", "eval/bits_per_byte_")
+"""Of each source: more than a line holds."""
 
 
 class ConsoleLogger:
@@ -43,7 +45,8 @@ class ConsoleLogger:
                 self._bar.set_postfix_str(_postfix(values), refresh=False)
                 self._bar.update(step - self._bar.n)
         if "eval/loss" in values:
-            shown = "  ".join(f"{k} {v:.4f}" for k, v in values.items() if k.startswith("eval/"))
+            told = {k: v for k, v in values.items() if k.startswith("eval/") and not k.startswith(FOR_FILES)}
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in told.items())
             log.info("step %d/%d  %s", step, self._total, shown)
 
     def text(self, step: int, *, tag: str, text: str) -> None:
