@@ -1,0 +1,43 @@
+"""A run's config read back under another command's machine; one that is damaged is told in a sentence."""
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.stored import DATA_KEYS, MODEL_KEYS, config_of_run
+from tpu_experiments.io.folder import config_yaml
+
+RECIPES = (["lora=all_linear_r8", "optim=adafactor"], ["experiment=mistral7b_ro", "debug=smoke"], ["model=qwen05b"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_what_the_run_was_trained_with_comes_back_and_the_machine_stays(recipe):
+    trained, command = composed(*recipe), composed("task=evaluate", "hw.runtime=eager", "hw.num_threads=3")
+    found = config_of_run(command, text=config_yaml(trained), place="config.yaml")
+    theirs, ours, own = flatten(trained), flatten(found), flatten(command)
+    for key, value in ours.items():
+        group = key.partition(".")[0]
+        assert value == (theirs if group in MODEL_KEYS + DATA_KEYS else own)[key], key
+    assert type(found.model) is type(trained.model)
+    assert all(type(source).__module__.startswith("tpu_experiments") for source in found.data.values())
+
+
+def test_other_keys_can_be_left_to_the_command():
+    trained, command = composed("data=sample_text"), composed("task=evaluate", "data=sample_chat")
+    found = config_of_run(command, text=config_yaml(trained), place="config.yaml", keys=MODEL_KEYS)
+    assert list(found.data) == ["sample_chat"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "model: [", "just words", "model: {name: x}", "{}"], ids=["empty", "cut", "words", "part", "nothing"]
+)
+def test_a_damaged_file_is_told_in_a_sentence(text):
+    with pytest.raises(ConfigError, match=r"place\.yaml; it is not what this program writes"):
+        config_of_run(composed("task=evaluate"), text=text, place="place.yaml")
+
+
+def test_a_key_of_another_version_is_named():
+    text = config_yaml(composed()).replace("lora:\n", "lora:\n  rank_of_old: 3\n")
+    with pytest.raises(ConfigError, match="rank_of_old"):
+        config_of_run(composed("task=evaluate"), text=text, place="place.yaml")
