@@ -106,11 +106,28 @@ def _use(result: Mapping[str, Any], config: Config) -> str:
 def _results(result: Mapping[str, Any], config: Config) -> str:
     before, after = result["eval_sources_before"], result["eval_sources"]
     rows = [(name, before.get(name), after[name]) for name in after]
+    told = {side: dict(result[f"eval_source_measures{side}"]) for side in ("_before", "")}
     if len(rows) > 1:
         rows.append(("all", result["eval_loss_before"], result["eval_loss"]))
+        told = {side: found | {"all": result[f"eval_measures{side}"]} for side, found in told.items()}
+
+    def both(name: str, measure: str) -> str:
+        old, new = (_number(told[side].get(name, {}).get(measure)) for side in ("_before", ""))
+        return f"{old} to {new}"
+
     table = _table(
-        ("held-out documents of", "base, nats per token", "trained", "difference"),
-        [(name, _number(old), _number(new), _number(_minus(new, old), "+.4f")) for name, old, new in rows],
+        ("held-out documents of", "base, nats per token", "trained", "difference", "bits per byte", "accuracy"),
+        [
+            (
+                name,
+                _number(old),
+                _number(new),
+                _number(_minus(new, old), "+.4f"),
+                both(name, "bits_per_byte"),
+                both(name, "accuracy"),
+            )
+            for name, old, new in rows
+        ],
     )
     return (
         f"{table}\n\nMean loss per supervised token over {result['eval_tokens']:,} tokens of documents that were not "
