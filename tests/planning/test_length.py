@@ -33,7 +33,7 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
     assert length is not None
     assert length.parts == {
         "training": 60.0,
-        "evaluation": 5 * (2 * 8) * 0.25 + 2 * 48 * 0.125,
+        "evaluation": 5 * (2 * 8) * 0.25 + 6 * 48 * 0.125,
         "checkpoints": 0.0,
         "compiling": 77.0,
         "idle set-up": 180 + 8 / 0.25,
@@ -44,6 +44,14 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
     assert length.eval_seconds == pytest.approx(5 * 0.5 * 256 / 16 * EVALUATION_SHARE)
     assert length.compile_seconds == 0
     assert any("a third" in note for note in notes)
+
+
+def test_samples_at_the_ends_only_are_two() -> None:
+    at_ends = composed("hw=v6e1", "sample.at=ends")
+    steps, times = {"text": 60, "chat": 60}, {"text": STEP, "chat": STEP}
+    length, _ = run_length(at_ends, STAGES, steps=steps, times=times, beside=Beside(8.0, 16, 0.25, 0.125, 77.0))
+    assert length is not None
+    assert length.eval_seconds == 5 * (2 * 8) * 0.25 + 2 * 48 * 0.125
 
 
 def test_without_a_time_or_steps_there_is_no_length() -> None:

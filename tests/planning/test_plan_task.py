@@ -52,8 +52,9 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     assert found["compile_seconds"] == pytest.approx(sum(program["compile_seconds"] for program in found["programs"]))
     train, evaluation, sample = (program["estimated_seconds"] for program in found["programs"])
     assert train > evaluation > sample > 0
-    # Two evaluations at the ends, one within each stage of 60 steps, each of 2 x 8 batches; two samples of 48 tokens.
-    assert found["run"]["seconds"]["evaluation"] == pytest.approx(4 * 2 * 8 * evaluation + 2 * 48 * sample)
+    # Evaluations of 2 x 8 batches before, within and behind each stage of 60 steps; samples of 48 tokens with each and
+    # at the end.
+    assert found["run"]["seconds"]["evaluation"] == pytest.approx(5 * 2 * 8 * evaluation + 6 * 48 * sample)
     assert "no other can appear" in printed
     assert 0 < found["mfu"] < 1
     assert found["tokens_per_second_per_chip"] > 1000

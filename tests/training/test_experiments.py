@@ -54,7 +54,9 @@ def test_two_lengths_are_two_programs(tmp_path):
 
 
 def test_main_job_leaves_a_whole_run_folder(tmp_path):
-    result = finished("trainer.max_stage_steps=4", "trainer.log_every_steps=2", output_dir=tmp_path)
+    overrides = ("trainer.max_stage_steps=4", "trainer.log_every_steps=2", "trainer.eval_every_steps=3")
+    prompts = ("Scrie o poveste.", "Unde este București?")
+    result = finished(*overrides, f"sample.prompts={list(prompts)}", output_dir=tmp_path)
     folder = tmp_path / result["name"]
     present = {path.name for path in folder.iterdir()}
     expected = {"config.yaml", "run.log", "metrics.jsonl", "tensorboard", "checkpoints", "adapter", "provenance.json"}
@@ -72,6 +74,12 @@ def test_main_job_leaves_a_whole_run_folder(tmp_path):
     assert result["plan"]["step_seconds"]["measured"] > 0
     assert result["sample_before"]
     assert result["sample_after"]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    samples = [(r["step"], tag, text) for r in records for tag, text in r.items() if tag.startswith("sample")]
+    during = [(step, "sample") for step in (3, 4, 6, 8)]  # every third step, and the end of each stage
+    assert [(step, tag) for step, tag, _ in samples] == [(0, "sample_before"), *during, (8, "sample_after")]
+    assert all(text.count("model: ") == 3 for *_, text in samples)
+    assert all(f"prompt: {prompt}\n\nmodel: " in text for prompt in prompts for *_, text in samples)
     assert [stage["name"] for stage in result["stages"]] == ["text", "chat"]
     facts = json.loads((folder / "provenance.json").read_text())
     assert "seed" in json.dumps(facts)

@@ -11,6 +11,7 @@ from typing import Any
 from tpu_experiments.config.build import target_problems
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.generating import GenerateTaskConfig, generating_problems
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import AXES, SAVABLE
@@ -270,6 +271,18 @@ def _checkpoint(config: Config) -> list[str]:
     ]
 
 
+def _generating(config: Config) -> list[str]:
+    if not isinstance(config.task, GenerateTaskConfig):
+        return []
+    problems = generating_problems(config.task)
+    if config.hw.parallel != "inline":
+        problems.append(
+            f"hw.parallel={config.hw.parallel} with task=generate; one device writes; use hw=cpu, v5e1 or v6e1, or add "
+            "hw.parallel=inline hw.num_devices=1."
+        )
+    return problems
+
+
 RULES: tuple[Callable[[Config], list[str]], ...] = (
     _task,
     _name,
@@ -282,4 +295,5 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     _packing,
     _targets,
     _checkpoint,
+    _generating,
 )

@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "loader.host_to_device_transfer_threads",
     "loader.read_ahead_mib",
     "loader.cache_gib",
+    "sample.prompts",
+    "sample.at",
     "output_dir",
     "plugins",
     "trainer.micro_batch_rows",

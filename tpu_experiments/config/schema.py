@@ -12,6 +12,7 @@ from omegaconf import MISSING
 from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.config.evaluating import EvaluateTaskConfig
 from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.generating import GenerateTaskConfig
 from tpu_experiments.config.guarding import CanaryConfig, GuardConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
@@ -129,16 +130,25 @@ class TrainerConfig:
 
 @dataclass
 class SampleConfig:
-    """Text written by the model before and after training."""
+    """Text written by the model before, during and after training."""
 
     prompt: str = MISSING
     """Prompt; rendered with the chat template when a chat source is selected."""
+    prompts: list[str] = field(default_factory=list)
+    """Further prompts, answered beside it as rows of one batch."""
+    at: str = choice("ends", "evaluations", default="evaluations")
+    """`ends` of the training only, or at every evaluation as well."""
     max_new_tokens: int = number(default=48, at_least=0)
     """Tokens written; 0 writes no sample."""
     temperature: float = number(default=0.7, at_least=0)
     """Divides the logits before a token is drawn, seeded by `seed`; 0 takes the likeliest token."""
     window: int = number(default=128, at_least=16)
     """Tokens of prompt and answer together; one compiled program of this length."""
+
+    @property
+    def all_prompts(self) -> list[str]:
+        """`prompt` and the further ones."""
+        return [self.prompt, *self.prompts]
 
 
 @dataclass
@@ -187,6 +197,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "task": {
         "base_plan": PlanTaskConfig,
         "base_resume_check": ResumeCheckTaskConfig,
+        "base_generate": GenerateTaskConfig,
         "base_report": ReportTaskConfig,
         "base_evaluate": EvaluateTaskConfig,
         "base": TaskConfig,

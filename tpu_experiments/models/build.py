@@ -72,17 +72,24 @@ def build_model(
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial)
     marks: dict[str, str] = {}
-    trainable = _placed(module, weights, place=place, marks=marks)
-    module.tie_weights()  # type: ignore[operator]  # placing replaced the shared embedding
-    for name, buffer in list(module.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner)._buffers[leaf] = place(buffer, name=name)
+    trainable = placed_weights(module, weights, place=place, marks=marks)
+    placed_buffers(module, place=place)
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
     return BuiltModel(module, in_order, report, source, initial, marks)
 
 
-def _placed(module: nn.Module, weights: Iterator[Named], *, place: Place, marks: dict[str, str]) -> dict[str, Tensor]:
+def placed_buffers(module: nn.Module, *, place: Place) -> None:
+    """Put what no checkpoint has (RoPE frequencies) onto the device, once all weights are there."""
+    module.tie_weights()  # type: ignore[operator]  # placing replaced the shared embedding
+    for name, buffer in list(module.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = place(buffer, name=name)
+
+
+def placed_weights(
+    module: nn.Module, weights: Iterator[Named], *, place: Place, marks: dict[str, str]
+) -> dict[str, Tensor]:
     """Put frozen weights into the module; returns the trainable ones, in float32, and leaves their marks in `marks`."""
     trainable: dict[str, Tensor] = {}
     passed_bytes = 0

@@ -89,16 +89,16 @@ def attention_input(segments_BT: Tensor, *, module: nn.Module) -> Any:
     config: Any = module.config
     if config._attn_implementation == FLASH:
         return segments_BT[:, None, None, :]
-    return _in_its_form(attention_masks(segments_BT, config=config), module)
+    return in_its_form(attention_masks(segments_BT, config=config), module)
 
 
-def _in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
+def in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
     """sdpa takes the boolean mask; transformers' eager attention adds its mask to the scores: 0 or the lowest."""
     config: Any = module.config
     if config._attn_implementation != "eager":
         return masks
     if isinstance(masks, dict):
-        return {kind: _in_its_form(mask, module) for kind, mask in masks.items()}
+        return {kind: in_its_form(mask, module) for kind, mask in masks.items()}
     dtype: Any = module.dtype
     return torch.where(masks, 0.0, torch.finfo(dtype).min).to(dtype)
 

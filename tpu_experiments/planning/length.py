@@ -12,7 +12,6 @@ READ_GIB_PER_SECOND = 0.25  # weights from a bucket or the Hub; assumed
 SETUP_SECONDS = 180.0  # environment and start of a TPU VM; assumed
 EVALUATION_SHARE = 1 / 3
 """Of a training step's time for the same rows: forward alone; only where the evaluation is not compiled."""
-NUM_SAMPLES = 2  # before the first step and after the last
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ def evaluating_seconds(
     """Seconds of all evaluations and samples, and what was assumed of them."""
     rows, every = config.trainer.max_eval_rows, config.trainer.eval_every_steps
     num_evaluations = 1 + len(lengths) + between_steps([length.steps for length in lengths], every=every)
-    sampling = NUM_SAMPLES * config.sample.max_new_tokens * (beside.sample_token_seconds or 0.0)
+    num_samples = 2 + (num_evaluations - 1 if config.sample.at == "evaluations" else 0)
+    sampling = num_samples * config.sample.max_new_tokens * (beside.sample_token_seconds or 0.0)
     if beside.eval_batch_seconds is None:
         longest = max(length.step_seconds for length in lengths)
         global_rows = max(stage.geometry.global_rows for stage in stages)

@@ -51,7 +51,8 @@ SHAPES_NOTHING = (
     "trainer.max_eval_rows",
     "trainer.max_stage_steps",
     "trainer.plan_check",
-    "sample.prompt",
+    "sample.prompt",  # and sample.prompts, whose number is looked at on its own
+    "sample.at",
     "sample.max_new_tokens",
 )
 """The sizes of the model, the batches of the stages and the memory of the chip are taken as they come out."""
@@ -88,6 +89,8 @@ def programs_key(config: Config, arch: Any) -> str:
     facts["decoder"] = asdict(read_decoder(arch))
     facts["batches"] = list(dict.fromkeys((g.accumulation, g.micro_rows, g.seq_len) for g in geometries))
     facts["has sample"] = config.sample.max_new_tokens > 0
+    if config.sample.prompts and config.sample.max_new_tokens:
+        facts["sample rows"] = len(config.sample.all_prompts)
     facts["memory"] = [chip.hbm_gib, chip.program_hbm_gib] if chip else None
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -234,7 +234,7 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
     return {
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
-        "sample": {(1, config.sample.window)} if config.sample.max_new_tokens else set(),
+        "sample": {(len(config.sample.all_prompts), config.sample.window)} if config.sample.max_new_tokens else set(),
     }
 
 

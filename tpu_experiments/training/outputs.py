@@ -53,7 +53,6 @@ class RunOutputs:
         self.adapter_path: str | None = None
         self.base_path: str | None = None
         self.export_digests: dict[str, str] = {}
-        self.sample_texts: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
         self._tokens = 0
 
@@ -129,12 +128,14 @@ class RunOutputs:
             values |= {f"eval/{name}_{source}": value for name, value in measured.items()}
         self.loggers.scalars(step, values)
 
-    def sample(self, step: int, text: str, *, when: str) -> None:
-        """A sample generation."""
-        self.sample_texts[when] = text
-        if self.loggers is not None:
-            prompt = self.config.sample.prompt
-            self.loggers.text(step, tag=f"sample_{when}", text=f"prompt: {prompt}\n\nmodel: {text}")
+    def sample(self, step: int, texts: list[str], *, when: str) -> None:
+        """Samples, one for each prompt; `when` is before, during or after training."""
+        if self.loggers is None:
+            return
+        pairs = list(zip(self.config.sample.all_prompts, texts, strict=True))
+        shown = "\n\n---\n\n".join(f"prompt: {prompt}\n\nmodel: {text}" for prompt, text in pairs)
+        self.loggers.text(step, tag="sample" if when == "during" else f"sample_{when}", text=shown)
+        for prompt, text in pairs:
             log.info("sample %s training: %r -> %r", when, prompt, text)
 
     def export(self, model: BuiltModel) -> None:

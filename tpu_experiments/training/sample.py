@@ -1,9 +1,10 @@
-"""A continuation of a prompt on the device: one program of one shape, no read before the end.
+"""Continuations of some prompts on the device: one program of one shape, no read before the end.
 
-Every token is a full forward pass over a fixed window, without a cache: enough for a sample of some dozen tokens.
+Every token is a full forward pass over a fixed window, without a cache: enough for a sample of some dozen tokens, and
+with the very parameters that are trained. models/generation has a cache. Legend: R prompts, T tokens, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,38 +33,45 @@ class Sampler:
         self.seed = seed
         self.program = runtime.program(self.next_token, name="sample", held=lambda: parameters)
 
-    def run(self, prompt_ids: list[int], *, max_new_tokens: int) -> str:
-        """Continue `prompt_ids` (its last `window - max_new_tokens` tokens) up to the end of sequence."""
-        prompt = prompt_ids[-(self.window - max_new_tokens) :]
-        ids = torch.zeros(1, self.window, dtype=torch.int32)
-        ids[0, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-        last = torch.tensor([len(prompt) - 1], dtype=torch.int32)
-        batch = self.runtime.put({"ids": ids, "last": last}, rows_dim=-1)
+    def run(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
+        """Continue every prompt (its last `window - max_new_tokens` tokens) up to the end of sequence."""
+        kept = [ids[-(self.window - max_new_tokens) :] for ids in prompts]
+        ids_RT = torch.zeros(len(kept), self.window, dtype=torch.int32)
+        for row, ids in enumerate(kept):
+            ids_RT[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        last_R = torch.tensor([len(ids) - 1 for ids in kept], dtype=torch.int32)
+        batch = self.runtime.put({"ids": ids_RT, "last": last_R}, rows_dim=-1)
         self.module.eval()
         self.runtime.seed(self.seed)
         for _ in range(max_new_tokens):
             batch = self.program(batch)
         self.module.train()
-        written = batch["ids"].cpu()[0, len(prompt) : len(prompt) + max_new_tokens].tolist()
-        return str(self.tokenizer.decode(_until_end(written, self.tokenizer), skip_special_tokens=True)).strip()
+        rows = batch["ids"].cpu()
+        written = [row[len(ids) : len(ids) + max_new_tokens].tolist() for row, ids in zip(rows, kept, strict=True)]
+        return [
+            str(self.tokenizer.decode(_until_end(ids, self.tokenizer), skip_special_tokens=True)).strip()
+            for ids in written
+        ]
 
     def next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The program: `ids` (1, window) with the token after `last` (1,) written, and `last` moved on."""
-        ids, last = batch["ids"], batch["last"]
-        index_T = torch.arange(self.window, device=ids.device, dtype=torch.int32)
-        rows = {"ids": ids, "positions": index_T[None], "segments": (index_T <= last).to(torch.int32)[None]}
+        """The program: `ids` (R, T) with the token after `last` (R,) written, and `last` moved on."""
+        ids_RT, last_R = batch["ids"], batch["last"]
+        index_T = torch.arange(self.window, device=ids_RT.device, dtype=torch.int32)
+        segments_RT = (index_T <= last_R[:, None]).to(torch.int32)
+        rows = {"ids": ids_RT, "positions": index_T.expand(ids_RT.shape), "segments": segments_RT}
         with torch.no_grad():
-            logits = logits_of(self.module, self.parameters, rows)
-        token = self._choose(logits.index_select(1, last.long())).to(torch.int32)
-        return {"ids": torch.where(index_T == last + 1, token, ids), "last": last + 1}
+            logits_RTV = logits_of(self.module, self.parameters, rows)
+        index_R = torch.arange(len(ids_RT), device=ids_RT.device)
+        token_R1 = self._choose(logits_RTV[index_R, last_R.long()][:, None]).to(torch.int32)
+        return {"ids": torch.where(index_T == last_R[:, None] + 1, token_R1, ids_RT), "last": last_R + 1}
 
-    def _choose(self, logits_B1V: Tensor) -> Tensor:
-        """Token ids (B, 1): the likeliest, or a draw by the Gumbel-max trick (argmax of logits plus Gumbel noise)."""
+    def _choose(self, logits_R1V: Tensor) -> Tensor:
+        """Token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick (argmax of logits plus Gumbel noise)."""
         if self.temperature == 0:
-            return logits_B1V.argmax(-1)
-        uniform = torch.rand(logits_B1V.shape, device=logits_B1V.device, dtype=torch.float32)
+            return logits_R1V.argmax(-1)
+        uniform = torch.rand(logits_R1V.shape, device=logits_R1V.device, dtype=torch.float32)
         gumbel = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
-        return (logits_B1V.float() / self.temperature + gumbel).argmax(-1)
+        return (logits_R1V.float() / self.temperature + gumbel).argmax(-1)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) -> list[int]:
@@ -73,8 +81,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) ->
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text_ids(tokenizer, prompt)
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of plain text, after the token that begins a text where there is one."""
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return start + list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return start + list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

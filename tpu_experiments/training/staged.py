@@ -7,6 +7,7 @@ from tpu_experiments.checkpoint.store import latest_step
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.progress import Progress, StageRecord
+from tpu_experiments.training.sample import prompt_ids
 from tpu_experiments.training.saved import read_state
 from tpu_experiments.training.watched import Watched
 
@@ -30,7 +31,7 @@ class Staged(Watched):
         self.outputs.evaluation(self.progress.step, evaluation)
 
     def evaluate_stage(self, stage: Stage) -> None:
-        """Evaluate after a step of a stage, report it, and have the stage's exit test look at it."""
+        """Evaluate after a step of a stage, report it, have the stage's exit test look at it, and write samples."""
         evaluation = self.timed_evaluation()
         self.report_evaluation(evaluation)
         record = self.progress.stages[-1]
@@ -40,6 +41,18 @@ class Staged(Watched):
             if record.ended_by:
                 log.info("stage %s ends after %d steps: %s", stage.name, record.steps, record.ended_by)
         self.evaluated = evaluation
+        self.write_sample("during")
+
+    def write_sample(self, when: str) -> str | None:
+        """A continuation of every prompt, logged; that of `sample.prompt`."""
+        settings, inputs = self.config.sample, self.inputs
+        if not settings.max_new_tokens or (when == "during" and settings.at == "ends"):
+            return None
+        with self.watch.measure("eval"):
+            prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]
+            texts = self.sampler.run(prompts, max_new_tokens=settings.max_new_tokens)
+        self.outputs.sample(self.progress.step, texts, when=when)
+        return texts[0]
 
     def end_stage(self, stage: Stage) -> None:
         """Evaluate behind the last step, and go back to the best evaluation where the stage ends with that."""

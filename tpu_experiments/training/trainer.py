@@ -26,7 +26,6 @@ from tpu_experiments.training.inputs import (
 )
 from tpu_experiments.training.profiling import Profiler
 from tpu_experiments.training.progress import StageRecord
-from tpu_experiments.training.sample import prompt_ids
 from tpu_experiments.training.saved import Snapshot, snapshot
 from tpu_experiments.training.staged import Staged
 from tpu_experiments.training.step import StepOutput, seed_of
@@ -239,17 +238,6 @@ class Trainer(Staged):
             proof=proof,
         )
         self.outputs.result(ending)
-
-    def write_sample(self, when: str) -> str | None:
-        """A continuation of `sample.prompt`, logged."""
-        settings = self.config.sample
-        if not settings.max_new_tokens:
-            return None
-        with self.watch.measure("eval"):
-            ids = prompt_ids(self.inputs.tokenizer, settings.prompt, kind=self.inputs.prompt_kind)
-            text = self.sampler.run(ids, max_new_tokens=settings.max_new_tokens)
-        self.outputs.sample(self.progress.step, text, when=when)
-        return text
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 

@@ -45,6 +45,24 @@ def render(
     return text
 
 
+def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text after which an answer follows, in the first form that the template renders with its system text.
+
+    Raises:
+        TemplateRefusal: the template refuses the conversation.
+    """
+    refusal: TemplateError | None = None
+    for form in FORMS:
+        changed = form(messages)
+        try:
+            text = render(changed, tokenizer=tokenizer, ends_with="generation_prompt")
+            if _keeps_system_texts(changed, tokenizer=tokenizer):
+                return text
+        except TemplateError as error:
+            refusal = error
+    raise _refused(messages, refusal, tokenizer=tokenizer) from refusal
+
+
 def render_by_prefixes(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> RenderedChat:
     """Render a conversation, and 2 prefixes of it for every answer.
 
@@ -121,11 +139,17 @@ def _accepted(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> tupl
             continue
         if _keeps_system_texts(changed, tokenizer=tokenizer):
             return changed, text
-    raise TemplateRefusal(
+    raise _refused(messages, refusal, tokenizer=tokenizer) from refusal
+
+
+def _refused(
+    messages: Messages, refusal: TemplateError | None, *, tokenizer: PreTrainedTokenizerBase
+) -> TemplateRefusal:
+    return TemplateRefusal(
         f"{len(messages)} turns ({', '.join(role for role, _ in messages)}), which the chat template of "
         f"{tokenizer.name_or_path} refuses: {refusal or 'it drops the system text'}; mend the row, or set "
         "model.chat_template_path=FILE."
-    ) from refusal
+    )
 
 
 def _keeps_system_texts(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -104,7 +104,7 @@ class BesideBase:
 
         Every process takes part.
         """
-        return [self.sampler.run(prompt, max_new_tokens=self.max_new_tokens) for prompt in prompts]
+        return [self.sampler.run([prompt], max_new_tokens=self.max_new_tokens)[0] for prompt in prompts]
 
     def _require(self, trained: Mapping[str, Tensor]) -> None:
         """Compare names with those of the model.

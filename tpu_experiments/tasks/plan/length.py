@@ -50,4 +50,4 @@ def counted_only(config: Config) -> Iterator[Program]:
     """Evaluation and sample where they are not compiled."""
     yield Program("eval", (), "held-out rows", None)
     if config.sample.max_new_tokens:
-        yield Program("sample", (), f"1 x {config.sample.window}", None)
+        yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)

@@ -52,7 +52,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
     if which == "all":
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
     if which == "all" and config.sample.max_new_tokens:
-        programs.append(lowered_sample(trainer, window=config.sample.window))
+        programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts), window=config.sample.window))
     arch, trained = trainer.model.source.config, frozenset(trainer.parameters)
     return Traced(config, stages, arch, trained, shapes, programs)
 
@@ -107,9 +107,10 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
     return lowered
 
 
-def lowered_sample(trainer: Any, *, window: int) -> Lowered:
-    """One token of the sample."""
-    batch = {name: torch.empty(n, dtype=torch.int32, device="meta") for name, n in (("ids", (1, window)), ("last", 1))}
+def lowered_sample(trainer: Any, *, rows: int, window: int) -> Lowered:
+    """One token of the samples."""
+    shapes = (("ids", (rows, window)), ("last", (rows,)))
+    batch = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes}
     with evaluating(trainer.model.module):
         lowered: Lowered = trainer.runtime.lower(trainer.sampler.next_token, name="sample", batch=batch, rows_dim=-1)
     return lowered

@@ -1,0 +1,55 @@
+"""The TPU's compiler takes both programs, and keys and values stay where they are."""
+
+import pytest
+import torch
+
+from tests.models.generation.small import overrides
+from tpu_experiments.config.generating import ChoiceConfig
+from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.models.frozen import build_frozen
+from tpu_experiments.models.generation.decoder import Bucket, Decoder
+from tpu_experiments.models.shapes import ShapesOfModel
+from tpu_experiments.planning.compiled import Compilers
+from tpu_experiments.planning.trace import TracingRuntime
+from tpu_experiments.runtime.attention import without_attention_kernel
+
+pytestmark = pytest.mark.xla
+ROWS, LENGTH = 2, 128
+
+
+def like(shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("model", ["mistral7b", "gemma3_270m"])
+def test_both_programs_compile_for_v6e_and_the_cache_is_written_in_place(make_config, tmp_path, model):
+    config = make_config(*overrides(model, "xla"), "hw=v6e1", "model.dtype=bfloat16")
+    how = ChoiceConfig(do_sample=True, top_p=0.9, repetition_penalty=1.1, no_repeat_ngram_size=3)
+    with without_attention_kernel():  # the runtime installs the TPU's
+        runtime = TracingRuntime(config.hw, sharding=config.sharding)
+        with torch.no_grad():
+            source = ShapesOfModel(config.model, seed=0)
+            module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=runtime.place)
+            settings = {"num_rows": ROWS, "max_new_tokens": 32, "tokens_per_call": 8, "seed": 0}
+            bucket = Bucket(Decoder(module, runtime=runtime, how=how, **settings), length=LENGTH)
+            prompts = {"ids": like((ROWS, LENGTH)), "pads": like(ROWS), "uniforms": like(ROWS, torch.float32)}
+            read = runtime.lower(bucket.read, name="read", batch=prompts, rows_dim=-1)
+            made = bucket.read(runtime.put(prompts, rows_dim=-1))
+            bucket.state = {name: runtime.place(like(t.shape, t.dtype), name=name) for name, t in made.items()}
+            more = {"ids": like(1), "uniforms": like((8, ROWS), torch.float32)}
+            state = bucket.state
+            write = runtime.lower(
+                bucket.more,
+                name="write",
+                batch=more,
+                rows_dim=-1,
+                renewed=lambda new: [(state[n], new[n]) for n in new],
+            )
+    with Compilers(1) as compilers:
+        _, written = (compilers.submit(p, hw=config.hw, folder=str(tmp_path)).result() for p in (read, write))
+    cache_bytes = sum(t.nbytes for name, t in state.items() if name.startswith(("key", "value")))
+    assert written.memory is not None
+    assert written.memory.aliased >= cache_bytes
+    text = written.optimized_hlo()
+    assert text.count(" while(") >= 1
+    assert f"bf16[{ROWS},2,{bucket.num_slots},16]" in text or f"bf16[{ROWS},1,{bucket.num_slots},16]" in text

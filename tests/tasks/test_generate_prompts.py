@@ -1,0 +1,89 @@
+"""Prompts of every form, where an answer to them ends, and settings of task=generate that do not go together."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.tasks import generate
+
+pytestmark = pytest.mark.xla  # importing the task imports torch_xla
+TOKENIZER = "tpu_experiments/samples/tokenizer"
+
+
+def test_prompts_of_every_form(make_config, tmp_path):
+    """An instruction and its input are joined as in training; a system text goes where the template has it."""
+    task = make_config("task=generate", "task.system=Scurt.", f"task.prompts_file={tmp_path}/p.jsonl").task
+    turns = [("user", "d"), ("assistant", "e"), ("user", "f")]
+    lines = [
+        {"prompt": "a"},
+        {"instruction": "b", "input": "c"},
+        {"messages": [{"role": role, "content": text} for role, text in turns]},
+        {"messages": [{"role": "system", "content": "own"}, {"role": "human", "content": "g"}]},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    system = ("system", "Scurt.")
+    assert [prompt.messages for prompt in generate.given_prompts(task)] == [
+        (system, ("user", "a")),
+        (system, ("user", "b\n\nc")),
+        (system, *turns),
+        (("system", "own"), ("user", "g")),
+    ]
+
+
+def test_an_instruction_in_the_format_of_the_run():
+    tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None, chat_format="instruction_response")
+    task = SimpleNamespace(input="un text", system=None)
+    prompt = generate.asked("Rezumă.", task, place="task.prompt")
+    ids = generate.ids_of(prompt, kind="chat", tokenizer=tokenizer, vocab_size=4096)
+    assert tokenizer.decode(ids) == "<s>### Instruction:\nRezumă.\n\nun text\n\n### Response:\n"
+
+
+TEXT_ENDS = "{% for m in messages %}{{ m.content }} [END]\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "end", "ids"),
+    [
+        ("chatml", "<|im_end|>", {2, 4, 5}),
+        ("instruction_response", "</s>", {2, 5}),
+        ("plain", "</s>", {2, 5}),
+        ("llama2", "</s>", {2, 5}),
+        (TEXT_ENDS, " [END]", {2, 5}),
+    ],
+)
+def test_an_answer_ends_where_its_turn_does(chat_format, end, ids):
+    """At a token of the chat format where it has one, at its text where it has none, and at the end of sequence."""
+    own = "tokenizer" if chat_format == TEXT_ENDS else chat_format
+    tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None, chat_format=own)
+    if chat_format == TEXT_ENDS:
+        tokenizer.chat_template = TEXT_ENDS
+    ends = generate.ends_of(tokenizer, kind="chat", config=SimpleNamespace(eos_token_id=[2, 5]), folder=None)
+    assert ends.ids == ids
+    reader = generate.Reader(lambda prompt: [], tokenizer, ends, "chat", [8])
+    for written, is_finished in ((f"Da.{end} mai", True), ("Da.", False)):
+        answer = reader.answer(None, tokenizer(written, add_special_tokens=False)["input_ids"])
+        assert (answer.text, answer.finished) == ("Da.", is_finished)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.prompt=a", "task.prompts_file=b.txt"], "one of them is answered"),
+        (["task.prompt=' '"], "task.prompt=; it is empty"),
+        (["task.prompts_file=b.csv"], "neither .txt nor .jsonl"),
+        (["task.output=a.jsonl"], "task.output=a.jsonl without task.prompt="),
+        (["task.weights=base"], "task.weights=base without task.run="),
+        (["task.run=a", "task.weights=base", "task.adapter=b"], "leave one out"),
+        (["task.num_return_sequences=2"], "set task.do_sample=true"),
+        (["task.buckets=[]"], "task.buckets=\\[\\]; prompts are padded"),
+        (["task.top_p=0"], "task.top_p=0.0; it must be above 0"),
+        (["task.dtype=float16"], "task.dtype=float16; it is not a choice"),
+        (["hw=v6e8"], "hw.parallel=spmd with task=generate; one device writes"),
+    ],
+)
+def test_settings_that_do_not_go_together(make_config, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config("task=generate", *overrides)

@@ -1,0 +1,46 @@
+"""Samples of several prompts: each is what transformers' generate writes for it alone, in one program."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models.generation.small import overrides, prompts_of
+from tests.training.tiny import built
+from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.training.sample import Sampler
+
+pytestmark = pytest.mark.xla
+NEW = 10
+
+
+class Numbers:
+    """In the place of a tokenizer: a token is its number."""
+
+    eos_token_id, all_special_ids = -1, ()
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+def test_every_prompt_is_continued_as_if_it_were_alone(make_config):
+    config = make_config(*overrides("mistral7b", "xla"), "lora=none", "sample.temperature=0", "sample.window=64")
+    runtime = make_runtime(config)
+    model = built(config, runtime)
+    parts = {"runtime": runtime, "parameters": model.trainable, "settings": config.sample, "seed": 0}
+    sampler = Sampler(model.module, tokenizer=Numbers(), **parts)
+    prompts = prompts_of(1, 17, 54)
+    plain = copy.deepcopy(model.source.config)
+    plain._attn_implementation = "sdpa"
+    torch.manual_seed(config.seed)
+    theirs = AutoModelForCausalLM.from_config(plain, dtype=torch.float32).eval()
+    theirs.generation_config.eos_token_id = None
+    expected = [
+        theirs.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, len(ids) :]
+        for ids in prompts
+    ]
+    before = runtime.counters().num_compiles
+    texts = sampler.run(prompts, max_new_tokens=NEW)
+    assert texts == [" ".join(map(str, tokens.tolist())) for tokens in expected]
+    assert runtime.counters().num_compiles - before == 1

@@ -1,0 +1,77 @@
+"""A model that is not trained any more: every tensor on the device in the model's data type, adapters beside it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.models.build import Place, describe, placed_buffers, placed_weights, shapes_of_base
+from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.lora import LoraLinear, adapter_weights
+
+
+def build_frozen(
+    source: HuggingFaceModel,
+    *,
+    lora: LoraConfig,
+    trained: Mapping[str, Tensor],
+    place: Place,
+    reduced_with_seed: int | None = None,
+    origin: str = "",
+) -> nn.Module:
+    """Load `source` onto the device with what was trained in place of or beside its weights.
+
+    Args:
+        lora: of the adapters in `trained`; rank 0 where it has none.
+        trained: host tensors under Hugging Face's names: A and B of every adapter, or weights of the model, or nothing.
+        reduced_with_seed: of a run with `lora.init=pissa`, whose checkpoints hold A and B for the reduced base.
+        origin: where `trained` is from, for messages.
+
+    Raises:
+        ConfigError: the tensors are not of this model.
+    """
+    module, shapes = _described(source, lora=lora, trained=trained, origin=origin)
+    own = [name for name in shapes_of_base(module) if name not in trained]
+    source.require_weights({name: shapes[name] for name in own})
+    adapted = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, LoraLinear)}
+
+    def weights() -> Iterator[Named]:
+        for base in source.weights(own):
+            if reduced_with_seed is not None and base.name in adapted:
+                base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed))
+            yield base
+        for name in trained:
+            yield Named(name, trained[name].to(source.dtype))
+
+    placed_weights(module, weights(), place=place, marks={})
+    placed_buffers(module, place=place)
+    return module
+
+
+def _described(
+    source: HuggingFaceModel, *, lora: LoraConfig, trained: Mapping[str, Tensor], origin: str
+) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """The module on the meta device and the shapes of its parameters, which those of `trained` are."""
+    bases = {name.rpartition(".")[0] for name, _ in source.empty().named_parameters()}
+    strays = [name for name in trained if name.rpartition(".")[0] not in bases]
+    if strays:
+        raise _not_of_this_model(strays[0], found=trained[strays[0]].shape, expected=None, model=source, origin=origin)
+    module, _ = describe(source, lora=lora)
+    module.requires_grad_(False)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    for name in {**dict.fromkeys(n for n in shapes if n.endswith((".lora_A", ".lora_B"))), **dict.fromkeys(trained)}:
+        found = trained[name].shape if name in trained else None
+        if found is None or tuple(found) != shapes.get(name):
+            raise _not_of_this_model(name, found=found, expected=shapes.get(name), model=source, origin=origin)
+    return module, shapes
+
+
+def _not_of_this_model(
+    name: str, *, found: Sequence[int] | None, expected: Sequence[int] | None, model: HuggingFaceModel, origin: str
+) -> ConfigError:
+    has, wants = ("nothing" if shape is None else str(tuple(shape)) for shape in (found, expected))
+    return ConfigError(
+        f"{origin}; it has {name} as {has} and model.path={model.model.path} has it as {wants}; it was trained on "
+        "another model: set task.base=FOLDER or model.path=FOLDER to that one."
+    )

@@ -1,0 +1,174 @@
+"""task=generate: write text with what a run trained, or with a base model; one prompt, a file, or a terminal."""
+
+import logging
+import sys
+from collections.abc import Iterator
+
+from tpu_experiments.config.build import locate
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.generating import GenerateTaskConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.retry import told
+from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.models.frozen import build_frozen
+from tpu_experiments.models.generation.decoder import Decoder
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
+from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.tasks.generate.answers import Answer, Answers, Reader
+from tpu_experiments.tasks.generate.origin import Origin, origin_of
+from tpu_experiments.tasks.generate.prompts import Prompt, asked, ends_of, given_prompts, ids_of, kind_of, typed
+from tpu_experiments.training.sources import tokenizer_for
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Write; exit code 0 done, 2 refused, 1 failed.
+
+    Raises:
+        ConfigError: something the user can mend; nothing was written.
+    """
+    task = config.task
+    assert isinstance(task, GenerateTaskConfig), "conf/task/generate.yaml has this schema"
+    start_run_log(None, rank=0)
+    try:
+        with told(task.run or config.output_dir):
+            _run(config, task)
+    except UnexpectedProgram as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("error: stopped by Ctrl-C before all prompts were answered", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        stop_run_log()
+
+
+def _run(config: Config, task: GenerateTaskConfig) -> None:
+    if task.output is not None and paths.exists(task.output):
+        raise ConfigError(f"task.output={task.output}; it exists; name another file, or remove it.")
+    prompts = given_prompts(task)
+    origin = origin_of(config, task)
+    reader, source = _reader(origin, task)
+    ids = [reader.ids(prompt) for prompt in prompts]
+    for prompt, own in zip(prompts, ids, strict=True):
+        reader.bucket(own, place=prompt.place)
+    runtime = make_runtime(config)
+    decoder = _decoder(runtime, origin, source, config=config, num_prompts=len(prompts))
+    log.info("%s of model %s, %s, on %s", origin.text, origin.config.model.name, reader.kind, runtime.device)
+    answers = Answers(decoder, reader, runtime=runtime, num_sequences=task.num_return_sequences)
+    if prompts:
+        _write_given(answers, list(zip(prompts, ids, strict=True)), output=task.output)
+    else:
+        _converse(answers, task)
+    log.info("%s", answers.account())
+
+
+def _reader(origin: Origin, task: GenerateTaskConfig) -> tuple[Reader, HuggingFaceModel]:
+    """How prompts are read and answers end, and where the model's weights are."""
+    config = origin.config
+    tokenizer = tokenizer_for(config)
+    kind = kind_of(origin, tokenizer, task)
+    source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    limit = getattr(source.config, "max_position_embeddings", None)
+    vocab_size = int(source.config.vocab_size)
+
+    def ids(prompt: Prompt) -> list[int]:
+        return ids_of(prompt, kind=kind, tokenizer=tokenizer, vocab_size=vocab_size)
+
+    ends = ends_of(tokenizer, kind=kind, config=source.config, folder=source.folder)
+    return Reader(ids, tokenizer, ends, kind, _buckets(task, limit=limit)), source
+
+
+def _buckets(task: GenerateTaskConfig, *, limit: int | None) -> list[int]:
+    """Those that leave room for the answer.
+
+    Raises:
+        ConfigError: none does.
+    """
+    more = -(-task.max_new_tokens // task.tokens_per_call) * task.tokens_per_call
+    fitting = [bucket for bucket in sorted(set(task.buckets)) if limit is None or bucket + more <= limit]
+    if not fitting:
+        raise ConfigError(
+            f"task.buckets={task.buckets} with task.max_new_tokens={task.max_new_tokens}; prompt and answer together "
+            f"are longer than the model allows (max_position_embeddings={limit}); use shorter ones."
+        )
+    return fitting
+
+
+def _decoder(
+    runtime: Runtime, origin: Origin, source: HuggingFaceModel, *, config: Config, num_prompts: int
+) -> Decoder:
+    task = config.task
+    assert isinstance(task, GenerateTaskConfig)
+    module = build_frozen(
+        source,
+        lora=origin.lora,
+        trained=origin.trained,
+        place=runtime.place,
+        reduced_with_seed=origin.reduced_with_seed,
+        origin=origin.text,
+    )
+    return Decoder(
+        module,
+        runtime=runtime,
+        how=task,
+        num_rows=min(task.batch_rows, max(1, num_prompts) * task.num_return_sequences),
+        max_new_tokens=task.max_new_tokens,
+        tokens_per_call=task.tokens_per_call,
+        seed=config.seed,
+    )
+
+
+def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, output: str | None) -> None:
+    """Answer all; the lines of a file keep the order of the prompts."""
+    found: dict[int, Answer] = {}
+    num = len(given) * answers.num_sequences
+    try:
+        for number, answer in answers.of(given, live=len(given) == 1):
+            found[number] = answer
+            if output is not None:
+                log.info("%d of %d answers", len(found), num)
+            elif len(given) > 1:
+                print(f"{answer.prompt.place}: {answer.prompt.shown}\n{answer.text}\n", flush=True)
+    finally:  # what is there when Ctrl-C ends it is kept
+        if output is not None and found:
+            lines = [strict_json.dumps(found[number].fields()) + "\n" for number in sorted(found)]
+            paths.make_dirs(output.rpartition("/")[0] or ".")
+            paths.write_text_atomic(output, "".join(lines))
+            log.info("%d answers: %s", len(found), output)
+
+
+def _converse(answers: Answers, task: GenerateTaskConfig) -> None:
+    """Answer what is typed, each line for itself; what cannot be answered is said and passed over."""
+    for line in typed(_lines()):
+        prompt = asked(line, task, place="this prompt")
+        try:
+            ids = answers.reader.ids(prompt)
+            answers.reader.bucket(ids, place=prompt.place)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        try:
+            for _ in answers.of([(prompt, ids)], live=True):
+                pass
+        except KeyboardInterrupt:  # of this answer, not of the conversation
+            print(flush=True)
+        log.info("%s", answers.account())
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, up to the end of the input or Ctrl-C."""
+    sign = ""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # gives input() its line editing
+
+        sign = "> "
+        print("one prompt a line; exit or quit ends", file=sys.stderr)
+    while True:
+        try:
+            yield input(sign)
+        except (EOFError, KeyboardInterrupt):
+            return

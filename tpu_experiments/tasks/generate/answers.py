@@ -1,0 +1,151 @@
+"""Batches of prompts through the decoder, back to text, and the account of them."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.models.generation.decoder import Decoder
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.tasks.generate.prompts import Ends, Prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written for a prompt."""
+
+    prompt: Prompt
+    text: str
+    num_tokens: int
+    """Without the one that ended it."""
+    finished: bool
+    """Whether the model ended it, and not `task.max_new_tokens`."""
+
+    def fields(self) -> dict[str, Any]:
+        """A line of `task.output`."""
+        facts = {"text": self.text, "num_tokens": self.num_tokens, "finished": self.finished}
+        return {"prompt": self.prompt.shown, **facts}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """From prompts to ids and from ids to text."""
+
+    ids: Callable[[Prompt], list[int]]
+    tokenizer: PreTrainedTokenizerBase
+    ends: Ends
+    kind: str
+    buckets: list[int]
+    """Ascending."""
+
+    def bucket(self, ids: Sequence[int], *, place: str) -> int:
+        """The smallest that holds these ids.
+
+        Raises:
+            ConfigError: none does.
+        """
+        for bucket in self.buckets:
+            if len(ids) <= bucket:
+                return bucket
+        raise ConfigError(
+            f"{place}; it has {len(ids)} tokens and the longest of task.buckets that leaves room for "
+            f"task.max_new_tokens has {self.buckets[-1]}; cut it, or add a longer bucket."
+        )
+
+    def answer(self, prompt: Prompt, written: list[int]) -> Answer:
+        """The text up to its end."""
+        end = next((place for place, token in enumerate(written) if token in self.ends.ids), len(written))
+        text = str(self.tokenizer.decode(written[:end], skip_special_tokens=True))
+        is_marked = bool(self.ends.marker) and self.ends.marker in text
+        if is_marked:
+            text = text.partition(self.ends.marker)[0]
+        if self.kind == "chat":
+            text = text.strip()
+        return Answer(prompt, text, end, finished=end < len(written) or is_marked)
+
+
+class Answers:
+    """Answers prompts, and counts."""
+
+    def __init__(self, decoder: Decoder, reader: Reader, *, runtime: Runtime, num_sequences: int) -> None:
+        self.decoder, self.reader, self.runtime, self.num_sequences = decoder, reader, runtime, num_sequences
+        self.num_prompts = self.num_tokens = self.num_answers = 0
+        self.seconds = 0.0
+        self._before = runtime.counters()
+
+    def of(self, given: Sequence[tuple[Prompt, list[int]]], *, live: bool) -> Iterator[tuple[int, Answer]]:
+        """Number and answer of every prompt (`num_sequences` of each), as batches of one bucket are full.
+
+        Args:
+            live: print the text of a batch of one row while it is written, and of others once it is.
+        """
+        waiting: dict[int, list[tuple[int, Prompt, list[int]]]] = {}
+        for prompt, ids in given:
+            bucket = self.reader.bucket(ids, place=prompt.place)
+            for _ in range(self.num_sequences):
+                number = self.num_prompts
+                self.num_prompts += 1
+                waiting.setdefault(bucket, []).append((number, prompt, ids))
+                if len(waiting[bucket]) == self.decoder.num_rows:
+                    yield from self._batch(waiting.pop(bucket), bucket=bucket, live=live)
+        for bucket, rows in sorted(waiting.items()):
+            yield from self._batch(rows, bucket=bucket, live=live)
+
+    def _batch(
+        self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, live: bool
+    ) -> Iterator[tuple[int, Answer]]:
+        started, screen = time.perf_counter(), Screen()
+        draws = [number for number, _, _ in rows]
+        answers: list[Answer] = []
+        for written in self.decoder.stream([ids for _, _, ids in rows], draws=draws, bucket=bucket):
+            answers = [self.reader.answer(row[1], own) for row, own in zip(rows, written, strict=True)]
+            if live and len(rows) == 1:
+                screen.show(answers[0].text)
+            if all(answer.finished for answer in answers):
+                break
+        self.seconds += time.perf_counter() - started
+        self.num_answers += len(answers)
+        self.num_tokens += sum(answer.num_tokens for answer in answers)
+        if live:
+            screen.end([answer.text for answer in answers])
+        yield from zip(draws, answers, strict=True)
+
+    def account(self) -> str:
+        """Answers, tokens, speed, programs."""
+        now = self.runtime.counters()
+        seconds = self.seconds - (now.compile_seconds - self._before.compile_seconds)
+        speed = self.num_tokens / max(seconds, 1e-9)
+        num = now.num_compiles - self._before.num_compiles
+        buckets = ", ".join(map(str, sorted(self.decoder.buckets))) or "none"
+        programs = f"{num} programs compiled, {self.decoder.num_programs} needed (buckets {buckets})"
+        if self.runtime.device.type != "xla":
+            programs = f"no programs: plain torch (buckets {buckets})"
+        return (
+            f"{self.num_answers} answers, {self.num_tokens} tokens in {seconds:.2f} s beside compilation: "
+            f"{speed:,.1f} tokens/s; {programs}"
+        )
+
+
+class Screen:
+    """Text on the terminal as it grows."""
+
+    def __init__(self) -> None:
+        self.shown = ""
+
+    def show(self, text: str) -> None:
+        """Print what is new; half of a letter waits for the other half."""
+        whole = text.rstrip("\ufffd")
+        if whole.startswith(self.shown):
+            print(whole[len(self.shown) :], end="", flush=True)
+            self.shown = whole
+
+    def end(self, texts: Sequence[str]) -> None:
+        """End the line; print again what came out otherwise than it began."""
+        for text in texts:
+            if self.shown and text.startswith(self.shown):
+                print(text[len(self.shown) :], flush=True)
+            else:
+                print(("\n" if self.shown else "") + text, flush=True)

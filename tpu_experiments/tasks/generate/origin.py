@@ -1,0 +1,118 @@
+"""What text is written with: a model, and what a run or an adapter put beside or in place of its weights."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+from yaml import YAMLError
+
+from tpu_experiments.checkpoint.reading import Groups, tensors_below
+from tpu_experiments.checkpoint.store import read_latest
+from tpu_experiments.config.checks import check
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.generating import GenerateTaskConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import LoraConfig, ModelConfig
+from tpu_experiments.export.full import MODEL
+from tpu_experiments.export.reading import ADAPTER_CONFIG, read_adapter
+from tpu_experiments.io import paths
+from tpu_experiments.training.saved import PARAMETERS
+from tpu_experiments.training.sources import tokenizer_of
+
+log = logging.getLogger(__name__)
+MAX_HELD_BYTES = 4 * 2**30
+"""Of a whole model's weights; larger ones are read one by one."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """All that decides which function the model computes."""
+
+    config: Config
+    """With the model and the seed of the run."""
+    kinds: frozenset[str] | None = None
+    """Of the sources that the run trained on, `text` and `chat`; None without a run."""
+    lora: LoraConfig = field(default_factory=lambda: LoraConfig(r=0))
+    trained: Mapping[str, Tensor] = field(default_factory=dict)
+    reduced_with_seed: int | None = None
+    text: str = "the weights"
+
+
+def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
+    """Find everything; tensors of adapters are in memory then.
+
+    Raises:
+        ConfigError: something is missing or does not go together.
+    """
+    origin = Origin(config) if task.run is None else _of_run(config, task.run)
+    origin = replace(origin, config=_with_overrides(origin.config, task))
+    if task.adapter is not None:
+        return _with_adapter(origin, task.adapter)
+    if task.run is None or task.weights == "base":
+        return replace(origin, lora=LoraConfig(r=0), text=f"base of {origin.text}" if task.run else origin.text)
+    return _with_weights(origin, task.run, task.weights)
+
+
+def _of_run(config: Config, folder: str) -> Origin:
+    """The run's model, adapters and seed in the place of the command's."""
+    place = paths.join(folder, "config.yaml")
+    try:
+        found = OmegaConf.create(paths.read_text(place))
+        assert isinstance(found, DictConfig)
+        model: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), found.model))
+        lora: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(LoraConfig), found.lora))
+        kinds = frozenset(str(source.kind) for source in found.data.values())
+        changed = replace(config, model=model, lora=lora, seed=int(found.seed))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"task.run={folder}; there is no config.yaml there; name the folder of a run.") from error
+    except (OmegaConfBaseException, YAMLError, AssertionError, AttributeError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"task.run={folder}; its config.yaml is not one that this version of the program writes ({reason}); "
+            "restore it, or give model= and task.adapter= instead."
+        ) from error
+    check(changed)
+    return Origin(changed, kinds=kinds, lora=lora, text=f"run {folder}")
+
+
+def _with_overrides(config: Config, task: GenerateTaskConfig) -> Config:
+    model = config.model
+    if task.base is not None:
+        own = tokenizer_of(config) if model.tokenizer_path or model.size == "tiny" else None
+        model = replace(model, path=task.base, revision=None, init="pretrained", size="full", tokenizer_path=own)
+    return replace(config, model=replace(model, dtype=task.dtype or model.dtype))
+
+
+def _with_adapter(origin: Origin, folder: str) -> Origin:
+    found, path = read_adapter(folder), origin.config.model.path
+    if found.base.rstrip("/").rpartition("/")[2] != path.rstrip("/").rpartition("/")[2]:
+        log.warning("%s names %s as its base, and the model is %s", folder, found.base or "nothing", path)
+    return replace(origin, lora=found.lora, trained=found.tensors, text=f"adapter {folder}")
+
+
+def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
+    adapter, model, checkpoints = (paths.join(folder, part) for part in ("adapter", "model", "checkpoints"))
+    if chosen != "checkpoint" and paths.exists(paths.join(adapter, ADAPTER_CONFIG)):
+        return _with_adapter(origin, adapter)
+    if chosen != "checkpoint" and paths.exists(paths.join(model, "config.json")):
+        whole = tensors_below(model, MODEL, max_held_bytes=MAX_HELD_BYTES)
+        return replace(origin, lora=LoraConfig(r=0), trained=whole, text=f"model {model}")
+    found = None if chosen == "export" else read_latest(checkpoints, _parameters, max_held_bytes=MAX_HELD_BYTES)
+    if found is None:
+        lacks = {"export": "adapter/ and no model/", "checkpoint": "complete checkpoint"}
+        raise ConfigError(
+            f"task.run={folder}; it has no {lacks.get(chosen, 'adapter/, no model/ and no complete checkpoint')}; let "
+            "the run go on, or write with what it began with: task.weights=base."
+        )
+    step, tensors_of_step = found
+    seed = origin.config.seed if origin.lora.init == "pissa" and origin.lora.r else None
+    text = f"checkpoint of step {step} in {checkpoints}"
+    return replace(origin, trained=tensors_of_step, reduced_with_seed=seed, text=text)
+
+
+def _parameters(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
+    return int(progress["step"]), groups[PARAMETERS]

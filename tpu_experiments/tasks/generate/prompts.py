@@ -1,0 +1,178 @@
+"""Prompts from the command, a file or the terminal to token ids, and where an answer ends."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.generating import GenerateTaskConfig
+from tpu_experiments.data.reading.formats import ROLES
+from tpu_experiments.data.tokens.chat import Messages, TemplateRefusal, render, render_prompt
+from tpu_experiments.data.tokens.tokenizer import require_chat_template
+from tpu_experiments.io import paths
+from tpu_experiments.tasks.generate.origin import Origin
+from tpu_experiments.training.sample import text_ids
+
+WANTED = "`prompt` (text), `messages` (a list of role and content, the last of them the user's), or `instruction`"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to answer; plain text is a single turn."""
+
+    messages: Messages
+    place: str
+
+    @property
+    def shown(self) -> str:
+        """The last turn."""
+        return self.messages[-1][1]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where an answer ends."""
+
+    ids: frozenset[int]
+    marker: str = ""
+    """Plain text that ends a turn, of a chat format whose marker is no token of the tokenizer."""
+
+
+def kind_of(origin: Origin, tokenizer: PreTrainedTokenizerBase, task: GenerateTaskConfig) -> str:
+    """`chat` or `text`.
+
+    Raises:
+        ConfigError: `chat` without a chat template, or what `text` has no place for.
+    """
+    if task.format == "auto":
+        trained_chat = origin.kinds is None or "chat" in origin.kinds
+        kind = "chat" if trained_chat and tokenizer.chat_template else "text"
+    else:
+        kind = task.format
+    if kind == "chat" and not tokenizer.chat_template:
+        require_chat_template(tokenizer, source="task.format")
+    if kind == "text" and task.system is not None:
+        raise ConfigError("task.system= with plain text; only a conversation has a system text; use task.format=chat.")
+    return kind
+
+
+def given_prompts(task: GenerateTaskConfig) -> list[Prompt]:
+    """Those of the command or its file; none for the terminal.
+
+    Raises:
+        ConfigError: the file is missing, empty or not of its form.
+    """
+    if task.prompt is not None:
+        return [asked(task.prompt, task, place="task.prompt")]
+    if task.prompts_file is None:
+        return []
+    try:
+        lines = paths.read_text(task.prompts_file).split("\n")
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"task.prompts_file={task.prompts_file}; it cannot be read ({type(error).__name__}); name a .txt or .jsonl "
+            "file in UTF-8."
+        ) from error
+    numbered = [(f"line {n} of {task.prompts_file}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"task.prompts_file={task.prompts_file}; it holds no prompt; write one a line.")
+    if task.prompts_file.endswith(".txt"):
+        return [asked(line.rstrip("\r"), task, place=place) for place, line in numbered]
+    return [_of_object(line, task, place=place) for place, line in numbered]
+
+
+def asked(text: str, task: GenerateTaskConfig, *, place: str, given: str | None = None) -> Prompt:
+    """A user's turn; what an instruction is about is joined to it as `data.<name>.format=instruction` does."""
+    about = given or task.input
+    turn = f"{text}\n\n{about}" if about else text
+    system = () if task.system is None else (("system", task.system),)
+    return Prompt((*system, ("user", turn)), place)
+
+
+def _of_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place}; it is not JSON ({error}); write one object a line.") from error
+    fields = fields if isinstance(fields, dict) else {}
+    text, messages = fields.get("prompt", fields.get("instruction")), fields.get("messages")
+    given = fields.get("input") or fields.get("context")
+    if isinstance(text, str) and text.strip() and isinstance(given, str | None):
+        return asked(text, task, place=place, given=given)
+    turns = [_turn(turn) for turn in messages] if isinstance(messages, list) else []
+    if not turns or None in turns or turns[-1][0] != "user":  # type: ignore[index]  # None is looked for before
+        raise ConfigError(f"{place}; it needs {WANTED}; mend the line.")
+    if task.system is not None and turns[0] is not None and turns[0][0] != "system":
+        turns = [("system", task.system), *turns]
+    return Prompt(tuple(turn for turn in turns if turn is not None), place)
+
+
+def _turn(turn: Any) -> tuple[str, str] | None:
+    fields = turn if isinstance(turn, dict) else {}
+    role, content = ROLES.get(str(fields.get("role", "")).lower()), fields.get("content")
+    return (role, content) if role and isinstance(content, str) else None
+
+
+def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        ConfigError: the chat template refuses it, it is empty, or the model has no embedding for a token of it.
+    """
+    if kind == "text":
+        if len(prompt.messages) > 1:
+            raise ConfigError(f"{prompt.place}; it is a conversation and task.format=text; use task.format=chat.")
+        ids = text_ids(tokenizer, prompt.shown)
+    else:
+        try:
+            text = render_prompt(prompt.messages, tokenizer=tokenizer)
+        except TemplateRefusal as error:
+            raise ConfigError(f"{prompt.place}; it has {error}") from error
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise ConfigError(f"{prompt.place}; it is empty; write something to go on from.")
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"{prompt.place}; it has token id {max(ids)} and the model has {vocab_size} embeddings; set "
+            "model.tokenizer_path to the tokenizer this model was trained with."
+        )
+    return ids
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: PretrainedConfig, folder: Path | None) -> Ends:
+    """End of sequence by tokenizer, config.json and generation_config.json; of chats also what closes a turn."""
+    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    generation = None if folder is None else folder / "generation_config.json"
+    if generation is not None and generation.exists():
+        found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    ids = frozenset(one for each in found for one in (each if isinstance(each, list) else [each]) if one is not None)
+    tail = _after_answer(tokenizer) if kind == "chat" else ""
+    if not tail:
+        return Ends(ids)
+    first = tokenizer(tail, add_special_tokens=False)["input_ids"][0]
+    if first in tokenizer.added_tokens_decoder:
+        return Ends(ids | {first})
+    return Ends(ids, marker=tail.partition(tokenizer.eos_token or "\n")[0].strip())
+
+
+def _after_answer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the chat format writes after an answer, without blanks around it."""
+    try:
+        text = render((("user", "?"), ("assistant", "\ufdd0")), tokenizer=tokenizer, ends_with="turn")
+    except TemplateError:
+        return ""
+    return text.rpartition("\ufdd0")[2].strip()
+
+
+def typed(read: Iterator[str]) -> Iterator[str]:
+    """Lines up to `exit` or `quit`; empty ones are passed over."""
+    for line in read:
+        if line.strip().lower() in ("exit", "quit"):
+            return
+        if line.strip():
+            yield line.strip()
