@@ -39,10 +39,10 @@ PLANS: dict[str, tuple[str, ...]] = {
         f"{STAGES}.main.steps={TEXT_STEPS + CHAT_STEPS}",
     ),
     "text, then conversations": (),
-    "text, then conversations, moments fresh": (f"{STAGES}.chat.optimizer=fresh",),
     "text, then conversations with 25 % text": (f"{STAGES}.chat.replay=0.25",),
-    "text, then conversations with 50 % text": (f"{STAGES}.chat.replay=0.5",),
     "both mixed, one stage": ("curriculum=single", f"{STAGES}.main.steps={TEXT_STEPS + CHAT_STEPS}"),
+    "text, then conversations with 50 % text": (f"{STAGES}.chat.replay=0.5",),
+    "text, then conversations, moments fresh": (f"{STAGES}.chat.optimizer=fresh",),
 }
 TWO_STAGES = (
     "curriculum=text_then_chat",
@@ -114,7 +114,7 @@ def settings(out: Path) -> list[str]:
 
 def measured(plan: str, seed: int, common: list[str], out: Path) -> dict[str, Any]:
     """Train, and evaluate on the test split; what is there already is not run again."""
-    name = f"{list(PLANS).index(plan)}_{seed}"
+    name = f"plan{list(PLANS).index(plan)}_{seed}"
     results = out / name / "test_results.json"
     if not results.exists():
         chosen = PLANS[plan] if "curriculum=single" in PLANS[plan] else (*TWO_STAGES, *PLANS[plan])
