@@ -1,0 +1,19 @@
+"""Every shipped recipe plans: by formulas alone it fits the hardware that it names, with a step of some length."""
+
+import pytest
+
+from tests.config.composing import composed, names
+from tpu_experiments.tasks.plan import check_hw
+from tpu_experiments.tasks.plan.formulas import formula_plan
+
+
+@pytest.mark.parametrize("recipe", names("experiment"))
+def test_a_recipe_fits_its_hardware(recipe: str) -> None:
+    config = composed(f"experiment={recipe}", "task=plan", "task.method=analytic")
+    check_hw(config)
+    plan = formula_plan(config)
+    assert plan.fits, plan.shortage
+    assert 0 < plan.memory.total < plan.memory.limit
+    assert plan.time is not None
+    assert plan.time.total_s > 0
+    assert [program.name for program in plan.programs] == ["train", "eval", "sample"]
