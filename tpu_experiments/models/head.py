@@ -28,7 +28,8 @@ def has_plain_head(module: nn.Module) -> bool:
     if module not in _known:
         _known[module] = _is_product(module)
         if not _known[module]:
-            log.info("%s: its logits are not a plain product; loss_chunk_tokens is ignored", type(module).__name__)
+            told = "its logits are not a plain product; those of whole rows are made, whatever loss_chunk_tokens is"
+            log.info("%s: %s", type(module).__name__, told)
     return _known[module]
 
 

@@ -7,11 +7,13 @@ with the very parameters that are trained. models/generation has a cache. Legend
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.schema import SampleConfig
-from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.forward import hidden_of, logits_of
+from tpu_experiments.models.head import has_plain_head, soft_cap_of
 from tpu_experiments.runtime.base import Runtime
 
 
@@ -60,10 +62,18 @@ class Sampler:
         segments_RT = (index_T <= last_R[:, None]).to(torch.int32)
         rows = {"ids": ids_RT, "positions": index_T.expand(ids_RT.shape), "segments": segments_RT}
         with torch.no_grad():
-            logits_RTV = logits_of(self.module, self.parameters, rows)
-        index_R = torch.arange(len(ids_RT), device=ids_RT.device)
-        token_R1 = self._choose(logits_RTV[index_R, last_R.long()][:, None]).to(torch.int32)
+            logits_RV = self._logits(rows, last_R)
+        token_R1 = self._choose(logits_RV[:, None]).to(torch.int32)
         return {"ids": torch.where(index_T == last_R[:, None] + 1, token_R1, ids_RT), "last": last_R + 1}
+
+    def _logits(self, rows: Mapping[str, Tensor], last_R: Tensor) -> Tensor:
+        """Logits (R, V) behind the position `last` (R,) of every row, without those of the others where that can be."""
+        index_R = torch.arange(len(last_R), device=last_R.device)
+        if not has_plain_head(self.module):
+            return logits_of(self.module, self.parameters, rows)[index_R, last_R.long()]
+        hidden_RTH, head_VH = hidden_of(self.module, self.parameters, rows)
+        logits_RV, cap = F.linear(hidden_RTH[index_R, last_R.long()], head_VH), soft_cap_of(self.module)
+        return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
     def _choose(self, logits_R1V: Tensor) -> Tensor:
         """Token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick (argmax of logits plus Gumbel noise)."""

@@ -54,6 +54,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
             tokenizer=given.tokenizer,
             shape=(given.geometry.micro_rows * given.geometry.num_shards, given.seq_len),
             max_new_tokens=task.max_new_tokens,
+            max_prompts=max(map(len, given.exchanges.values()), default=0),
         )
     widths = widths_of(given.tokenizer)
     if widths is None:

@@ -27,6 +27,9 @@ from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.sample import Sampler
 from tpu_experiments.training.scoring import Scorer
 
+MOST_ROWS = 8
+"""Of answers that are written at once; every device writes them all."""
+
 
 class BesideBase:
     """The model on the device; its parameters are the base's, then the trained ones."""
@@ -40,10 +43,18 @@ class BesideBase:
         tokenizer: PreTrainedTokenizerBase,
         shape: tuple[int, int],
         max_new_tokens: int,
+        max_prompts: int,
     ) -> None:
-        """`shape` is (rows at once over all devices, tokens of a row)."""
+        """Build the base.
+
+        Args:
+            shape: (rows at once over all devices, tokens of a row).
+            max_prompts: most prompts that `write` is given at once; 0 where it is given none.
+        """
         self.runtime, self.subject, self.tokenizer, self.shape = runtime, subject, tokenizer, shape
         self.max_new_tokens = max_new_tokens
+        # Not more than are scored at once on a device, so that what can be scored can be written.
+        self.num_written = max(1, min(MOST_ROWS, max_prompts, shape[0] // num_shards(config)))
         source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
         self.parameters = model.trainable
@@ -65,7 +76,9 @@ class BesideBase:
             settings=replace(config.sample, window=shape[1], temperature=0.0),
             seed=config.seed,
         )
-        runtime.expect({"score": {(shape[0] // runtime.world_size, shape[1])}, "sample": {(1, shape[1])}})
+        rows_at_once, seq_len = shape
+        scored, written = (rows_at_once // runtime.world_size, seq_len), (self.num_written, seq_len)
+        runtime.expect({"score": {scored}, "sample": {written}})
 
     def states(self) -> Iterator[str]:
         """`base`, and then `trained`, with the parameters of each in place."""
@@ -104,7 +117,12 @@ class BesideBase:
 
         Every process takes part.
         """
-        return [self.sampler.run([prompt], max_new_tokens=self.max_new_tokens)[0] for prompt in prompts]
+        written: list[str] = []
+        for begin in range(0, len(prompts), self.num_written):
+            rows = list(prompts[begin : begin + self.num_written])
+            rows += [rows[-1]] * (self.num_written - len(rows))  # one program of one shape
+            written += self.sampler.run(rows, max_new_tokens=self.max_new_tokens)
+        return written[: len(prompts)]
 
     def _require(self, trained: Mapping[str, Tensor]) -> None:
         """Compare names with those of the model.
