@@ -17,28 +17,36 @@ DATA_KEYS = ("data", "data_size")
 
 
 def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...] = MODEL_KEYS + DATA_KEYS) -> Config:
-    """`config` with the values of `keys` from a run's config.yaml.
+    """`config` with the values of `keys` from a run's config.yaml; arguments as of `values_of_run`.
+
+    Raises:
+        ConfigError: it is not what this program writes, or does not go with the command's hardware.
+    """
+    found = dataclasses.replace(config, **values_of_run(text, place=place, keys=keys))
+    check(found)
+    return found
+
+
+def values_of_run(text: str, *, place: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The values of `keys` in a run's config.yaml, as the fields of a Config.
 
     Args:
         text: content of that file, which lies at `place`.
 
     Raises:
-        ConfigError: it is not what this program writes, or does not go with the command's hardware.
+        ConfigError: it is not what this program writes.
     """
     try:
         stored: Any = OmegaConf.create(text)
         chosen = {key: stored[key] for key in keys}
         merged: Any = OmegaConf.merge(OmegaConf.structured(Config), chosen)
-        values = {key: _plain(merged[key]) for key in keys}
+        return {key: _plain(merged[key]) for key in keys}
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{place}; it is not what this program writes ({reason}); it is from another version of it, or was "
             "changed: restore it, or train the run anew."
         ) from error
-    found = dataclasses.replace(config, **values)
-    check(found)
-    return found
 
 
 def _plain(node: Any) -> Any:

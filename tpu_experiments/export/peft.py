@@ -7,20 +7,19 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
-from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.io import paths
 
 PREFIX = "base_model.model."
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Written after the tensors: where it is, they are whole."""
 
 
 def write_adapter(
@@ -54,52 +53,8 @@ def write_adapter(
     config = adapter_config(
         lora, r=r, alpha=alpha, modules=_modules(parameters), base_path=base_path, revision=revision
     )
-    paths.write_text_atomic(paths.join(folder, "adapter_config.json"), json.dumps(config, indent=2))
+    paths.write_text_atomic(paths.join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2))
     return {ADAPTER_FILE: hashlib.sha256(content).hexdigest()}
-
-
-UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias")
-
-
-def read_adapter_config(folder: str, lora: LoraConfig) -> LoraConfig:
-    """`lora` with rank, scaling and targets of an adapter in PEFT's layout; B starts at zero.
-
-    Raises:
-        ConfigError: there is none, or it has what `models/lora.py` has not.
-    """
-    place = paths.join(folder, "adapter_config.json")
-    if not paths.exists(place):
-        raise ConfigError(f"task.adapter={folder}; no adapter_config.json there; name the folder of a PEFT adapter.")
-    values = json.loads(paths.read_text(place))
-    given = [name for name in UNSUPPORTED if values.get(name)]
-    if values.get("peft_type") != "LORA" or values.get("bias", "none") != "none":
-        given.append(f"peft_type={values.get('peft_type')} with bias={values.get('bias')}")
-    targets = values.get("target_modules")
-    if isinstance(targets, str):
-        given.append(f"target_modules={targets!r}, a pattern")
-    if given:
-        raise ConfigError(
-            f"task.adapter={folder}; it has {', '.join(given)}, which is not supported; merge it into the base model "
-            "with PEFT (merge_and_unload), and evaluate that with model.path=FOLDER task.adapter=none."
-        )
-    scaling = "alpha_over_sqrt_r" if values.get("use_rslora") else "alpha_over_r"
-    rank, alpha = int(values["r"]), float(values["lora_alpha"])
-    return replace(lora, r=rank, alpha=alpha, scaling=scaling, targets=sorted(targets), init="b_zero", dropout=0.0)
-
-
-def read_adapter(folder: str) -> dict[str, Tensor]:
-    """The tensors of an adapter in PEFT's layout, named as the modules are.
-
-    Raises:
-        ConfigError: there is no such file, or it is no safetensors file.
-    """
-    place = paths.join(folder, ADAPTER_FILE)
-    try:
-        return read_layout(load(paths.read_bytes(place)), initial={})
-    except FileNotFoundError as error:
-        raise ConfigError(f"task.adapter={folder}; it holds no {ADAPTER_FILE}; save the adapter as one.") from error
-    except SafetensorError as error:
-        raise ConfigError(f"{place}; it is damaged ({error}); restore it.") from error
 
 
 def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:

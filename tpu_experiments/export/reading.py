@@ -1,6 +1,7 @@
 """A LoRA adapter in PEFT's layout, this project's or another's, from a folder to tensors under the model's names."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,26 @@ from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import LoraConfig
-from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
+from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, read_layout
 from tpu_experiments.io import paths
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""Written after the tensors: where it is, they are whole."""
-REFUSED = ("rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out", "modules_to_save")
-"""Fields of PEFT that change what an adapter computes, or add to it; empty or false in a plain one."""
+A, B = ".lora_A.weight", ".lora_B.weight"
+REFUSED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "use_dora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_qalora",
+    "arrow_config",
+    "kasa_config",
+)
+"""Fields of PEFT's LoraConfig (0.21) that change what an adapter computes or add to it; a plain one has them empty."""
+OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Of `init_lora_weights`, those that leave the base as it is; with the others PEFT changes it as it loads."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +38,7 @@ class Adapter:
     """A LoRA adapter on the host."""
 
     lora: LoraConfig
-    """Rank, scale and targets."""
+    """Rank, scale and targets: the modules that it has tensors of, by their full names."""
     tensors: dict[str, Tensor]
     """A and B of every adapted module."""
     base: str
@@ -41,22 +55,41 @@ def read_adapter(folder: str) -> Adapter:
         config: dict[str, Any] = json.loads(paths.read_text(paths.join(folder, ADAPTER_CONFIG)))
         layout = load(paths.read_bytes(paths.join(folder, ADAPTER_FILE)))
         r, alpha = int(config["r"]), float(config["lora_alpha"])
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{folder}; no {ADAPTER_CONFIG} or no {ADAPTER_FILE} there; name the folder of a LoRA adapter that PEFT or "
             "this program wrote."
         ) from error
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
-    more = [f"{name}={config[name]}" for name in REFUSED if config.get(name)]
-    more += [name for name in layout if not name.endswith((".lora_A.weight", ".lora_B.weight"))][:1]
-    if config.get("peft_type") != "LORA" or more:
+    more = [*_more_in(config), *_more_among(layout, r=r)]
+    if more:
         raise ConfigError(
-            f"{folder}; it is more than a plain LoRA adapter ({', '.join(more) or config.get('peft_type')}); merge it "
-            "into its base with PEFT's merge_and_unload, save that, and give its folder as model.path or task.base."
+            f"{folder}; it is more than a plain LoRA adapter ({', '.join(more)}); merge it into its base with PEFT's "
+            "merge_and_unload, save that, and give its folder as model.path (of task=generate also as task.base)."
         )
     tensors = read_layout(layout, initial={})
     targets = sorted({name.rpartition(".")[0] for name in tensors})
     scaling = "alpha_over_sqrt_r" if config.get("use_rslora") else "alpha_over_r"
     lora = LoraConfig(r=r, alpha=alpha, targets=targets, scaling=scaling)
     return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""))
+
+
+def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that a plain adapter has otherwise."""
+    if config.get("peft_type") != "LORA":
+        yield f"peft_type={config.get('peft_type')}"
+    if config.get("bias", "none") != "none":
+        yield f"bias={config['bias']}"
+    if config.get("init_lora_weights", True) not in OWN_STARTS:
+        yield f"init_lora_weights={config['init_lora_weights']}"
+    yield from (f"{name}={config[name]}" for name in REFUSED if config.get(name))
+
+
+def _more_among(layout: Mapping[str, Tensor], *, r: int) -> Iterator[str]:
+    """The first tensor that is no A (r, in) and no B (out, r)."""
+    for name, tensor in sorted(layout.items()):
+        rank_dim = 0 if name.endswith(A) else 1
+        if not name.endswith((A, B)) or tensor.ndim != 2 or tensor.shape[rank_dim] != r:
+            yield f"{name} {tuple(tensor.shape)} with r={r}"
+            return

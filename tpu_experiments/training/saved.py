@@ -118,6 +118,18 @@ def read_state(
     return found
 
 
+def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mapping[str, Tensor]] | None:
+    """Step and trained tensors of the newest complete checkpoint; None where there is none.
+
+    The tensors of a checkpoint above `max_held_bytes` are read one by one, as they are asked for.
+    """
+
+    def use(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
+        return int(progress["step"]), groups[PARAMETERS]
+
+    return read_latest(folder, use, max_held_bytes=max_held_bytes)
+
+
 def flat(state: State) -> dict[str, Tensor]:
     """Optimizer state by `<parameter>/<slot>`."""
     return {f"{name}/{slot}": t for name, slots in state.items() for slot, t in slots.items()}

@@ -4,22 +4,21 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from tpu_experiments.checkpoint.reading import tensors_below
-from tpu_experiments.checkpoint.store import latest_progress, load_latest
+from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.evaluating import EvaluateTaskConfig
 from tpu_experiments.config.identity import identity
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.stored import DATA_KEYS, MODEL_KEYS, config_of_run
 from tpu_experiments.export.full import MODEL
-from tpu_experiments.export.peft import read_adapter, read_adapter_config
+from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.training.saved import PARAMETERS
+from tpu_experiments.training.saved import newest_parameters
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"
@@ -45,12 +44,13 @@ class Subject:
         if self.kind == "base":
             return None
         if self.kind == "adapter":
-            return read_adapter(self.place)
+            return read_adapter(self.place).tensors
+        max_held_bytes = self.config.checkpoint.max_copy_gib * 2**30
         if self.kind == "model":
-            return tensors_below(self.place, MODEL, max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30)
-        found = load_latest(self.place)
+            return tensors_below(self.place, MODEL, max_held_bytes=max_held_bytes)
+        found = newest_parameters(self.place, max_held_bytes=max_held_bytes)
         assert found is not None, "`subject_of` has seen one"
-        return found[1][PARAMETERS]
+        return found[1]
 
 
 def task_of(config: Config) -> EvaluateTaskConfig:
@@ -146,8 +146,8 @@ def _with_adapter(subject: Subject, adapter: str) -> Subject:
     """The same with the adapter of a folder, or with the base alone."""
     if adapter == BASE_ALONE:
         return replace(subject, kind="base", place="")
-    lora: Any = read_adapter_config(adapter, subject.config.lora)
-    return replace(subject, kind="adapter", place=adapter, config=replace(subject.config, lora=lora))
+    config = replace(subject.config, lora=read_adapter(adapter).lora)
+    return replace(subject, kind="adapter", place=adapter, config=config)
 
 
 def folder_of(file: str) -> str:

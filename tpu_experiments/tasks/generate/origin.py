@@ -3,27 +3,26 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
-from yaml import YAMLError
 
-from tpu_experiments.checkpoint.reading import Groups, tensors_below
-from tpu_experiments.checkpoint.store import read_latest
+from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.generating import GenerateTaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import LoraConfig, ModelConfig
+from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.stored import values_of_run
 from tpu_experiments.export.full import MODEL
-from tpu_experiments.export.reading import ADAPTER_CONFIG, read_adapter
+from tpu_experiments.export.peft import ADAPTER_CONFIG
+from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.io import paths
-from tpu_experiments.training.saved import PARAMETERS
+from tpu_experiments.training.saved import newest_parameters
 from tpu_experiments.training.sources import tokenizer_of
 
 log = logging.getLogger(__name__)
+TAKEN = ("seed", "plugins", "model", "lora")
+"""Of a run's config; its data are read for their kinds alone."""
 MAX_HELD_BYTES = 4 * 2**30
 """Of a whole model's weights; larger ones are read one by one."""
 
@@ -61,22 +60,14 @@ def _of_run(config: Config, folder: str) -> Origin:
     """The run's model, adapters and seed in the place of the command's."""
     place = paths.join(folder, "config.yaml")
     try:
-        found = OmegaConf.create(paths.read_text(place))
-        assert isinstance(found, DictConfig)
-        model: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), found.model))
-        lora: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(LoraConfig), found.lora))
-        kinds = frozenset(str(source.kind) for source in found.data.values())
-        changed = replace(config, model=model, lora=lora, seed=int(found.seed))
+        text = paths.read_text(place)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"task.run={folder}; there is no config.yaml there; name the folder of a run.") from error
-    except (OmegaConfBaseException, YAMLError, AssertionError, AttributeError, ValueError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"task.run={folder}; its config.yaml is not one that this version of the program writes ({reason}); "
-            "restore it, or give model= and task.adapter= instead."
-        ) from error
+    values = values_of_run(text, place=place, keys=(*TAKEN, "data"))
+    kinds = frozenset(source.kind for source in values.pop("data").values())
+    changed = replace(config, **values)
     check(changed)
-    return Origin(changed, kinds=kinds, lora=lora, text=f"run {folder}")
+    return Origin(changed, kinds=kinds, lora=changed.lora, text=f"run {folder}")
 
 
 def _with_overrides(config: Config, task: GenerateTaskConfig) -> Config:
@@ -101,7 +92,7 @@ def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
     if chosen != "checkpoint" and paths.exists(paths.join(model, "config.json")):
         whole = tensors_below(model, MODEL, max_held_bytes=MAX_HELD_BYTES)
         return replace(origin, lora=LoraConfig(r=0), trained=whole, text=f"model {model}")
-    found = None if chosen == "export" else read_latest(checkpoints, _parameters, max_held_bytes=MAX_HELD_BYTES)
+    found = None if chosen == "export" else newest_parameters(checkpoints, max_held_bytes=MAX_HELD_BYTES)
     if found is None:
         lacks = {"export": "adapter/ and no model/", "checkpoint": "complete checkpoint"}
         raise ConfigError(
@@ -112,7 +103,3 @@ def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
     seed = origin.config.seed if origin.lora.init == "pissa" and origin.lora.r else None
     text = f"checkpoint of step {step} in {checkpoints}"
     return replace(origin, trained=tensors_of_step, reduced_with_seed=seed, text=text)
-
-
-def _parameters(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
-    return int(progress["step"]), groups[PARAMETERS]

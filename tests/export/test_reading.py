@@ -1,0 +1,127 @@
+"""An adapter from a folder: what was written comes back; what is more than A and B is refused in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
+from tpu_experiments.export.reading import read_adapter
+
+MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
+A_OF_FIRST = f"base_model.model.{MODULES[0]}.lora_A.weight"
+
+
+def tensors_of(seed: int) -> dict[str, torch.Tensor]:
+    """A (2, 5) and B (3, 2) of two modules."""
+    draws = torch.Generator().manual_seed(seed)
+    shapes = {"lora_A": (2, 5), "lora_B": (3, 2)}
+    return {f"{m}.{part}": torch.randn(shape, generator=draws) for m in MODULES for part, shape in shapes.items()}
+
+
+def written(folder: Path, *, initial: dict[str, torch.Tensor] | None = None, **lora: Any) -> dict[str, torch.Tensor]:
+    """Write an adapter of rank 2; its parameters."""
+    chosen = LoraConfig(r=2, alpha=6.0, targets=["q_proj", "down_proj"], **lora)
+    where = {"base_path": "lab/base", "revision": None}
+    write_adapter(str(folder), parameters=tensors_of(0), initial=initial or {}, lora=chosen, **where)
+    return tensors_of(0)
+
+
+@pytest.mark.parametrize("scaling", ["alpha_over_r", "alpha_over_sqrt_r"])
+def test_what_was_written_comes_back(tmp_path: Path, scaling: str) -> None:
+    parameters = written(tmp_path, scaling=scaling, init="a_zero", dropout=0.1)
+    found = read_adapter(str(tmp_path))
+    assert found.tensors.keys() == parameters.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in parameters.items())
+    assert found.lora == LoraConfig(r=2, alpha=6.0, targets=list(MODULES), scaling=scaling)
+    assert found.base == "lab/base"
+
+
+def test_that_of_a_reduced_base_is_one_of_the_whole_base(tmp_path: Path) -> None:
+    """Rank and alpha are doubled; scale B A is that of the parameters less that of the start."""
+    start = tensors_of(1)
+    parameters = written(tmp_path, initial=start, init="pissa")
+    found = read_adapter(str(tmp_path))
+    assert (found.lora.r, found.lora.alpha, found.lora.init) == (4, 12.0, "b_zero")
+    for module in MODULES:
+        now, then, whole = (
+            tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"] for tensors in (parameters, start, found.tensors)
+        )
+        torch.testing.assert_close(whole, now - then)
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "rank_pattern={'q_proj': 4}": {"rank_pattern": {"q_proj": 4}},
+    "alpha_pattern={'q_proj': 4}": {"alpha_pattern": {"q_proj": 4}},
+    "use_dora=True": {"use_dora": True},
+    "fan_in_fan_out=True": {"fan_in_fan_out": True},
+    "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
+    "layer_replication=[[0, 1]]": {"layer_replication": [[0, 1]]},
+    "peft_type=LOHA": {"peft_type": "LOHA"},
+    "bias=all, lora_bias=True": {"bias": "all", "lora_bias": True},
+    "init_lora_weights=pissa_niter_16": {"init_lora_weights": "pissa_niter_16"},
+    f"{A_OF_FIRST} (2, 5) with r=4": {"r": 4},
+}
+
+
+@pytest.mark.parametrize("told", MORE)
+def test_more_than_a_and_b_is_refused(tmp_path: Path, told: str) -> None:
+    written(tmp_path)
+    file = tmp_path / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | MORE[told]))
+    assert complaint(tmp_path).startswith(f"{tmp_path}; it is more than a plain LoRA adapter ({told}); merge it")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["base_model.model.model.norm.weight", A_OF_FIRST.replace("lora_A", "lora_magnitude_vector"), "x.lora_B.bias"],
+)
+def test_a_tensor_that_is_no_a_or_b_is_refused(tmp_path: Path, name: str) -> None:
+    written(tmp_path)
+    save_file(load_file(tmp_path / ADAPTER_FILE) | {name: torch.ones(2)}, tmp_path / ADAPTER_FILE)
+    assert f"({name} (2,) with r=2)" in complaint(tmp_path)
+
+
+@pytest.mark.xla
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+def test_what_peft_saves_is_read_and_needs_no_names_of_targets(tmp_path: Path) -> None:
+    """PEFT's own folder, its targets a pattern and its layers chosen by number."""
+    from peft import LoraConfig as TheirConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained("tpu_experiments/samples/tiny_base")
+    theirs = TheirConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], layers_to_transform=[1])
+    model = get_peft_model(base, theirs)
+    model.save_pretrained(str(tmp_path / "listed"))
+    pattern = TheirConfig(r=3, lora_alpha=5, target_modules=r".*\.1\.self_attn\.(q|v)_proj")
+    get_peft_model(model.unload(), pattern).save_pretrained(str(tmp_path / "pattern"))
+    for folder in ("listed", "pattern"):
+        found = read_adapter(str(tmp_path / folder))
+        assert found.lora.targets == [f"model.layers.1.self_attn.{part}_proj" for part in "qv"]
+        assert (found.lora.r, found.lora.alpha) == (3, 5.0)
+
+
+def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    assert "no adapter_config.json or no adapter_model.safetensors there" in complaint(tmp_path)
+    written(tmp_path)
+    (tmp_path / ADAPTER_FILE).write_bytes(b"no tensors")
+    assert "its adapter cannot be read (SafetensorError" in complaint(tmp_path)
+    written(tmp_path / "other")
+    (tmp_path / "other" / ADAPTER_CONFIG).write_text("{}")
+    assert "its adapter cannot be read (KeyError('r'))" in complaint(tmp_path / "other")
+
+
+def complaint(folder: Path) -> str:
+    """What the reader says."""
+    with pytest.raises(ConfigError) as caught:
+        read_adapter(str(folder))
+    text = str(caught.value)
+    assert text.endswith(".")
+    assert "\n" not in text
+    return text
