@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.held_out import document_sums
 from tpu_experiments.models.build import build_model
-from tpu_experiments.models.scoring import Scores, next_token_scores
+from tpu_experiments.models.scoring import next_token_scores
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.tasks.evaluate.subject import Subject
@@ -59,14 +60,9 @@ class BesideBase:
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
         self.parameters = model.trainable
         shards, chunk = num_shards(config) // runtime.world_size, config.trainer.loss_chunk_tokens
-
-        def token_scores(
-            module: torch.nn.Module, parameters: Mapping[str, Tensor], rows: Mapping[str, Tensor]
-        ) -> Scores:
-            return next_token_scores(
-                module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
-            )
-
+        token_scores = partial(
+            next_token_scores, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
+        )
         self.scorer = Scorer(model.module, runtime=runtime, token_scores=token_scores, parameters=self.parameters)
         self.sampler = Sampler(
             model.module,
