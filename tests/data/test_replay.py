@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.test_batches import stage
@@ -16,6 +16,7 @@ def mixed(share, *, own=(7, 4), others=(5,)):
     return ReplayedRows(stage(*own), stage(*others, stage_index=3), Fraction(share))
 
 
+@settings(deadline=None)
 @given(SHARES, st.integers(1, 9), st.integers(1, 12))
 def test_the_share_is_exact_at_every_step(share, global_rows, num_steps):
     rows = mixed(share)
@@ -31,6 +32,7 @@ def test_the_share_is_exact_at_every_step(share, global_rows, num_steps):
     assert replayed == others.between(0, len(replayed))[1]
 
 
+@settings(deadline=None)
 @given(SHARES, st.integers(1, 9), st.integers(1, 40).map(lambda n: n / 10))
 def test_epochs_count_the_stages_own_rows(share, global_rows, epochs):
     """Every own row of the epochs comes up, none after them, and a step fewer would lack some."""

@@ -28,7 +28,7 @@ COMMON = (
 )  # fmt: skip
 NAME = "in_a_bucket"
 BROUGHT = {
-    "adapter", "audit.html", "audit.json", "base", "checkpoints", "config.yaml", "identity.json", "lives",
+    "README.md", "adapter", "audit.html", "audit.json", "base", "checkpoints", "config.yaml", "identity.json", "lives",
     "metrics.jsonl", "plan.md", "provenance.json", "result.json", "run.log", "tensorboard",
 }  # fmt: skip
 
@@ -126,7 +126,8 @@ def test_a_stop_while_the_bucket_is_away_is_kept_here_and_delivered(gcs_bucket, 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket.address)
     gcsfs.GCSFileSystem.clear_instance_cache()
     output_dir, run = f"{gcs_bucket}/runs", f"{gcs_bucket}/runs/away"
-    given = (output_dir, "name=away", "checkpoint.grace_seconds=2")
+    # Steps enough for the signal to find it at work, however busy the machine.
+    given = (output_dir, "name=away", "checkpoint.grace_seconds=2", "trainer.max_stage_steps=60")
     with started(*given, disk=tmp_path / "disk") as process:
         output = stop_after(process, 3, before=lambda: setattr(bucket, "is_away", True))
     assert process.returncode == 75, output

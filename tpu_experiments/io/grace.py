@@ -51,6 +51,12 @@ class Grace:
         return max(asked_at + self._seconds, self._leaving_at + PATIENCE_SECONDS)
 
 
+def leave() -> None:
+    """The work of this process is over (Grace.leave), whether or not it was asked to stop."""
+    if _grace is not None:
+        _grace.leave()
+
+
 @contextmanager
 def substituted() -> Iterator[None]:
     """What this thread does inside is done in another way when it takes too long."""

@@ -17,7 +17,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
-from tpu_experiments.io import lease
+from tpu_experiments.io import grace, lease
 from tpu_experiments.io.folder import RunFolder, open_run
 from tpu_experiments.io.mirror import keep_in
 from tpu_experiments.io.process import started_seconds
@@ -195,6 +195,7 @@ def train_process(
 
 def end(runtime: Runtime, outputs: RunOutputs, *, ended: str = "failed") -> None:
     """Close everything that is open; storage that is out of reach even now is told in one sentence."""
+    grace.leave()
     told_of: list[str] = []
     for close in (lambda: outputs.close(ended), stop_run_log):
         try:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.metrics.flops import flops_by_length
 from tpu_experiments.metrics.norms import grouped
@@ -81,7 +83,12 @@ class Parts:
 
     def evaluate(self) -> Evaluation:
         """Held-out loss of the current parameters."""
-        return self.evaluator.run(evaluation_batches(self.inputs, self.config))
+        return self.evaluator.run(self.held_out)
+
+    @cached_property
+    def held_out(self) -> dict[str, list[Batch]]:
+        """The rows of every evaluation, read once: their storage may be out of reach later."""
+        return {name: list(found) for name, found in evaluation_batches(self.inputs, self.config).items()}
 
     # ---- building -------------------------------------------------------------------------------------------
 
@@ -141,7 +148,7 @@ class Parts:
 
     def build_saver(self) -> Saver:
         """What writes this run's checkpoints; looks at the held-out rows of the first source that has some."""
-        batches = (next(iter(found), None) for found in evaluation_batches(self.inputs, self.config).values())
+        batches = (next(iter(found), None) for found in self.held_out.values())
         answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
         start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
         spool = self.outputs.spool

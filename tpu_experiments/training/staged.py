@@ -30,6 +30,11 @@ class Staged(Watched):
         self.progress.eval_loss, self.progress.eval_step = evaluation.loss, self.progress.step
         self.outputs.evaluation(self.progress.step, evaluation)
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation is due after this step of the run."""
+        every = self.config.trainer.eval_every_steps
+        return bool(every) and step % every == 0
+
     def evaluate_stage(self, stage: Stage) -> None:
         """Evaluate after a step of a stage, report it, have the stage's exit test look at it, and write samples."""
         evaluation = self.timed_evaluation()

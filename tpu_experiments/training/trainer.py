@@ -103,6 +103,11 @@ class Trainer(Staged):
             trains=trains,
             left_out=left_out,
         )
+        if first and self.evaluates_after(self.progress.step) and self.progress.eval_step != self.progress.step:
+            self.evaluate_stage(stage)  # a request to stop came first
+            if self.progress.stages[-1].ended_by:
+                self.window.carried = []
+                return
         with self.watch.measure("train"), self.counted():
             self.meters.begin(stage.geometry)
             with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
@@ -143,22 +148,21 @@ class Trainer(Staged):
 
     def between_steps(self, stage: Stage, *, last: bool) -> None:
         """Log what has arrived; evaluate, save or stop when that is due."""
-        config, step = self.config, self.progress.step
+        step = self.progress.step
         self.record(self.window.drain())
-        every = config.trainer.eval_every_steps
-        is_evaluated = bool(every) and step % every == 0 and not last
+        if self.stop.agreed():  # before an evaluation, which may take longer than there is time
+            self.save(leaves=True)
+            self.stop.grace.leave()
+            raise StoppedByRequest
+        is_evaluated = not last and self.evaluates_after(step)
         if is_evaluated:
             self.settle()
             with self.meters.aside():
                 self.evaluate_stage(stage)
-        agrees = step % config.trainer.log_every_steps == 0 or self.runtime.world_size == 1
+        agrees = step % self.config.trainer.log_every_steps == 0 or self.runtime.world_size == 1
         self.saver.look(agrees=agrees)
         if agrees:
             self.heed_guard()
-        if self.stop.agreed():
-            self.save(leaves=True)
-            self.stop.grace.leave()
-            raise StoppedByRequest
         is_best = is_evaluated and self.progress.stages[-1].held_step == step
         due = self.saver.is_due(step, is_evaluated=is_evaluated, is_best=is_best, agrees=agrees)
         if due and not last and self.is_sound():
@@ -214,6 +218,7 @@ class Trainer(Staged):
     def look_after(self) -> None:
         """Held-out loss, a sample, the export and result.json."""
         self.leave_if_asked()
+        self.stop.grace.leave()  # a request from here on finds everything trained saved
         evaluation = self.evaluated or self.timed_evaluation()
         if self.progress.eval_step != self.progress.step:
             self.report_evaluation(evaluation)
