@@ -54,6 +54,24 @@ class PriceConfig:
 
 
 @dataclass
+class RentConfig:
+    """What launch/tpu.py asks Google Cloud for; a run itself reads none of it."""
+
+    accelerator_type: str = MISSING
+    """The slice as the Cloud TPU API names it, for example `v5litepod-8`."""
+    runtime_version: str = MISSING
+    """Image of the VMs; it has to fit the chip."""
+    chips_per_host: int = number(at_least=1)
+    """Chips of one VM; a slice of more has several VMs."""
+    zones: list[str] = field(default_factory=list)
+    """Zones that offer the slice, tried in this order."""
+    disk_type: str = MISSING
+    """Kind of disk that several such VMs may read at once."""
+    source: str = MISSING
+    """Where this comes from, with date."""
+
+
+@dataclass
 class CalibrationConfig:
     """How the planned time of a chip generation is corrected by what was measured on it."""
 
@@ -88,6 +106,8 @@ class HwConfig:
     """Datasheet of the chip; null on a CPU."""
     price: PriceConfig | None = None
     """Price of a chip-hour; null where nothing is rented."""
+    rent: RentConfig | None = None
+    """How launch/tpu.py rents it; null where it does not."""
     calibration: CalibrationConfig | None = None
     """Correction of planned times; null applies none."""
     libtpu_flags: list[str] = field(default_factory=list)
