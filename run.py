@@ -56,7 +56,7 @@ def run(config: Config) -> None:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
-    if config.task.name != "report":
+    if config.task.name not in ("report", "doctor"):  # a doctor looks at the environment as it is, and starts no device
         prepare_environment(config.hw, is_planned=config.task.name == "plan")
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)

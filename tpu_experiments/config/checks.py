@@ -10,6 +10,7 @@ from typing import Any
 
 from tpu_experiments.config.build import target_problems
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.doctoring import doctoring_problems
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.generating import GenerateTaskConfig, generating_problems
 from tpu_experiments.config.mesh import mesh_of
@@ -70,7 +71,7 @@ def _task(config: Config) -> list[str]:
     folder = Path(__file__).parents[1] / "tasks"
     tasks = [module.name for module in pkgutil.iter_modules([str(folder)])]
     if config.task.name in tasks:
-        return []
+        return doctoring_problems(config.task)
     return [f"task.name={config.task.name}; there is no such task. {suggest(config.task.name, tasks)}"]
 
 

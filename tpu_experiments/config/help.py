@@ -43,7 +43,7 @@ Examples:
 See the config without running anything: add `--cfg job --resolve`; one part of it: `--package optim`.
 Every key with its unit and meaning:
   tpu_experiments/config/{schema,sources,stages,hardware,preparing,guarding,checkpointing,sweeping}.py, of tasks
-  tpu_experiments/config/{planning,evaluating,generating,reporting,resuming}.py.
+  tpu_experiments/config/{planning,evaluating,generating,reporting,resuming,doctoring}.py.
 A value with commas, brackets or = in it needs quotes for the shell and for Hydra: 'sample.prompt="Salut, lume"'.
 
 A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config go on where the
@@ -51,7 +51,8 @@ run stopped; the same name with another config is refused.
 
 Exit codes:
    0  finished
-   1  failed; the message and the log say why; of task=resume_check: the resumed run differs; of a sweep: a point failed
+   1  failed; the message and the log say why; of task=resume_check: the resumed run differs; of task=doctor: training
+      would not start; of a sweep: a point failed
    2  refused: something in the command, the config or the data; nothing was run or written
   75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint; the same command goes on
 

@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from tpu_experiments.config.checkpointing import CheckpointConfig
+from tpu_experiments.config.doctoring import DoctorTaskConfig
 from tpu_experiments.config.evaluating import EvaluateTaskConfig
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.generating import GenerateTaskConfig
@@ -199,6 +200,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_resume_check": ResumeCheckTaskConfig,
         "base_generate": GenerateTaskConfig,
         "base_report": ReportTaskConfig,
+        "base_doctor": DoctorTaskConfig,
         "base_evaluate": EvaluateTaskConfig,
         "base": TaskConfig,
     },

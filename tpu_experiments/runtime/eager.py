@@ -123,3 +123,12 @@ class EagerRuntime:
 
     def peak_memory_gib(self) -> float | None:
         return torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else None
+
+
+def devices_seen(device: str) -> tuple[int, str, float]:
+    """Devices that plain torch sees, their type, and 1 + 1 as the first one adds it; for runtime/probe.py.
+
+    On a CPU the processes share one device, so there are as many as a run asks for.
+    """
+    one = torch.ones((), device=device)
+    return torch.cuda.device_count() if device == "cuda" else 1, device, float((one + one).cpu())

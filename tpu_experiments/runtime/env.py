@@ -61,15 +61,16 @@ def compile_cache_folder(config: Config, *, process: int) -> str | None:
 
 def tpu_present() -> bool:
     """Whether the host shows a TPU chip: a Google PCI device, or the device nodes of a container."""
-    return _num_pci_chips() > 0 or _num_device_nodes() > 0
+    return num_pci_chips() > 0 or _num_device_nodes() > 0
 
 
 def num_chips_present() -> int | None:
     """TPU chips of this host; None where it shows none that can be counted."""
-    return _num_device_nodes() or _num_pci_chips() or None
+    return _num_device_nodes() or num_pci_chips() or None
 
 
-def _num_pci_chips() -> int:
+def num_pci_chips() -> int:
+    """TPU chips on the PCI bus, also those without a driver."""
     count = 0
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
         device = (vendor.parent / "device").read_text().strip()

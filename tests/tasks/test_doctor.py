@@ -1,0 +1,209 @@
+"""task=doctor: every verdict from facts alone; those of machines that are not here are written down."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.tasks.verdicts import TPU, verdict_of
+from tpu_experiments.config.doctoring import CHECKS as NAMES
+from tpu_experiments.config.doctoring import DoctorTaskConfig
+from tpu_experiments.planning.check import Finding as MemoryFinding
+from tpu_experiments.tasks import doctor
+from tpu_experiments.tasks.doctor import devices, examining, places, sources
+from tpu_experiments.tasks.doctor.finding import failed, not_checked, ok, warning, worst
+from tpu_experiments.tasks.doctor.model_files import ModelFiles
+
+GIB = 2**30
+PROBED = devices.Probed(8, "TPU", 2.0, 9.0)
+CHIPS = devices.Devices(tuple(f"/dev/vfio/{n}" for n in range(8)), (), 8, (), 0, PROBED)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "words"),
+    [
+        (CHIPS, "ok", "8 x tpu, started in 9.0 s"),
+        (replace(CHIPS, nodes=(), num_pci_chips=0, probed=None), "failed", "no TPU"),
+        (replace(CHIPS, nodes=(), probed=None), "failed", "no driver is bound"),
+        (replace(CHIPS, closed_nodes=("/dev/vfio/0",), probed=None), "failed", "may not be opened"),
+        (
+            replace(CHIPS, holders=(devices.Holder(77, "python train.py", "/dev/vfio/1"),), probed=None),
+            "failed",
+            "process 77 (python train.py) holds /dev/vfio/1 | wait for its end, or end it: `kill 77`",
+        ),
+        (replace(CHIPS, probed=replace(PROBED, num_devices=1)), "failed", "started in 9.0 s, and hw=v6e8 has 8"),
+        (replace(CHIPS, probed=replace(PROBED, kind="CPU")), "failed", "fell back to CPU"),
+        (replace(CHIPS, probed=replace(PROBED, total=3.0)), "failed", "1 + 1 is 3.0"),
+        (
+            replace(CHIPS, num_hidden_processes=4, probed=devices.Probed(error="open(/dev/vfio/1): resource busy")),
+            "failed",
+            "busy; 4 processes of other users were not looked into | find the holder: `sudo lsof",
+        ),
+        (replace(CHIPS, probed=devices.Probed(error="no start within 120 s")), "failed", "runtime.probe xla tpu"),
+    ],
+)  # fmt: skip
+def test_devices(make_config, seen, expected, words):
+    verdict, said = verdict_of(devices.judge_devices(seen, make_config(*TPU)))
+    assert verdict == expected
+    assert words in said
+
+
+def test_processes_of_the_eager_runtime_share_a_cpu(make_config):
+    config = make_config("hw.runtime=eager", "hw.parallel=spawn", "hw.num_devices=4")
+    alone = replace(CHIPS, nodes=(), num_pci_chips=0, probed=devices.Probed(1, "cpu", 2.0, 1.0))
+    assert devices.judge_devices(alone, config).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("lock", "expected", "words"),
+    [
+        (devices.LockFile(False), "ok", "none"),
+        (devices.LockFile(True, 0, True, 91), "failed", "process 91 holds"),
+        (devices.LockFile(True, 4321, False), "failed", "belongs to user 4321"),
+        (devices.LockFile(True, 0, True), "warning", "sudo rm -f /tmp/libtpu_lockfile"),
+    ],
+)
+def test_lock_file(make_config, monkeypatch, lock, expected, words):
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    verdict, said = verdict_of(devices.judge_lock_file(lock, make_config(*TPU)))
+    assert verdict == expected
+    assert words in said
+    assert devices.judge_lock_file(lock, make_config()).verdict == "ok"  # a CPU has none
+
+
+@pytest.mark.parametrize(
+    ("storage", "expected", "words"),
+    [
+        (places.Storage("gs://b/runs", 0.08, 0.03, "overwrites"), "ok", "append overwrites, which no run does there"),
+        (places.Storage("gs://b/runs", 3.0, 0.1, "overwrites"), "warning", "region of the TPU"),
+        (places.Storage("/content/drive", 0.1, 0.1, "overwrites"), "failed", "give the bucket itself"),
+        (places.Storage("/runs", 0.001, 0.001), "ok", "append adds"),
+        (places.Storage("gs://b", complaint="gs://b; Forbidden: this account may not write there; give it a role."),
+         "failed", "gs://b; Forbidden | this account may not write there; give it a role"),
+    ],
+)  # fmt: skip
+def test_output_dir(make_config, storage, expected, words):
+    verdict, said = verdict_of(places.judge_output_dir(storage, make_config()))
+    assert verdict == expected
+    assert words in said
+
+
+def test_disk_and_compile_cache(make_config):
+    config = make_config()
+    spaces = (places.Space("the run", "/a", 5 * 10**9, 10**9), places.Space("the download", "/b", 10**9, 14 * 10**9))
+    verdict, said = verdict_of(places.judge_disk(spaces, config))
+    assert (verdict, "the download: 1.0 GB free in /b, 14 GB needed" in said, "the run" in said) == (
+        "failed",
+        True,
+        False,
+    )
+    assert places.judge_disk(spaces[:1], config).verdict == "ok"
+    assert places.judge_compile_cache(places.CacheFolder("/c", False), config).verdict == "failed"
+    assert "7 programs" in places.judge_compile_cache(places.CacheFolder("/c", True, 7), config).seen
+    assert places.judge_compile_cache(places.CacheFolder(None), config).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (sources.HostMemory(64 * GIB, 60 * GIB, 20 * GIB), "ok"),
+        (sources.HostMemory(64 * GIB, 10 * GIB, 20 * GIB), "warning"),
+        (sources.HostMemory(16 * GIB, 15 * GIB, 20 * GIB), "failed"),
+        (sources.HostMemory(16 * GIB, 15 * GIB, None), "not checked"),
+    ],
+)
+def test_host_memory(make_config, memory, expected):
+    assert verdict_of(sources.judge_host_memory(memory, make_config(*TPU)))[0] == expected
+
+
+def test_the_memory_of_a_7b_model(make_config):
+    once = sources.look_at_host_memory(make_config(*TPU)).needed
+    assert once == pytest.approx(7_241_732_096 * 2 * 1.01 + sources.BASE_BYTES, rel=1e-6)
+    spawned = make_config(*TPU, "hw.parallel=spawn", "sharding=replicated")
+    assert sources.look_at_host_memory(spawned).needed == 8 * once
+
+
+def test_chip_memory(make_config):
+    config, known = make_config(*TPU), MemoryFinding("it takes 40 of 31.25 GiB", "known")
+    assert sources.judge_chip_memory(None, config).verdict == "ok"
+    assert verdict_of(sources.judge_chip_memory(known, config))[0] == "failed"
+    assert verdict_of(sources.judge_chip_memory(replace(known, certainty="estimated"), config))[0] == "warning"
+    assert sources.judge_chip_memory(None, make_config()).verdict == "not checked"
+
+
+LACKING = ModelFiles("hub")
+
+
+@pytest.mark.parametrize(
+    ("model", "expected", "words"),
+    [
+        (sources.Model("x", ModelFiles("drawn", None, True)), "ok", "drawn"),
+        (sources.Model("a/b", ModelFiles("hub", "/c", True)), "ok", "in the Hub's cache"),
+        (
+            sources.Model("a/b", ModelFiles("hub", "/c"), is_offline=True),
+            "failed",
+            "(begun), and HF_HUB_OFFLINE is set",
+        ),
+        (sources.Model("a/b", LACKING, "gives it", True), "ok", "the Hub gives it (a token)"),
+        (sources.Model("a/b", LACKING, "gated"), "failed", "a/b is gated, no token | accept its terms"),
+        (sources.Model("a/b", LACKING, "missing"), "failed", "mend model.path="),
+        (sources.Model("a/b", LACKING, "no answer"), "failed", "does not answer"),
+        (sources.Model("/m", ModelFiles("folder", "/m")), "failed", "lacks config.json or weights"),
+        (sources.Model("./m", ModelFiles("missing")), "failed", "is no folder"),
+    ],
+)
+def test_model(make_config, model, expected, words):
+    verdict, said = verdict_of(sources.judge_model(model, make_config()))
+    assert verdict == expected
+    assert words in said
+
+
+def test_the_worst_verdict_counts():
+    assert worst([ok("a"), not_checked("b"), warning("c", "d"), ok("e")]) == warning("c", "d")
+    assert worst([failed("a", "x"), warning("c", "d"), failed("b", "x")]) == failed("a; b", "x")
+
+
+def test_every_check_is_a_choice():
+    assert tuple(check.name for check in examining.CHECKS) == NAMES
+
+
+def test_the_report_and_the_exit_code(make_config, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "new" / "report.json"
+    monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "8")
+    given = ("task=doctor", f"output_dir={tmp_path}", f"task.json={file}")
+    with pytest.raises(SystemExit) as ended:
+        doctor.run(make_config(*given, "task.checks=[variables,run,data]"))
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert "variables        failed       PJRT_LOCAL_PROCESS_COUNT=8" in printed
+    assert printed.rstrip().endswith("would not start on this machine: variables")
+    stored = json.loads(file.read_text())
+    assert stored["would_start"] is False
+    assert {name: each["verdict"] for name, each in stored["checks"].items()} == {
+        "variables": "failed", "run": "ok", "data": "ok",
+    }  # fmt: skip
+    doctor.run(make_config(*given, "task.checks=[run,data]"))
+    assert (
+        "nothing found that would keep name=tiny_sample_text_sample_chat_cpu from starting" in capsys.readouterr().out
+    )
+
+
+def test_a_check_that_breaks_or_hangs_leaves_the_others(make_config, monkeypatch):
+    def broken(config, task):
+        raise OSError("no such thing")
+
+    from threading import Event
+
+    never = Event()
+    checks = (
+        examining.Check("run", broken, places.judge_run),
+        examining.Check("output_dir", lambda config, task: never.wait(), places.judge_output_dir, if_silent="failed"),
+        examining.Check("settings", lambda config, task: (), places.judge_settings),
+    )
+    monkeypatch.setattr(examining, "CHECKS", checks)
+    monkeypatch.setattr(examining, "SLACK_SECONDS", 0.0)
+    results = examining.examine(make_config(), DoctorTaskConfig("doctor", timeout_seconds=0.2))
+    never.set()
+    assert [result.finding.verdict for result in results] == ["not checked", "failed", "ok"]
+    assert "OSError: no such thing" in results[0].finding.seen
+    assert not examining.would_start(results)

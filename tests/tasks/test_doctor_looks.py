@@ -1,0 +1,160 @@
+"""task=doctor: what it sees of this machine, of an emulated bucket, and of processes that hold something."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import gcsfs
+import pytest
+
+from tpu_experiments.config.doctoring import DoctorTaskConfig
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import lease
+from tpu_experiments.io.folder import open_run
+from tpu_experiments.tasks.doctor import cloud, devices, places, sources
+from tpu_experiments.tasks.doctor.model_files import look_at_model_files
+
+pytest_plugins = ("tests.gcs",)
+HOLD = "import sys, time; file = open(sys.argv[1]); print('open', flush=True); time.sleep(100)"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has a file open, as one has a chip's node."""
+    (tmp_path / "accel0").touch()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "accel0")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+def test_who_holds_a_node(tmp_path, holder):
+    (tmp_path / "vfio").mkdir()
+    for name in ("0", "12", "vfio"):
+        (tmp_path / "vfio" / name).touch()
+    nodes = devices.device_nodes(tmp_path)
+    assert [os.path.relpath(node, tmp_path) for node in nodes] == ["accel0", "vfio/0", "vfio/12"]
+    found, _ = devices.holders_of(nodes)
+    assert [(each.pid, each.node) for each in found] == [(holder.pid, nodes[0])]
+    assert found[0].command == f"{sys.executable} -c"  # arguments may be secrets
+
+
+def test_who_has_locked_a_file(tmp_path):
+    path = tmp_path / "libtpu_lockfile"
+    assert not devices.look_at_lock_file(path).is_there
+    with path.open("w") as file:
+        assert devices.look_at_lock_file(path).holder is None
+        fcntl.flock(file, fcntl.LOCK_EX)
+        seen = devices.look_at_lock_file(path)
+    assert (seen.is_there, seen.owner, seen.is_writable, seen.holder) == (True, os.geteuid(), True, os.getpid())
+
+
+def test_devices_start_in_a_child(make_config):
+    config = make_config("hw.parallel=spmd", "hw.num_devices=2")
+    seen = devices.look_at_devices(config, DoctorTaskConfig("doctor", device_timeout_seconds=120))
+    assert seen.probed is not None
+    assert (seen.probed.num_devices, seen.probed.kind, seen.probed.total) == (2, "CPU", 2.0)
+    assert devices.judge_devices(seen, config).verdict == "ok"
+
+
+def test_a_child_that_takes_too_long_or_fails_is_said(make_config):
+    assert "did not start within 0 s" in devices.probe(make_config().hw, timeout_seconds=0.01).error
+    no_cuda = make_config("hw.runtime=eager", "hw.device=cuda").hw
+    assert devices.probe(no_cuda, timeout_seconds=120).error
+
+
+def test_a_bucket_overwrites_where_a_disk_adds(make_config, gcs_bucket, tmp_path):
+    there = places.look_at_output_dir(make_config(f"output_dir={gcs_bucket}/runs"))
+    assert (there.place, there.append, there.complaint) == (f"{gcs_bucket}/runs", "overwrites", None)
+    assert gcsfs.GCSFileSystem().find("bkt") == []
+    here = places.look_at_output_dir(make_config(f"output_dir={tmp_path}/not/there"))
+    assert (here.place, here.append, here.complaint) == (str(tmp_path), "adds", None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_refuses(make_config, tmp_path):
+    (tmp_path / "file").touch()
+    config = make_config("output_dir=/proc/runs")
+    seen = places.look_at_output_dir(config)
+    assert seen.complaint is not None
+    assert places.judge_output_dir(seen, config).verdict == "failed"
+
+
+def test_the_run_folder(make_config, tmp_path):
+    config = make_config("task=doctor", f"output_dir={tmp_path}")
+    assert places.judge_run(places.look_at_run(config), config).seen.endswith("is new")
+    folder = open_run(places.as_training(config))
+    folder.create(places.as_training(config))
+    assert places.judge_run(places.look_at_run(config), config).seen.endswith("goes on")
+    with lease.held(folder.path(), name=folder.name, on_lost=lambda: None):
+        assert f"process {os.getpid()} on" in places.judge_run(places.look_at_run(config), config).seen
+    other = make_config("task=doctor", f"output_dir={tmp_path}", "lora.r=4")
+    assert "was made with lora.r=16, now 4" in places.judge_run(places.look_at_run(other), other).seen
+    with open(folder.path("result.json"), "w") as file:
+        json.dump({"status": "finished"}, file)
+    assert places.judge_run(places.look_at_run(config), config).verdict == "warning"
+
+
+def test_settings_that_only_training_refuses(make_config):
+    config = make_config("task=doctor", "experiment=mistral7b_ro", "hw=v6e16")
+    finding = places.judge_settings(places.look_at_settings(config), config)
+    assert finding.verdict == "failed"
+    assert "more than 8 chips are several hosts" in finding.seen
+
+
+def test_a_checkpoint_with_a_file_missing(make_config, tmp_path):
+    config = make_config(f"model.path={tmp_path}")
+    assert not look_at_model_files(config).is_complete
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
+    )
+    (tmp_path / "1.safetensors").touch()
+    assert not look_at_model_files(config).is_complete
+    (tmp_path / "2.safetensors").touch()
+    assert look_at_model_files(config).is_complete
+
+
+def test_what_this_repository_ships_is_there(make_config):
+    config = make_config()
+    assert sources.judge_data(sources.look_at_data(config), config).verdict == "ok"
+    assert sources.judge_model(sources.look_at_model(config, DoctorTaskConfig("doctor")), config).verdict == "ok"
+    gone = make_config("data=sample_text", "data.sample_text.path=/nowhere/x.jsonl")
+    assert sources.judge_data(sources.look_at_data(gone), gone).verdict == "failed"
+    hub = make_config("model=qwen05b", "data=uk_law")
+    assert sources.judge_data(sources.look_at_data(hub), hub).verdict == "not checked"
+    offline = sources.judge_model(
+        sources.look_at_model(hub, DoctorTaskConfig("doctor")), hub
+    )  # HF_HUB_OFFLINE of tests
+    assert offline.verdict in ("failed", "ok")
+
+
+def test_gcloud_without_an_account(make_config, tmp_path, monkeypatch):
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text('#!/bin/sh\n[ "$1 $2" = "config list" ] && echo "{}" || exit 1\n')
+    gcloud.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    config, task = make_config("experiment=mistral7b_ro"), DoctorTaskConfig("doctor", timeout_seconds=5)
+    assert cloud.look_at_gcloud(config, task) == cloud.Gcloud(True)
+    gcloud.write_text('#!/bin/sh\n[ "$1" = config ] && echo \'{"core":{"account":"a","project":"p"}}\' && exit\n'
+                      'echo "ERROR: (gcloud.beta) no permission" >&2; exit 1\n')  # fmt: skip
+    assert cloud.look_at_gcloud(config, task) == cloud.Gcloud(
+        True, "a", "p", complaint="ERROR: (gcloud.beta) no permission"
+    )
+    gcloud.write_text(
+        '#!/bin/sh\n[ "$1" = config ] && echo \'{"core":{"account":"a","project":"p"}}\' && exit\nexec sleep 9\n'
+    )
+    slow = cloud.look_at_gcloud(config, DoctorTaskConfig("doctor", timeout_seconds=0.5))
+    assert slow.complaint == "gcloud did not answer within 0 s"
+
+
+def test_settings_of_the_doctor_are_checked(make_config):
+    with pytest.raises(ConfigError, match=r"task.checks has 'devcs'; there is no such check. Did you mean 'devices'"):
+        make_config("task=doctor", "task.checks=[devcs]")
+    with pytest.raises(ConfigError, match=r"task.json=report; it does not end in .json"):
+        make_config("task=doctor", "task.json=report")

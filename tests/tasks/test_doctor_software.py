@@ -1,0 +1,142 @@
+"""task=doctor: versions, variables, the rented machine and the cloud, from facts alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tasks.verdicts import TPU, verdict_of
+from tpu_experiments.tasks.doctor import cloud, software
+
+TORCH = software.Package("torch", "==2.9.0", "2.9.0+cpu")
+XLA = software.Package("torch_xla", "==2.9.0", "2.9.0")
+LIBTPU = software.Package("libtpu", "==0.0.21", "0.0.21.1")
+JAX = software.Package("jax", "==0.7.1", "0.7.1")
+NEEDED = (TORCH, XLA, LIBTPU, JAX)
+
+
+@pytest.mark.parametrize(
+    ("python", "packages", "expected", "words"),
+    [
+        ((3, 11), NEEDED, "ok", "torch 2.9.0+cpu, torch_xla 2.9.0, libtpu 0.0.21.1"),
+        ((3, 10), NEEDED, "failed", "Python 3.10"),
+        ((3, 12), (replace(TORCH, installed="2.11.0"), XLA), "failed", "torch 2.11.0 (==2.9.0 wanted)"),
+        ((3, 12), (TORCH, replace(LIBTPU, installed="0.0.51")), "failed", "libtpu 0.0.51"),
+        ((3, 12), (TORCH, replace(LIBTPU, installed=None)), "failed", "install libtpu==0.0.21"),
+        ((3, 13), (TORCH, replace(LIBTPU, installed=None)), "failed", "no wheel for 3.13"),
+        ((3, 13), (TORCH, replace(JAX, installed="0.7.2")), "warning", "attention kernel"),
+        ((3, 12), (software.Package("gcsfs", ">=2026.2", None),), "failed", "pip install 'gcsfs>=2026.2'"),
+        ((3, 12), (software.Package("datasets", "<6,>=5.2", "4.8.5"),), "warning", "was not tried"),
+    ],
+)
+def test_versions(make_config, python, packages, expected, words):
+    verdict, said = verdict_of(software.judge_versions(software.Software(python, packages), make_config(*TPU)))
+    assert verdict == expected
+    assert words in said
+
+
+def test_versions_that_this_hardware_does_not_need(make_config):
+    nothing = software.Software((3, 12), (replace(LIBTPU, installed=None), replace(JAX, installed=None), TORCH))
+    assert software.judge_versions(nothing, make_config()).verdict == "ok"
+    no_xla = software.Software((3, 12), (replace(XLA, installed=None), TORCH))
+    assert software.judge_versions(no_xla, make_config("hw.runtime=eager")).verdict == "ok"
+    assert software.judge_versions(no_xla, make_config()).verdict == "failed"
+
+
+def test_versions_of_this_environment(make_config):
+    seen = software.look_at_software()
+    assert {"torch", "torch_xla", "hydra-core", "psutil", "libtpu"} <= {package.name for package in seen.packages}
+    assert software.judge_versions(seen, make_config()).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("exported", "overrides", "expected", "words"),
+    [
+        ({}, TPU, "ok", "none that would mislead"),
+        ({"PJRT_LOCAL_PROCESS_COUNT": "8"}, TPU, "failed", "`unset PJRT_LOCAL_PROCESS_COUNT`"),
+        ({"PJRT_LOCAL_PROCESS_COUNT": "8"}, ("hw.runtime=eager",), "ok", "none that this runtime reads"),
+        ({"TPU_PROCESS_BOUNDS": "1,1,1"}, TPU, "failed", "fewer chips than hw.num_devices=8"),
+        ({"TPU_VISIBLE_CHIPS": "3"}, (*TPU, "hw=v6e1"), "ok", "none"),
+        ({"XLA_USE_SPMD": "1"}, TPU, "ok", "none"),
+        ({"XLA_USE_SPMD": "1"}, (), "failed", "falsifies"),
+        ({"XLA_USE_BF16": "1"}, TPU, "warning", "data types"),
+        ({"XLA_HLO_DEBUG": "1"}, TPU, "warning", "compile cache"),
+        ({"LIBTPU_INIT_ARGS": "--x=1"}, TPU, "warning", "libtpu aborts"),
+        ({"PJRT_DEVICE": "CPU"}, TPU, "warning", "sets it to TPU itself"),
+        ({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}, (), "ok", "none"),
+        ({"CPU_NUM_DEVICES": "4"}, (), "warning", "CPU_NUM_DEVICES=4"),
+        ({"TPU_SKIP_MDS_QUERY": "1"}, TPU, "failed", "TPU_ACCELERATOR_TYPE"),
+        ({"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-8"}, TPU, "ok", "none"),
+    ],
+)
+def test_variables(make_config, exported, overrides, expected, words):
+    verdict, said = verdict_of(software.judge_variables(exported, make_config(*overrides)))
+    assert verdict == expected
+    assert words in said
+
+
+def test_no_other_variable_is_read(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
+    monkeypatch.setenv("TPU_PROCESS_BOUNDS", "")
+    seen = software.look_at_variables()
+    assert seen["XLA_FLAGS"] == "--xla_dump_to=/x"
+    assert set(seen) <= set(software.KNOWN) - {"TPU_PROCESS_BOUNDS"}
+
+
+ON_V6E = cloud.Machine("v6e-8", "v2-alpha-tpuv6e")
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "expected", "words"),
+    [
+        (ON_V6E, TPU, "ok", "v6e-8, runtime version v2-alpha-tpuv6e"),
+        (replace(ON_V6E, runtime_version=None), TPU, "ok", "not told"),
+        (replace(ON_V6E, runtime_version="tpu-ubuntu2204-base"), TPU, "failed", "--runtime-version=v2-alpha-tpuv6e"),
+        (ON_V6E, (*TPU, "hw=v5e8"), "failed", "hw=v5e8 is v5e:2x4"),
+        (cloud.Machine("v5litepod-8"), (*TPU, "hw=v5e8"), "ok", "v5litepod-8"),
+        (ON_V6E, (), "warning", "leaves the TPU"),
+        (cloud.Machine(None), TPU, "not checked", "no TPU VM"),
+    ],
+)
+def test_runtime_version(make_config, machine, overrides, expected, words):
+    verdict, said = verdict_of(cloud.judge_runtime_version(machine, make_config(*overrides)))
+    assert verdict == expected
+    assert words in said
+
+
+def test_a_machine_by_its_metadata():
+    lines = "ACCELERATOR_TYPE: 'v6e-8'\nNODE_ID: 'n'\nRUNTIME_VERSION: '{}'\n"
+    assert cloud.machine_of({"tpu-env": lines.format("tpu-ubuntu2204-base")}) == replace(
+        ON_V6E, runtime_version="tpu-ubuntu2204-base"
+    )
+    placeholder = lines.format("gcr.io/cloud-tpu-v2-images/fake_tensorflow:latest")
+    assert cloud.machine_of({"tpu-env": placeholder, "accelerator-type": "v6e-4"}) == cloud.Machine("v6e-4")
+    assert cloud.machine_of({}) == cloud.Machine(None)
+
+
+RENTED = cloud.Gcloud(True, "me@example.com", "lab", {"europe-west4-a": 16, "us-east5-b": 4}, {"us-east1-d": 64})
+
+
+@pytest.mark.parametrize(
+    ("gcloud", "expected", "words"),
+    [
+        (cloud.Gcloud(False), "not checked", "not to train"),
+        (cloud.Gcloud(True), "not checked", "gcloud auth login"),
+        (cloud.Gcloud(True, "me@example.com"), "not checked", "gcloud config set project"),
+        (RENTED, "ok", "project lab; chips of v6e: on demand in europe-west4-a 16, spot in us-east1-d 64"),
+        (replace(RENTED, on_demand={"a": 4}, spot={}), "warning", "no zone has a quota of 8 v6e chips"),
+        (replace(RENTED, complaint="ERROR: permission"), "not checked", "ERROR: permission"),
+    ],
+)
+def test_cloud(make_config, gcloud, expected, words):
+    finding = cloud.judge_cloud(gcloud, make_config(*TPU))
+    assert (finding.verdict, words in f"{finding.seen} | {finding.remedy}") == (expected, True)
+    assert "me@example.com" not in finding.seen
+
+
+def test_quotas_as_the_cloud_quotas_api_lists_them():
+    name = cloud.QUOTA_NAMES["v6e"]
+    zone = {"details": {"value": "16"}, "dimensions": {"zone": "a"}, "applicableLocations": ["a"]}
+    none = {"details": {"value": "0"}, "applicableLocations": ["b"]}
+    listed = [{"quotaId": name, "dimensionsInfos": [zone, none]}, {"quotaId": "Other", "dimensionsInfos": [zone]}]
+    assert cloud.chips_by_zone(listed, name) == {"a": 16}

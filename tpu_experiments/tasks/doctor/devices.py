@@ -1,0 +1,196 @@
+"""The devices: which are there, who holds them, and whether a process can start them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpu_experiments.config.doctoring import DoctorTaskConfig
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.runtime.env import num_pci_chips, variables
+from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, warning
+
+LOCK_FILE = Path("/tmp/libtpu_lockfile")
+REPOSITORY = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has a device node open."""
+
+    pid: int
+    command: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What the child process found; `error` instead where it found nothing."""
+
+    num_devices: int = 0
+    kind: str = ""
+    total: float = 0.0
+    """What it makes of 1 + 1."""
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What this machine shows."""
+
+    nodes: tuple[str, ...]
+    """/dev/accel* of v2 to v4, /dev/vfio/0 and on of later ones: one a chip."""
+    closed_nodes: tuple[str, ...]
+    """Those that this user may not open."""
+    num_pci_chips: int
+    holders: tuple[Holder, ...]
+    num_hidden_processes: int
+    """Processes of other users, whose open files only root sees."""
+    probed: Probed | None
+    """None where no child was started, since a chip is held."""
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """libtpu's /tmp/libtpu_lockfile."""
+
+    is_there: bool
+    owner: int = 0
+    is_writable: bool = True
+    holder: int | None = None
+    """Process that has locked it."""
+
+
+def look_at_devices(config: Config, task: DoctorTaskConfig) -> Devices:
+    """Device nodes and their holders; then a child that starts the devices, unless somebody holds one."""
+    nodes = device_nodes()
+    closed = tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK))
+    holders, num_hidden = holders_of(nodes) if nodes else ((), 0)
+    is_waste = config.hw.device == "tpu" and (holders or closed or not (nodes or num_pci_chips()))
+    probed = None if is_waste else probe(config.hw, timeout_seconds=task.device_timeout_seconds)
+    return Devices(nodes, closed, num_pci_chips(), holders, num_hidden, probed)
+
+
+def device_nodes(root: Path = Path("/dev")) -> tuple[str, ...]:
+    """Nodes of TPU chips, /dev/vfio/vfio (the container interface) not among them."""
+    found = [*root.glob("accel[0-9]*"), *root.glob("vfio/[0-9]*")]
+    return tuple(sorted(str(node) for node in found))
+
+
+def holders_of(nodes: Sequence[str], *, proc: Path = Path("/proc")) -> tuple[tuple[Holder, ...], int]:
+    """Other processes that have one of the nodes open, and how many could not be looked into."""
+    holders, num_hidden = [], 0
+    for folder in proc.glob("[0-9]*"):
+        if int(folder.name) == os.getpid():
+            continue
+        try:
+            opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
+            command = _program((folder / "cmdline").read_bytes())
+        except PermissionError:
+            num_hidden += 1
+            continue
+        except (FileNotFoundError, ProcessLookupError):  # it has ended, or has closed the file meanwhile
+            continue
+        holders += [Holder(int(folder.name), command, node) for node in nodes if node in opened]
+    return tuple(holders), num_hidden
+
+
+def _program(arguments: bytes) -> str:
+    """`python train.py`, `python -m package`: no more of the arguments, which may hold a secret."""
+    words = arguments.decode(errors="replace").split("\0")
+    return " ".join(words[: 3 if words[1:2] == ["-m"] else 2])[:120]
+
+
+def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
+    """Run runtime/probe.py with the variables that a run would have; it is killed when it takes too long."""
+    command = [sys.executable, "-m", "tpu_experiments.runtime.probe", hw.runtime, hw.device]
+    environment = {**os.environ, **variables(hw)}
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_seconds
+        )
+    except subprocess.TimeoutExpired:
+        return Probed(error=f"the devices did not start within {timeout_seconds:.0f} s")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        said = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        return Probed(error=said[-1][:300] if said else f"exit code {done.returncode}")
+    answer = json.loads(lines[-1])
+    return Probed(answer["num_devices"], answer["kind"], answer["sum"], answer["seconds"])
+
+
+def judge_devices(devices: Devices, config: Config) -> Finding:
+    """Whether as many devices start as `hw.num_devices` says."""
+    hw = config.hw
+    if hw.device == "tpu" and not (devices.nodes or devices.num_pci_chips):
+        return failed("no TPU (no Google PCI device, no /dev/accel*, no /dev/vfio/*)", "use a TPU VM, or hw=cpu here")
+    if hw.device == "tpu" and not devices.nodes:
+        remedy = "the runtime version does not suit the chip: create the VM again with the one of runtime_version"
+        return failed(f"{devices.num_pci_chips} chips, and no driver is bound to them", remedy)
+    if devices.closed_nodes:
+        return failed(f"{', '.join(devices.closed_nodes)} may not be opened", "run as root, or as the user who owns it")
+    if devices.holders:
+        return _held(devices.holders)
+    assert devices.probed is not None
+    return _judge_probed(devices.probed, hw=hw, num_hidden=devices.num_hidden_processes)
+
+
+def _held(holders: Sequence[Holder]) -> Finding:
+    held: dict[int, list[Holder]] = {}
+    for holder in holders:
+        held.setdefault(holder.pid, []).append(holder)
+    seen = "; ".join(
+        f"process {pid} ({same[0].command}) holds {', '.join(h.node for h in same)}" for pid, same in held.items()
+    )
+    return failed(seen, f"wait for its end, or end it: `kill {' '.join(map(str, held))}`")
+
+
+def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
+    if probed.error is not None:
+        hidden = f"; {num_hidden} processes of other users were not looked into" if num_hidden else ""
+        remedy = f"read the whole message: `python -m tpu_experiments.runtime.probe {hw.runtime} {hw.device}`"
+        if "busy" in probed.error or "in use" in probed.error:
+            remedy = "find the holder: `sudo lsof -w /dev/vfio/* /dev/accel*`, and end it"
+        return failed(probed.error + hidden, remedy)
+    seen = f"{probed.num_devices} x {probed.kind.lower()}, started in {probed.seconds:.1f} s"
+    if hw.runtime == "xla" and probed.kind.lower() != hw.device:
+        return failed(seen, f"torch_xla fell back to {probed.kind}; install libtpu, or use hw=cpu")
+    if probed.num_devices < hw.num_devices if hw.runtime == "eager" else probed.num_devices != hw.num_devices:
+        if hw.runtime == "eager" and hw.device == "cpu":
+            return ok(f"cpu, shared by {hw.num_devices} processes")
+        remedy = f"choose hw= with {probed.num_devices}, or set TPU_VISIBLE_CHIPS and its bounds for a part of a host"
+        return failed(f"{seen}, and hw={hw.name} has {hw.num_devices}", remedy)
+    if probed.total != 2.0:
+        return failed(f"{seen}, and 1 + 1 is {probed.total} there", "the device computes wrongly: take another machine")
+    return ok(seen)
+
+
+def look_at_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
+    """Its owner, and the process that has locked it by the kernel's own list; the file is not touched."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return LockFile(False)
+    fields = [line.split() for line in locks.read_text().splitlines()] if locks.exists() else []
+    inode = f":{status.st_ino}"
+    pids = [int(row[4]) for row in fields if len(row) > 5 and row[1] != "->" and row[5].endswith(inode)]
+    return LockFile(True, status.st_uid, os.access(path, os.R_OK | os.W_OK), pids[0] if pids else None)
+
+
+def judge_lock_file(lock: LockFile, config: Config) -> Finding:
+    """A lock that a crash or another user left makes libtpu say that the TPU is in use."""
+    if not lock.is_there:
+        return ok("none")
+    if config.hw.device != "tpu":
+        return ok(f"{LOCK_FILE} is there, and this hardware does not look at it")
+    if lock.holder is not None:
+        return failed(f"process {lock.holder} holds {LOCK_FILE}", f"wait for its end, or `kill {lock.holder}`")
+    remedy = f"`sudo rm -f {LOCK_FILE}`: no process holds it"
+    if not lock.is_writable or not is_me(lock.owner):
+        return failed(f"{LOCK_FILE} belongs to user {lock.owner}", remedy)
+    return warning(f"{LOCK_FILE} is there and nobody holds it", f"if libtpu says that it is in use, {remedy}")

@@ -1,0 +1,233 @@
+"""Where a run writes: the run folder's storage, the disk, the compile cache, and the run that is there already."""
+
+import dataclasses
+import os
+import shutil
+import time
+import uuid
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tpu_experiments.config.checks import check
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.planning import TaskConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import lease, paths
+from tpu_experiments.io.folder import open_run
+from tpu_experiments.io.retry import complaint
+from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.planning.saved import sizes_of
+from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, shown_gb, warning, worst
+from tpu_experiments.tasks.doctor.model_files import look_at_model_files
+
+Append = Literal["adds", "overwrites", "is refused"]
+SLOW_SECONDS = 2.0
+"""A checkpoint is a dozen requests: above this for one, saving takes longer than a spot VM's 30 s of notice."""
+ADAM_BYTES = 3 * 4
+"""Of a trained parameter in a checkpoint: value and two moments in float32."""
+SPARE_BYTES = 2 * 10**9
+"""Logs, prepared rows and TensorBoard files of a small run."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What one probe file met in `output_dir`; `complaint` says what was refused."""
+
+    place: str
+    write_seconds: float = 0.0
+    read_seconds: float = 0.0
+    append: Append = "adds"
+    complaint: str | None = None
+
+
+def look_at_output_dir(config: Config) -> Storage:
+    """Write, read, append and remove one small file; a local folder that does not exist is not made."""
+    place = config.output_dir if paths.is_remote(config.output_dir) else nearest_folder(config.output_dir)
+    file = paths.join(place, f".doctor-{uuid.uuid4().hex[:8]}")
+    try:
+        started = time.perf_counter()
+        paths.write_text_atomic(file, "a")
+        written = time.perf_counter()
+        paths.read_text(file)
+        read = time.perf_counter()
+        append = _append(file)
+        paths.remove_tree(file)
+    except Exception as error:  # every file system and its client raise types of their own
+        return Storage(place, complaint=complaint(error, place=config.output_dir))
+    return Storage(place, written - started, read - written, append)
+
+
+def nearest_folder(path: str) -> str:
+    """The folder, or the nearest one above that exists."""
+    folder = Path(path.removeprefix("file://")).expanduser().resolve()
+    while not folder.is_dir():
+        folder = folder.parent
+    return str(folder)
+
+
+def _append(file: str) -> Append:
+    filesystem, key = paths.filesystem_of(file)
+    try:
+        with warnings.catch_warnings():  # gcsfs warns, once for each file, that it overwrites
+            warnings.simplefilter("ignore")
+            with filesystem.open(key, "ab") as opened:
+                opened.write(b"b")
+    except (NotImplementedError, ValueError, OSError):
+        return "is refused"
+    return "adds" if paths.read_text(file) == "ab" else "overwrites"
+
+
+def judge_output_dir(storage: Storage, config: Config) -> Finding:
+    """Whether checkpoints can be written, how fast, and whether files can grow."""
+    if storage.complaint is not None:
+        seen, _, remedy = storage.complaint.rstrip(".").partition(": ")
+        return failed(seen, remedy or "choose another output_dir=")
+    is_remote = paths.is_remote(storage.place)
+    slowest = max(storage.write_seconds, storage.read_seconds)
+    seen = (
+        f"{storage.place}: written in {1000 * storage.write_seconds:.0f} ms, read in "
+        f"{1000 * storage.read_seconds:.0f} ms, append {storage.append}"
+    )
+    if storage.append != "adds" and not is_remote:
+        remedy = "this mount cannot append, so metrics would be lost: give the bucket itself, output_dir=gs://..."
+        return failed(seen, remedy)
+    if slowest > SLOW_SECONDS:
+        return warning(seen, "put the bucket into the region of the TPU: a save at a preemption has 30 s")
+    # Metrics and event files grow on this machine and are uploaded whole (io/mirror.py), so nothing is lost here.
+    return ok(f"{seen}, which no run does there" if storage.append != "adds" else seen)
+
+
+@dataclass(frozen=True)
+class Space:
+    """A disk and what this run would put there."""
+
+    what: str
+    folder: str
+    free_bytes: int
+    needed_bytes: int
+
+
+def look_at_disk(config: Config) -> tuple[Space, ...]:
+    """Disks of the run folder (of this machine where it is remote) and of the Hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # a fifth of a second, which other checks do without
+
+    arch = sizes_of(config.model)
+    output_dir = "~" if paths.is_remote(config.output_dir) else config.output_dir
+    own = nearest_folder(output_dir)
+    spaces = [Space("the run", own, shutil.disk_usage(own).free, SPARE_BYTES + checkpoint_bytes(config, arch))]
+    files = look_at_model_files(config)
+    if arch and files.kind == "hub" and not files.is_complete:
+        hub = nearest_folder(HF_HUB_CACHE)
+        size = read_decoder(arch).parameters * 2  # the Hub's checkpoints are bf16
+        spaces.append(Space("the download", hub, shutil.disk_usage(hub).free, size))
+    return tuple(spaces)
+
+
+def checkpoint_bytes(config: Config, arch: object) -> int:
+    """Bytes of the checkpoints that are kept at once, the one that is being written too."""
+    if not arch:
+        return 0
+    decoder = read_decoder(arch)
+    targets = config.lora.targets
+    trained = decoder.adapter_parameters(rank=config.lora.r, targets=targets) if config.lora.r else decoder.parameters
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    return trained * ADAM_BYTES * kept
+
+
+def judge_disk(spaces: tuple[Space, ...], config: Config) -> Finding:
+    """Free bytes against what is needed; two spaces on one disk each have to fit."""
+    findings = []
+    for space in spaces:
+        shown = (
+            f"{space.what}: {shown_gb(space.free_bytes)} free in {space.folder}, {shown_gb(space.needed_bytes)} needed"
+        )
+        if space.free_bytes < space.needed_bytes:
+            findings.append(failed(shown, "free some space, or name another disk (output_dir=, HF_HOME)"))
+        else:
+            findings.append(ok(shown))
+    return worst(findings)
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """hw.compile_cache on this machine."""
+
+    folder: str | None
+    is_writable: bool = True
+    num_programs: int = 0
+
+
+def look_at_compile_cache(config: Config) -> CacheFolder:
+    """The folder of the first process, or the nearest one above that exists."""
+    folder = compile_cache_folder(config, process=0)
+    if folder is None:
+        return CacheFolder(None)
+    num = len(os.listdir(folder)) if os.path.isdir(folder) else 0
+    return CacheFolder(folder, os.access(nearest_folder(folder), os.W_OK | os.X_OK), num)
+
+
+def judge_compile_cache(cache: CacheFolder, config: Config) -> Finding:
+    """Whether compiled programs are kept for the next start."""
+    if cache.folder is None:
+        return ok(f"none is kept on hw={config.hw.name}")
+    if not cache.is_writable:
+        return failed(f"{cache.folder} may not be written", "choose hw.compile_cache=FOLDER, or =none")
+    return ok(f"{cache.folder}, {cache.num_programs} programs")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What is in the run folder."""
+
+    name: str
+    complaint: str | None = None
+    is_finished: bool = False
+    is_there: bool = False
+    holder: str | None = None
+
+
+def as_training(config: Config) -> Config:
+    """The same config as task=train has it."""
+    return dataclasses.replace(config, task=TaskConfig(name="train"))
+
+
+def look_at_run(config: Config) -> RunState:
+    """Read the run folder; nothing is written."""
+    name = str(config.name)
+    try:
+        folder = open_run(as_training(config))
+        holder = lease.read(folder.path())
+        held = None if holder is None or holder.is_dead else f"process {holder.pid} on {holder.host}"
+        return RunState(name, None, folder.finished() is not None, folder.exists(), held)
+    except ConfigError as error:
+        return RunState(name, complaint=str(error))
+
+
+def judge_run(state: RunState, config: Config) -> Finding:
+    """Whether a run of this name would begin, or go on."""
+    if state.complaint is not None:
+        return failed(state.complaint.rstrip("."), "choose another name=")
+    if state.is_finished:
+        return warning(f"name={state.name} is finished, nothing would be run", "give another name= to train again")
+    if state.holder is not None:
+        return failed(f"{state.holder} is writing name={state.name}", "stop it, or choose another name=")
+    return ok(f"name={state.name} {'goes on' if state.is_there else 'is new'}")
+
+
+def look_at_settings(config: Config) -> tuple[str, ...]:
+    """What the checks of the config say of it as task=train."""
+    try:
+        check(as_training(config))
+    except ConfigError as error:
+        return tuple(str(error).splitlines())
+    return ()
+
+
+def judge_settings(problems: tuple[str, ...], config: Config) -> Finding:
+    """The config as task=train would see it."""
+    if problems:
+        return failed("; ".join(problems).rstrip("."), "mend the settings it names")
+    return ok(f"model={config.model.name} data=[{','.join(config.data)}] hw={config.hw.name}")

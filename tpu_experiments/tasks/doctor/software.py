@@ -1,0 +1,153 @@
+"""Versions against what the repository asks for, and exported variables that falsify what a run sees."""
+
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, warning, worst
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+PINNED = ("torch", "torch_xla")
+OF_A_TPU = ("libtpu", "jax", "jaxlib")
+KERNELS = ("jax", "jaxlib")
+SET_UP = "run `bash launch/local.sh python run.py task=doctor`, which installs the lock"
+
+
+@dataclass(frozen=True)
+class Package:
+    """One requirement and what is installed."""
+
+    name: str
+    wanted: str
+    """Version specifier, for example `==2.9.0`."""
+    installed: str | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the installed version is one of those; Colab's libtpu 0.0.21.1 counts as the 0.0.21 it mends."""
+        if self.installed is None:
+            return False
+        specifier = Requirement(f"{self.name}{self.wanted}").specifier
+        shortened = ".".join(self.installed.split(".")[:3])
+        return any(specifier.contains(version, prereleases=True) for version in (self.installed, shortened))
+
+
+@dataclass(frozen=True)
+class Software:
+    """What is installed."""
+
+    python: tuple[int, int]
+    packages: tuple[Package, ...]
+
+
+def look_at_software() -> Software:
+    """From the metadata of the installed packages alone: nothing of them is imported."""
+    wanted = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+    wanted += [line for line in _requires("torch_xla") if Requirement(line).name in OF_A_TPU]
+    packages = []
+    for line in wanted:
+        requirement = Requirement(line)
+        packages.append(Package(requirement.name, str(requirement.specifier), _installed(requirement.name)))
+    return Software((sys.version_info.major, sys.version_info.minor), tuple(packages))
+
+
+def judge_versions(software: Software, config: Config) -> Finding:
+    """Python, the pinned pair, libtpu and jax where a TPU needs them, and every other dependency."""
+    hw, findings = config.hw, []
+    if not (3, 11) <= software.python < (3, 14):
+        shown = ".".join(map(str, software.python))
+        findings.append(failed(f"Python {shown}", "use Python 3.11, 3.12 or 3.13"))
+    for package in software.packages:
+        finding = _judge_package(package, hw=hw, attention=config.model.attention, python=software.python)
+        if finding is not None:
+            findings.append(finding)
+    shown = ", ".join(
+        f"{package.name} {package.installed}"
+        for package in software.packages
+        if package.name in (*PINNED, *OF_A_TPU) and package.installed
+    )
+    return worst(findings or [ok(f"Python {'.'.join(map(str, software.python))}, {shown}")])
+
+
+def _judge_package(package: Package, *, hw: HwConfig, attention: str, python: tuple[int, int]) -> Finding | None:
+    name, is_tpu = package.name, hw.device == "tpu"
+    if package.fits or (name in OF_A_TPU and not is_tpu) or (name == "torch_xla" and hw.runtime != "xla"):
+        return None
+    seen = f"{name} {package.installed or 'is missing'} ({package.wanted} wanted)"
+    if name in OF_A_TPU and package.installed is None and python >= (3, 13):
+        return failed(seen, "use Python 3.11 or 3.12, or an image that brings its own libtpu: it has no wheel for 3.13")
+    if name in KERNELS and (package.installed is not None or attention != "flash"):
+        return warning(seen, f"the attention kernel may not compile; install {name}{package.wanted}")
+    if name in (*PINNED, *OF_A_TPU):
+        return failed(seen, f"torch, torch_xla and libtpu belong together: install {name}{package.wanted}")
+    if package.installed is None:
+        return failed(seen, f"`pip install '{name}{package.wanted}'`, or {SET_UP}")
+    return warning(seen, f"this version was not tried; {SET_UP}")
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+COUNTS = ("PJRT_LOCAL_PROCESS_COUNT", "TPU_NUM_DEVICES")
+BOUNDS = ("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
+TYPES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")
+DEBUG = ("XLA_IR_DEBUG", "XLA_HLO_DEBUG")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+OVERWRITTEN = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
+HOST = ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
+KNOWN = (*COUNTS, *BOUNDS, *TYPES, *DEBUG, *FLAGS, *OVERWRITTEN, *HOST, "XLA_USE_SPMD")
+
+
+def look_at_variables() -> dict[str, str]:
+    """Those of `KNOWN` that are exported; no other variable is read, so no secret is."""
+    return {name: os.environ[name] for name in KNOWN if os.environ.get(name)}
+
+
+def judge_variables(exported: Mapping[str, str], config: Config) -> Finding:
+    """What torch_xla 2.9 and libtpu read from the environment and the config does not know of."""
+    hw = config.hw
+    if hw.runtime != "xla":
+        return ok("none that this runtime reads")
+    findings = [_judge_variable(name, value, hw=hw) for name, value in exported.items()]
+    if "TPU_SKIP_MDS_QUERY" in exported and "TPU_ACCELERATOR_TYPE" not in exported and hw.device == "tpu":
+        remedy = "export TPU_ACCELERATOR_TYPE, TPU_WORKER_ID, TPU_HOST_BOUNDS and TPU_CHIPS_PER_HOST_BOUNDS too"
+        findings.append(failed("TPU_SKIP_MDS_QUERY without TPU_ACCELERATOR_TYPE", remedy))
+    return worst([finding for finding in findings if finding is not None] or [ok("none that would mislead the run")])
+
+
+def _judge_variable(name: str, value: str, *, hw: HwConfig) -> Finding | None:
+    seen = f"{name}={value[:60]}"
+    if name in COUNTS or (name == "XLA_USE_SPMD" and hw.parallel != "spmd"):
+        return failed(seen, f"`unset {name}`: it falsifies the number of devices")
+    if name in BOUNDS and hw.device == "tpu" and hw.num_devices > 1:
+        return failed(seen, f"`unset {name}`: it gives this run fewer chips than hw.num_devices={hw.num_devices}")
+    if name in TYPES:
+        return warning(seen, f"`unset {name}`: it changes data types behind the program; use model.dtype=")
+    if name in DEBUG and hw.device == "tpu":
+        return warning(seen, f"`unset {name}`: with it the compile cache keeps nothing that fits")
+    if name in FLAGS:
+        unknown = "a flag that XLA does not know ends the process" if name == "XLA_FLAGS" else "libtpu aborts on others"
+        return warning(seen, f"`unset {name}` unless you mean it, or use hw.libtpu_flags=: {unknown}")
+    mine = {"PJRT_DEVICE": hw.device.upper(), "CPU_NUM_DEVICES": str(hw.num_devices)}
+    if name in OVERWRITTEN and value != mine[name] and not (name == "CPU_NUM_DEVICES" and hw.device != "cpu"):
+        return warning(seen, f"`unset {name}`: the run sets it to {mine[name]} itself, your other programs see yours")
+    return None

@@ -1,0 +1,191 @@
+"""What a run reads: the model's files, the data, and the memory that holds them."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from tpu_experiments.config.doctoring import DoctorTaskConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+from tpu_experiments.io.find import find_local, is_glob
+from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.planning.check import Finding as MemoryFinding
+from tpu_experiments.planning.check import finding as memory_finding
+from tpu_experiments.planning.saved import sizes_of
+from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, ok, shown_gb, warning, worst
+from tpu_experiments.tasks.doctor.model_files import ModelFiles, look_at_model_files
+from tpu_experiments.tasks.doctor.places import as_training
+
+Hub = Literal["not asked", "gives it", "gated", "missing", "no answer"]
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+BASE_BYTES = 3 * 10**9
+"""Everything but the weights: a whole run of the tiny model peaks at 1,454 MiB (README), doubled."""
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The weights, and what the Hub says where they have to come from there."""
+
+    path: str
+    files: ModelFiles
+    hub: Hub = "not asked"
+    has_token: bool = False
+    is_offline: bool = False
+
+
+def look_at_model(config: Config, task: DoctorTaskConfig) -> Model:
+    """The files; the Hub is asked where they are not all here and it may be."""
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    files, has_token = look_at_model_files(config), get_token() is not None
+    if files.kind != "hub" or files.is_complete or HF_HUB_OFFLINE:
+        return Model(config.model.path, files, has_token=has_token, is_offline=HF_HUB_OFFLINE)
+    return Model(config.model.path, files, _ask_hub(config, timeout_seconds=task.timeout_seconds / 2), has_token)
+
+
+def _ask_hub(config: Config, *, timeout_seconds: float) -> Hub:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        api = HfApi()
+        api.model_info(config.model.path, revision=config.model.revision, timeout=timeout_seconds)
+        api.auth_check(config.model.path)
+    except GatedRepoError:
+        return "gated"
+    except RepositoryNotFoundError:
+        return "missing"
+    except Exception:  # a dozen types of httpx for a network that is not there
+        return "no answer"
+    return "gives it"
+
+
+def judge_model(model: Model, config: Config) -> Finding:
+    """Whether the weights can be read."""
+    files, path = model.files, model.path
+    token = "a token" if model.has_token else "no token"
+    if files.kind == "drawn":
+        return ok("weights are drawn here, none are read")
+    if files.kind == "missing":
+        return failed(f"model.path={path} is no folder", "give a checkpoint folder or a Hub id owner/name")
+    if files.kind == "folder":
+        seen = f"model.path={path}"
+        return ok(seen) if files.is_complete else failed(f"{seen} lacks config.json or weights", "download it again")
+    if files.is_complete:
+        return ok(f"{path} is in the Hub's cache")
+    begun = " (begun)" if files.folder else ""
+    if model.is_offline:
+        remedy = "unset HF_HUB_OFFLINE, or set model.path= to a folder that has it"
+        return failed(f"{path} is not in the cache{begun}, and HF_HUB_OFFLINE is set", remedy)
+    answers = {
+        "gives it": ok(f"{path} is not in the cache{begun}; the Hub gives it ({token})"),
+        "gated": failed(f"{path} is gated, {token}", "accept its terms on its page, then `hf auth login`"),
+        "missing": failed(f"the Hub shows no {path}, {token}", "mend model.path=; a private one needs `hf auth login`"),
+    }
+    return answers.get(model.hub) or failed(
+        f"{path} is not in the cache{begun} and the Hub does not answer",
+        "check the network, or set model.path= to a folder that has it",
+    )
+
+
+Data = Mapping[str, tuple[str, Literal["here", "there", "missing", "hub"]]]
+
+
+def look_at_data(config: Config) -> Data:
+    """Where each source's rows are: a local file, an address, or a name that only the Hub can know."""
+    found: dict[str, tuple[str, Literal["here", "there", "missing", "hub"]]] = {}
+    for name, source in config.data.items():
+        path = str(source.sample_path if config.data_size == "sample" else source.path)
+        if paths.is_remote(path):
+            found[name] = (path, "there" if is_glob(path) or paths.exists(path) else "missing")
+        elif find_local(path) is not None or is_glob(path):
+            found[name] = (path, "here")
+        else:
+            is_name = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix
+            found[name] = (path, "hub" if is_name else "missing")
+    return found
+
+
+def judge_data(data: Data, config: Config) -> Finding:
+    """Files that are not there; what a source holds is for task=prepare to say."""
+    findings = []
+    for name, (path, where) in data.items():
+        seen = f"data.{name}.path={path}"
+        if where == "missing":
+            findings.append(failed(f"{seen} is not there", f"point data.{name}.path= at a file, a folder or a Hub id"))
+        elif where == "hub":
+            findings.append(not_checked(f"{seen} is no file here, so the Hub is asked for it", "task=prepare reads it"))
+        else:
+            findings.append(ok(seen))
+    return worst(findings)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of this machine or container, and of the model as a process holds it."""
+
+    total: int
+    available: int
+    needed: int | None
+    """None where the model's sizes are not known."""
+
+
+def look_at_host_memory(config: Config) -> HostMemory:
+    """Limits of a container count as the machine's."""
+    memory = psutil.virtual_memory()
+    limits = [int(text) for text in map(_text, CGROUP_LIMITS) if text.isdigit()]
+    total = min([memory.total, *limits])
+    return HostMemory(total, min(memory.available, total), needed_bytes(config, sizes_of(config.model)))
+
+
+def needed_bytes(config: Config, arch: Any) -> int | None:
+    """Host memory of loading the base: it is read once, tensor by tensor (README, 1.009 times the checkpoint at most).
+
+    A TPU's tensors leave the host as they are read; so counted, this is the bound for one process that keeps all.
+    """
+    if not arch:
+        return None
+    processes = config.hw.num_devices if config.hw.parallel == "spawn" else 1
+    weights = read_decoder(arch).parameters * ITEM_BYTES[config.model.dtype]
+    return processes * (int(1.01 * weights) + BASE_BYTES)
+
+
+def judge_host_memory(memory: HostMemory, config: Config) -> Finding:
+    """RAM against the model."""
+    if memory.needed is None:
+        return not_checked("the sizes of the model are not known", "add +model.arch.*= or a local checkpoint")
+    seen = f"{shown_gb(memory.available)} of {shown_gb(memory.total)} free, {shown_gb(memory.needed)} needed"
+    if memory.total < memory.needed:
+        return failed(seen, "take a machine with more memory, or a smaller model")
+    if memory.available < memory.needed:
+        return warning(seen, "close other programs: the system may end this one while it loads")
+    return ok(seen)
+
+
+def look_at_chip_memory(config: Config) -> MemoryFinding | None:
+    """What a plan or the formulas say against starting."""
+    if config.hw.chip is None or config.hw.topology is None:
+        return None
+    return memory_finding(as_training(config))
+
+
+def judge_chip_memory(found: MemoryFinding | None, config: Config) -> Finding:
+    """HBM against the run's programs, as the start of task=train judges it."""
+    hw = config.hw
+    if hw.chip is None or hw.topology is None:
+        return not_checked(f"hw={hw.name} has no chip with a datasheet")
+    if found is None:
+        return ok(f"nothing is known against {hw.chip.hbm_gib:.0f} GiB per chip")
+    if found.certainty == "known" and config.trainer.plan_check == "refuse":
+        return failed(found.words, "task=plan task.explore=search with the same settings looks for some that fit")
+    return warning(found.words, "task=plan with the same settings compiles it and knows")
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text().strip() if os.path.exists(path) else ""
