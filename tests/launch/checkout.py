@@ -19,6 +19,7 @@ class Checkout:
     root: Path
     bin: Path
     wheels: Path
+    script = "local.sh"
 
     @property
     def venv(self) -> Path:
@@ -41,7 +42,7 @@ class Checkout:
 
     def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            ["bash", str(self.root / "launch" / "local.sh"), *command],
+            ["bash", str(self.root / "launch" / self.script), *command],
             env=self.environ(**env),
             cwd="/",
             text=True,

@@ -1,0 +1,1 @@
+"""From a laptop to a TPU and back: launch/README.md."""
