@@ -1,0 +1,71 @@
+"""The notebooks of launch/, executed cell by cell where there is no TPU, Colab or Kaggle."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.launch.virtual_machine import make_machine
+
+REPOSITORY = Path(__file__).parents[2]
+NOTEBOOKS = sorted((REPOSITORY / "launch").glob("*.ipynb"))
+SHORT = "trainer.max_stage_steps=2 sample.max_new_tokens=0"
+# jupyter's own, about the event loop of a test that has none
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+def executed(name: str, *, folder: Path, env: Mapping[str, str]) -> list[str]:
+    """What each code cell printed."""
+    notebook: Any = nbformat.read(REPOSITORY / "launch" / name, as_version=4)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
+    client.execute(env=dict(env))
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_stored_without_what_it_printed(path: Path) -> None:
+    notebook = json.loads(path.read_text())
+    nbformat.validate(nbformat.from_dict(notebook))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert path.read_text() == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def test_there_are_two() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["colab.ipynb", "kaggle.ipynb"]
+
+
+@pytest.mark.xla
+def test_the_colab_notebook_trains_and_gives_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TPU_ACCELERATOR_TYPE", "PJRT_DEVICE", "REPOSITORY", "DATA"):
+        monkeypatch.delenv(name, raising=False)
+    output = tmp_path / "runs"
+    env = {**os.environ, "OUTPUT": str(output), "MORE": SHORT}
+    printed = executed("colab.ipynb", folder=REPOSITORY, env=env)
+    assert "nothing to add" in printed[1]
+    assert "1 x cpu, started in" in printed[2]
+    assert "output_dir       ok" in printed[3]
+    assert f"tensorboard --logdir {output}/gemma3_270m_chat/tensorboard" in printed[4]
+    assert "finished gemma3_270m_chat" in printed[5]
+    assert printed[6].strip() == f"{output}/adapter.zip"
+    assert (output / "gemma3_270m_chat" / "adapter" / "adapter_model.safetensors").exists()
+    assert any((output / "gemma3_270m_chat" / "tensorboard").iterdir())
+
+
+def test_the_kaggle_notebook_makes_its_own_environment(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path)
+    env = machine.environ(MORE=f"{SHORT} hw.runtime=eager", OUTPUT=str(tmp_path / "runs"), HF_HUB_OFFLINE="1")
+    env.pop("PJRT_DEVICE", None)
+    printed = executed("kaggle.ipynb", folder=machine.root, env=env)
+    assert "launch/startup.sh: ready after" in printed[1]
+    assert "nothing found that would keep name=qwen05b_uk_law from starting" in printed[2]
+    assert "finished qwen05b_uk_law" in printed[3]
+    assert "report.html" in printed[4]
+    assert Path(printed[5].strip()).exists()
