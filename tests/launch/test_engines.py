@@ -1,0 +1,82 @@
+"""The files for SkyPilot, dstack and GKE: what they rent is what conf/hw says, and what they run composes.
+
+Their own parsers were asked by hand (skypilot 0.14.1, dstack 0.22.5, JobSet's definition); none is a dependency.
+"""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.config.composing import composed
+from tpu_experiments.config.schema import Config
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+SKY = sorted((LAUNCH / "sky").glob("*.yaml"))
+DSTACK = sorted((LAUNCH / "dstack").glob("*.yml"))
+JOBSET = LAUNCH / "gke" / "jobset.yaml"
+ALL = [*SKY, *DSTACK, JOBSET]
+
+
+def read(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def config_of(text: str, **variables: str) -> Config:
+    """The config of the one line that trains."""
+    (line,) = re.findall(r"bash launch/startup\.sh -- python run\.py (.+)", text)
+    for name, value in variables.items():
+        line = line.replace(f"${name}", value)
+    return composed(*shlex.split(line))
+
+
+@pytest.mark.parametrize("file", ALL, ids=lambda file: file.name)
+def test_it_says_that_it_was_never_run_and_holds_no_secret(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert "Never run." in text.split("\n\n")[0]
+    assert not re.search(r"hf_\w{6}|TOKEN[\"']?\s*[:=]\s*[\"']?\w{8}", text)
+
+
+@pytest.mark.parametrize("file", SKY, ids=lambda file: file.name)
+def test_skypilot_rents_what_the_run_needs(file: Path) -> None:
+    job = read(file)
+    config = config_of(job["run"], EXPERIMENT=job["envs"]["EXPERIMENT"], BUCKET="gs://b/runs")
+    rent = config.hw.rent
+    assert rent is not None
+    assert (file.stem, config.name) == (config.hw.name, job["name"])
+    assert job["resources"]["accelerators"] == f"tpu-{rent.accelerator_type}"
+    assert job["resources"]["accelerator_args"]["runtime_version"] == rent.runtime_version
+    assert job["resources"]["use_spot"] is True
+    assert f"hw={config.hw.name} " in job["setup"]
+    assert config.output_dir == "gs://b/runs"
+
+
+@pytest.mark.parametrize("file", DSTACK, ids=lambda file: file.name)
+def test_dstack_rents_what_the_run_needs(file: Path) -> None:
+    job = read(file)
+    config = config_of("\n".join(job["commands"]), BUCKET="gs://b/runs")
+    assert config.hw.rent is not None
+    assert job["resources"]["gpu"] == config.hw.rent.accelerator_type
+    assert file.name.split(".")[0] == config.hw.name
+    assert job["name"] == str(config.name).replace("_", "-")
+
+
+def test_gke_has_a_pod_for_every_host_of_the_slice() -> None:
+    (slices,) = read(JOBSET)["spec"]["replicatedJobs"]
+    job = slices["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    config = config_of(container["args"][0], BUCKET="gs://b/runs")
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    generation = re.sub(r"tpu-(\w+)-slice", r"\1", pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"])
+    assert config.hw.topology == f"{generation}:{topology}"
+    assert container["resources"]["limits"]["google.com/tpu"] * job["completions"] == config.hw.num_devices
+    assert job["parallelism"] == job["completions"]
+    actions = {
+        rule.get("onExitCodes", {}).get("values", [None])[0]: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+    }
+    assert (actions[2], actions[75]) == ("FailJob", "Ignore")
