@@ -138,7 +138,7 @@ def checkpoint_bytes(config: Config, arch: object) -> int:
 
 
 def judge_disk(spaces: tuple[Space, ...], config: Config) -> Finding:
-    """Free bytes against what is needed; two spaces on one disk each have to fit."""
+    """Free bytes against what is needed, each space for itself."""
     findings = []
     for space in spaces:
         shown = (
