@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.virtual_machine import NO_LOOKS, VirtualMachine, make_machine
+from tests.launch.virtual_machine import NO_LOOKS, VirtualMachine, make_machine, metadata_server
 
 pytest_plugins = ("tests.gcs",)
 
@@ -68,6 +68,17 @@ def test_the_machine_says_which_it_is(shared: VirtualMachine) -> None:
     assert (other.returncode, "and hw=v6e8 is v6e:2x4" in other.stderr) == (1, True)
     unknown = shared.run("task.checks=[runtime_version]", **(rented | {"TPU_ACCELERATOR_TYPE": "v9-8"}))
     assert (unknown.returncode, "rent.accelerator_type=v9-8; name one with hw=." in unknown.stderr) == (2, True)
+
+
+def test_an_image_of_another_chip_is_refused(shared: VirtualMachine) -> None:
+    look = "task.checks=[runtime_version]"
+    with metadata_server("v6e-8", runtime_version="tpu-ubuntu2204-base") as host:
+        wrong = shared.run(look, GCE_METADATA_HOST=host)
+    assert wrong.returncode == 1
+    assert "this machine is hw=v6e8" in wrong.stderr
+    assert "--runtime-version=v2-alpha-tpuv6e" in wrong.stderr
+    with metadata_server("v6e-8", runtime_version="v2-alpha-tpuv6e") as host:
+        assert shared.run(look, GCE_METADATA_HOST=host).returncode == 0
 
 
 def test_a_word_that_is_no_setting_is_refused(shared: VirtualMachine) -> None:

@@ -13,7 +13,8 @@ from tpu_experiments.config.doctoring import DoctorTaskConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, ok, warning
 
-ATTRIBUTES = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+METADATA_HOST = "metadata.google.internal"
+ATTRIBUTES = "computeMetadata/v1/instance/attributes/?recursive=true"
 METADATA_SECONDS = 2.0
 """A VM's own server answers in milliseconds; elsewhere the name is unknown or nobody answers."""
 QUOTA_NAMES = {"v5e": "TPUV5sLitepodPerProjectPerZoneForTPUAPI", "v6e": "TPUV6EPerProjectPerZoneForTPUAPI"}
@@ -122,7 +123,8 @@ def look_at_machine() -> Machine:
     exported = os.environ.get("TPU_ACCELERATOR_TYPE") or None
     if os.environ.get("TPU_SKIP_MDS_QUERY"):
         return Machine(exported)
-    request = urllib.request.Request(f"{ATTRIBUTES}?recursive=true", headers={"Metadata-Flavor": "Google"})
+    host = os.environ.get("GCE_METADATA_HOST", METADATA_HOST)  # as Google's own libraries take it
+    request = urllib.request.Request(f"http://{host}/{ATTRIBUTES}", headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=METADATA_SECONDS) as answer:

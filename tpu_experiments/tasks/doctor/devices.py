@@ -71,7 +71,7 @@ def look_at_devices(config: Config, task: DoctorTaskConfig) -> Devices:
     nodes = device_nodes()
     closed = tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK))
     holders, num_hidden = holders_of(nodes) if nodes else ((), 0)
-    is_waste = config.hw.device == "tpu" and (holders or closed or not (nodes or num_pci_chips()))
+    is_waste = config.hw.device == "tpu" and (holders or closed or not nodes)
     probed = None if is_waste else probe(config.hw, timeout_seconds=task.device_timeout_seconds)
     return Devices(nodes, closed, num_pci_chips(), holders, num_hidden, probed)
 
