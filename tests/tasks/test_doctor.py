@@ -158,6 +158,23 @@ def test_model(make_config, model, expected, words):
     assert words in said
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected", "words"),
+    [
+        (sources.Rows("/d/a.jsonl", "here"), "ok", "data.a.path=/d/a.jsonl"),
+        (sources.Rows("gs://b/a.jsonl", "missing"), "failed", "is not there"),
+        (sources.Rows("lab/rows", "hub", "gives it"), "ok", "lab/rows"),
+        (sources.Rows("lab/rows", "hub", "missing"), "failed", "the Hub shows none of that name"),
+        (sources.Rows("lab/rows", "hub", "gated"), "failed", "accept its terms"),
+        (sources.Rows("lab/rows", "hub", "no answer"), "warning", "set data.a.path=FILE"),
+    ],
+)
+def test_data(make_config, rows, expected, words):
+    verdict, said = verdict_of(sources.judge_data({"a": rows, "b": sources.Rows("/d", "here")}, make_config()))
+    assert verdict == expected
+    assert words in said
+
+
 def test_the_worst_verdict_counts():
     assert worst([ok("a"), not_checked("b"), warning("c", "d"), ok("e")]) == warning("c", "d")
     assert worst([failed("a", "x"), warning("c", "d"), failed("b", "x")]) == failed("a; b", "x")

@@ -48,7 +48,7 @@ CHECKS = (
     Check("output_dir", _of_config(places.look_at_output_dir), places.judge_output_dir, if_silent="failed"),
     Check("run", _of_config(places.look_at_run), places.judge_run),
     Check("model", sources.look_at_model, sources.judge_model),
-    Check("data", _of_config(sources.look_at_data), sources.judge_data),
+    Check("data", sources.look_at_data, sources.judge_data),
     Check("cloud", cloud.look_at_gcloud, cloud.judge_cloud),
 )
 

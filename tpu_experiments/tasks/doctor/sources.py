@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,20 +47,22 @@ def look_at_model(config: Config, task: DoctorTaskConfig) -> Model:
     files, has_token = look_at_model_files(config), get_token() is not None
     if files.kind != "hub" or files.is_complete or HF_HUB_OFFLINE:
         return Model(config.model.path, files, has_token=has_token, is_offline=HF_HUB_OFFLINE)
-    return Model(config.model.path, files, _ask_hub(config, timeout_seconds=task.timeout_seconds / 2), has_token)
+    path, revision = config.model.path, config.model.revision
+    hub = _ask_hub(path, revision=revision, kind="model", timeout_seconds=task.timeout_seconds / 2)
+    return Model(path, files, hub, has_token)
 
 
-def _ask_hub(config: Config, *, timeout_seconds: float) -> Hub:
+def _ask_hub(path: str, *, revision: str | None, kind: Literal["model", "dataset"], timeout_seconds: float) -> Hub:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         api = HfApi()
-        api.model_info(config.model.path, revision=config.model.revision, timeout=timeout_seconds)
-        api.auth_check(config.model.path)
+        api.repo_info(path, revision=revision, repo_type=kind, timeout=timeout_seconds)
+        api.auth_check(path, repo_type=kind)
     except GatedRepoError:
         return "gated"
-    except RepositoryNotFoundError:
+    except (RepositoryNotFoundError, RevisionNotFoundError):
         return "missing"
     except Exception:  # a dozen types of httpx for a network that is not there
         return "no answer"
@@ -94,36 +97,64 @@ def judge_model(model: Model, config: Config) -> Finding:
     )
 
 
-Data = Mapping[str, tuple[str, Literal["here", "there", "missing", "hub"]]]
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a source are; a name that is no file here can only be known to the Hub."""
+
+    path: str
+    place: Literal["here", "there", "missing", "hub"]
+    hub: Hub = "not asked"
 
 
-def look_at_data(config: Config) -> Data:
-    """Where each source's rows are: a local file, an address, or a name that only the Hub can know."""
-    found: dict[str, tuple[str, Literal["here", "there", "missing", "hub"]]] = {}
-    for name, source in config.data.items():
-        path = str(source.sample_path if config.data_size == "sample" else source.path)
-        if paths.is_remote(path):
-            found[name] = (path, "there" if is_glob(path) or paths.exists(path) else "missing")
-        elif find_local(path) is not None or is_glob(path):
-            found[name] = (path, "here")
-        else:
-            is_name = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix
-            found[name] = (path, "hub" if is_name else "missing")
+def look_at_data(config: Config, task: DoctorTaskConfig) -> dict[str, Rows]:
+    """Files and addresses are looked for; the Hub is asked for names, all at once."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    found = {name: Rows(path, _place_of(path)) for name, path in _paths(config).items()}
+    asked = {name: rows for name, rows in found.items() if rows.place == "hub" and not HF_HUB_OFFLINE}
+
+    def ask(name: str) -> Hub:
+        revision = config.data[name].revision
+        return _ask_hub(asked[name].path, revision=revision, kind="dataset", timeout_seconds=task.timeout_seconds / 2)
+
+    if asked:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = dict(zip(asked, pool.map(ask, asked), strict=True))
+        found |= {name: replace(asked[name], hub=answer) for name, answer in answers.items()}
     return found
 
 
-def judge_data(data: Data, config: Config) -> Finding:
+def _paths(config: Config) -> dict[str, str]:
+    is_sample = config.data_size == "sample"
+    return {name: str(source.sample_path if is_sample else source.path) for name, source in config.data.items()}
+
+
+def _place_of(path: str) -> Literal["here", "there", "missing", "hub"]:
+    if paths.is_remote(path):
+        return "there" if is_glob(path) or paths.exists(path) else "missing"
+    if find_local(path) is not None or is_glob(path):
+        return "here"
+    is_name = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix
+    return "hub" if is_name else "missing"
+
+
+def judge_data(data: Mapping[str, Rows], config: Config) -> Finding:
     """Files that are not there; what a source holds is for task=prepare to say."""
-    findings = []
-    for name, (path, where) in data.items():
-        seen = f"data.{name}.path={path}"
-        if where == "missing":
-            findings.append(failed(f"{seen} is not there", f"point data.{name}.path= at a file, a folder or a Hub id"))
-        elif where == "hub":
-            findings.append(not_checked(f"{seen} is no file here, so the Hub is asked for it", "task=prepare reads it"))
-        else:
-            findings.append(ok(seen))
-    return worst(findings)
+    return worst(_judge_rows(name, rows) for name, rows in data.items())
+
+
+def _judge_rows(name: str, rows: Rows) -> Finding:
+    seen, key = f"data.{name}.path={rows.path}", f"data.{name}.path="
+    if rows.place == "missing" or rows.hub == "missing":
+        where = "is not there" if rows.place == "missing" else "is no file here, and the Hub shows none of that name"
+        return failed(f"{seen} {where}", f"point {key} at a file, a folder or a Hub id")
+    if rows.hub == "gated":
+        return failed(f"{seen} is gated", "accept its terms on its page, then `hf auth login`")
+    if rows.hub == "no answer":
+        return warning(f"{seen} is no file here and the Hub does not answer", f"check the network, or set {key}FILE")
+    if rows.place == "hub" and rows.hub == "not asked":
+        return not_checked(f"{seen} is no file here, and HF_HUB_OFFLINE is set", f"unset it, or set {key}FILE")
+    return ok(seen)
 
 
 @dataclass(frozen=True)
