@@ -83,7 +83,7 @@ def _append(file: str) -> Append:
 def judge_output_dir(storage: Storage, config: Config) -> Finding:
     """Whether checkpoints can be written, how fast, and whether files can grow."""
     if storage.complaint is not None:
-        seen, _, remedy = storage.complaint.rstrip(".").partition(": ")
+        seen, _, remedy = storage.complaint.rstrip(".").rpartition(": ")
         return failed(seen, remedy or "choose another output_dir=")
     is_remote = paths.is_remote(storage.place)
     slowest = max(storage.write_seconds, storage.read_seconds)
