@@ -10,6 +10,7 @@ REPOSITORY = Path(__file__).parents[1]
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
 SOURCES = [REPOSITORY / "run.py", *sorted((REPOSITORY / "tpu_experiments").rglob("*.py"))]
+SOURCES += sorted((REPOSITORY / "launch").rglob("*.py"))
 SOURCES += sorted((REPOSITORY / "tests").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 

@@ -1,0 +1,150 @@
+"""Every command line that is run, as a list of words; nothing here runs one.
+
+`--accelerator-type` is used and never `--type`, which takes no v5e or v6e outside alpha. No flag needs alpha but the
+ssh through IAP that `network=internal` asks for.
+"""
+
+from dataclasses import dataclass
+
+from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.slices import Slice
+
+LABEL = "tpu-experiments"
+CHECKOUT = "tpu_experiments"
+"""Folder of the code in the home directory of the VM."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where commands go: project, zone and the id that the queued resource and its node share."""
+
+    settings: Settings
+    project: str
+    zone: str
+    resource: str
+
+    @property
+    def place(self) -> list[str]:
+        """Flags of every command."""
+        account = [f"--account={self.settings.account}"] if self.settings.account else []
+        return [f"--project={self.project}", f"--zone={self.zone}", *account]
+
+
+def create(target: Target, slice_: Slice, *, watchdog: str, watchdog_seconds: float, valid_seconds: float) -> list[str]:
+    """Ask for a queued resource of one node.
+
+    Args:
+        watchdog: file of the VM's start-up script.
+        watchdog_seconds: after so long the VM deletes itself.
+        valid_seconds: after so long in the queue the request fails by itself.
+    """
+    settings = target.settings
+    metadata = {
+        "tpuexp-project": target.project,
+        "tpuexp-zone": target.zone,
+        "tpuexp-resource": target.resource,
+        "tpuexp-seconds": f"{max(60, watchdog_seconds):.0f}",
+        "tpuexp-idle-seconds": f"{settings.idle_minutes * 60:.0f}",
+    }
+    words = ["gcloud", "compute", "tpus", "queued-resources", "create", target.resource, f"--node-id={target.resource}"]
+    words += [*target.place, f"--accelerator-type={slice_.accelerator_type}"]
+    words += [f"--runtime-version={settings.runtime_version or slice_.runtime_version}"]
+    words += ["--spot"] if settings.spot else []
+    words += [f"--valid-until-duration={max(600, valid_seconds):.0f}s"]
+    words += [f"--labels={LABEL}={settings.name}", "--scopes=https://www.googleapis.com/auth/cloud-platform"]
+    words += [f"--service-account={settings.service_account}"] if settings.service_account else []
+    words += ["--internal-ips"] if settings.network == "internal" else []
+    if settings.data_disk:
+        words += [
+            f"--data-disk=source=projects/{target.project}/zones/{target.zone}/disks/{settings.data_disk},mode=read-only"
+        ]
+    words += ["--metadata=" + ",".join(f"{key}={value}" for key, value in metadata.items())]
+    return [*words, f"--metadata-from-file=startup-script={watchdog}", "--async", "--quiet", "--format=json"]
+
+
+def describe(target: Target) -> list[str]:
+    """The queued resource."""
+    return [
+        "gcloud",
+        "compute",
+        "tpus",
+        "queued-resources",
+        "describe",
+        target.resource,
+        *target.place,
+        "--format=json",
+    ]
+
+
+def describe_node(target: Target) -> list[str]:
+    """Its node."""
+    return ["gcloud", "compute", "tpus", "tpu-vm", "describe", target.resource, *target.place, "--format=json"]
+
+
+def delete(target: Target) -> list[str]:
+    """The queued resource with its node."""
+    words = ["gcloud", "compute", "tpus", "queued-resources", "delete", target.resource, *target.place]
+    return [*words, "--force", "--quiet", "--async"]
+
+
+def delete_node(target: Target) -> list[str]:
+    """A node that no queued resource made."""
+    return ["gcloud", "compute", "tpus", "tpu-vm", "delete", target.resource, *target.place, "--quiet", "--async"]
+
+
+def listing(target: Target, kind: str) -> list[str]:
+    """All `queued-resources` or all `tpu-vm` of a zone."""
+    return ["gcloud", "compute", "tpus", kind, "list", *target.place, "--format=json"]
+
+
+def ssh(target: Target, command: str, *, worker: str = "all") -> list[str]:
+    """Run `command` on a worker, or on all of them at once."""
+    words = [*_tpu_vm(target), "ssh", target.resource, *target.place, f"--worker={worker}"]
+    words += ["--tunnel-through-iap"] if target.settings.network == "internal" else []
+    return [*words, "--quiet", "--strict-host-key-checking=no", f"--command={command}"]
+
+
+def shell(target: Target, *, worker: str) -> list[str]:
+    """A login on a worker."""
+    words = [*_tpu_vm(target), "ssh", target.resource, *target.place, f"--worker={worker}"]
+    return words + (["--tunnel-through-iap"] if target.settings.network == "internal" else [])
+
+
+def copy_to(target: Target, local: str, remote: str) -> list[str]:
+    """A file to all workers."""
+    words = [*_tpu_vm(target), "scp", local, f"{target.resource}:{remote}", *target.place, "--worker=all"]
+    words += ["--tunnel-through-iap"] if target.settings.network == "internal" else []
+    return [*words, "--quiet", "--strict-host-key-checking=no"]
+
+
+def copy_from(target: Target, remote: str, local: str) -> list[str]:
+    """A folder or file of worker 0 to this machine."""
+    words = [*_tpu_vm(target), "scp", "--recurse", f"{target.resource}:{remote}", local, *target.place, "--worker=0"]
+    words += ["--tunnel-through-iap"] if target.settings.network == "internal" else []
+    return [*words, "--quiet", "--strict-host-key-checking=no"]
+
+
+def _tpu_vm(target: Target) -> list[str]:
+    """Only alpha tunnels, and holds back after 8 handshakes at once, more than which sshd refuses."""
+    track = ["alpha"] if target.settings.network == "internal" else []
+    return ["gcloud", *track, "compute", "tpus", "tpu-vm"]
+
+
+def bucket_copy(source: str, local: str) -> list[str]:
+    """A file or folder of a bucket to a local folder."""
+    return ["gcloud", "storage", "cp", "--recursive", source, local]
+
+
+def bucket_look(address: str) -> list[str]:
+    """Whether there is such an object."""
+    return ["gcloud", "storage", "ls", address]
+
+
+def bucket_fill(source: str, bucket: str) -> list[str]:
+    """A local folder to a bucket; what is there already is not sent again."""
+    return ["gcloud", "storage", "rsync", "--recursive", source, bucket]
+
+
+def project() -> list[str]:
+    """gcloud's own project."""
+    return ["gcloud", "config", "get-value", "project", "--quiet"]

@@ -1,0 +1,289 @@
+"""Does what machine.decide says, one action after the other, and keeps the record before what cannot be undone."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from launch.tpu_vm import money
+from launch.tpu_vm.cloud import Cloud, CloudError
+from launch.tpu_vm.commands import Target
+from launch.tpu_vm.failures import advice_for
+from launch.tpu_vm.follow import Progress
+from launch.tpu_vm.machine import Action, Seen, decide
+from launch.tpu_vm.money import Limits
+from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.slices import Slice
+from launch.tpu_vm.state import Record, Store, noted
+from launch.tpu_vm.vm import RemoteError, UnreachableError, Vm
+
+MAX_FETCHES = 4
+MAX_STUMBLES = 8
+"""Failures of the API or of this program in a row, while cleaning up, after which the user is told to look."""
+ALWAYS_GONE = ("budget", "capacity", "refused", "interrupted", "down")
+
+
+class Clock(Protocol):
+    """Time; simulated in the tests."""
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+
+class WallClock:
+    """The real one."""
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+@dataclass
+class Driver:
+    """One launch on its way to its goal."""
+
+    record: Record
+    store: Store
+    cloud: Cloud
+    vm: Vm
+    settings: Settings
+    slice_: Slice
+    limits: Limits
+    clock: Clock
+    say: Callable[[str], None]
+    secrets: dict[str, str]
+    results: Path
+    watchdog: Path
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def target(self) -> Target:
+        """Where the present resource is, or will be."""
+        return Target(self.settings, self.record.project, self.record.zone, self.record.resource)
+
+    def save(self, line: str = "", **changes: object) -> None:
+        """Change the record, on disk too; a line is shown and kept."""
+        self.record = noted(self.record, line, **changes) if line else replace(self.record, **changes)  # type: ignore[arg-type]
+        self.store.save(self.record)
+        if line:
+            self.say(line)
+
+    def run(self) -> Record:
+        """Until nothing is left to do. Ctrl-C once: stop, fetch, delete. Twice: at once; the record knows the rest."""
+        stumbles = 0
+        while not self.record.done:
+            try:
+                self.step()
+                stumbles = 0
+            except KeyboardInterrupt:
+                if self.record.goal == "gone" or (self.record.then == "keep" and self.record.is_started):
+                    raise
+                self.abandon("interrupted", "Ctrl-C")
+            except CloudError as error:
+                stumbles += 1
+                self.stumble(error, stumbles)
+            except Exception as error:
+                if self.record.goal == "gone":
+                    raise
+                self.abandon("failed", f"{type(error).__name__}: {error}")
+        return self.record
+
+    def step(self) -> None:
+        """One look and one action."""
+        seen = self.cloud.look(self.target)
+        self.account(seen)
+        action = decide(self.record, seen, now=self.clock.now(), limits=self._limits())
+        getattr(self, f"do_{action.kind}")(action, seen)
+
+    def _limits(self) -> Limits:
+        """With the price of the present zone."""
+        price = self.slice_.usd_per_hour(
+            spot=self.record.spot, zone=self.record.zone, override=self.settings.usd_per_chip_hour
+        )
+        return replace(self.limits, usd_per_hour=price)
+
+    def account(self, seen: Seen) -> None:
+        """What the look says about money."""
+        now = self.clock.now()
+        if seen.costs:
+            self.record = replace(money.began(self.record, now=now), queued_at=None)
+        elif self.record.ready_at is None:
+            self.record = replace(self.record, idle_at=now)
+        self.store.save(self.record)
+
+    def stumble(self, error: CloudError, count: int) -> None:
+        """A failure of the API: later, unless nobody can mend it; what costs money is never left without a word.
+
+        Raises:
+            CloudError: too often in a row.
+        """
+        if self.record.goal != "gone" and error.kind == "structural":
+            self.abandon("refused", f"{error}: {advice_for(str(error))}")
+        elif count >= MAX_STUMBLES and self.record.goal == "gone":
+            raise error
+        elif count == MAX_STUMBLES:
+            self.abandon("failed", f"the API did not answer: {error}")
+        else:
+            self.say(f"the API: {error}")
+            self.clock.sleep(min(600.0, 15.0 * 2**count))
+
+    def abandon(self, outcome: str, reason: str) -> None:
+        """From here on only to nothing."""
+        self.save(f"{self.record.name}: {outcome}: {reason}", outcome=outcome, reason=reason, goal="gone")
+
+    def do_create(self, action: Action, seen: Seen) -> None:
+        """Ask for a machine, unless the run has meanwhile finished without us."""
+        if self.record.was_started and self.record.is_remote and self.vm.is_finished(self.record.run_folder):
+            self.do_close(replace(action, outcome="finished", why="its result was in the bucket"), seen)
+            return
+        now, limits = self.clock.now(), self._limits()
+        queued_at = self.record.queued_at if self.record.queued_at is not None else now
+        line = f"asking for {self.slice_.accelerator_type}{' spot' if self.record.spot else ''} in {self.record.zone}"
+        self.save(line, created_at=now, idle_at=now, queued_at=queued_at, is_moving=False)
+        try:
+            self.cloud.create(
+                self.target,
+                self.slice_,
+                watchdog=str(self.watchdog),
+                watchdog_seconds=money.seconds_left(self.record, now=now, limits=limits) + money.CLOSING_SECONDS,
+                valid_seconds=limits.queue_seconds,
+            )
+        except CloudError as error:
+            if error.kind == "capacity":
+                self.do_next_zone(replace(action, why=f"no capacity in {self.record.zone} ({error})"), seen)
+            elif error.kind in ("transient", "unknown"):
+                raise
+            else:
+                self.abandon("refused", f"{error}: {advice_for(str(error))}")
+
+    def do_delete(self, action: Action, seen: Seen) -> None:
+        """Delete; what is gone already is settled."""
+        if seen.state == "ABSENT":
+            self.settle()
+            return
+        if action.why and not self.record.is_moving:
+            self.save(f"deleting {self.record.resource}: {action.why}")
+        self.cloud.delete(self.target)
+        self.clock.sleep(self.settings.poll_seconds)
+
+    def settle(self) -> None:
+        """The resource is gone: its cost is known, and the next one may be asked for."""
+        ended = money.ended(self.record, now=self.clock.now(), limits=self._limits())
+        if self.record.is_moving:
+            index = self.record.zone_index + 1
+            ended = replace(ended, is_moving=False, zone_index=index)
+            if index % len(self.record.zones) == 0:
+                ended = replace(ended, rounds=ended.rounds + 1, round_at=self.clock.now())
+        self.record = ended
+        self.store.save(ended)
+
+    def do_next_zone(self, action: Action, seen: Seen) -> None:
+        """Give this zone up; the record moves on when the resource is gone."""
+        self.save(action.why, is_moving=True)
+        self.cloud.delete(self.target)
+        self.clock.sleep(self.settings.poll_seconds)
+
+    def do_wait(self, action: Action, seen: Seen) -> None:
+        """Say why, once, and wait."""
+        if self.progress.is_new(action.why):
+            self.say(self.progress.once(action.why))
+        self.clock.sleep(action.seconds or self.settings.poll_seconds)
+
+    def do_set_up(self, action: Action, seen: Seen) -> None:
+        """Code, secrets, environment; a machine whose sshd is not up yet is asked again."""
+        self.progress.reset()
+        try:
+            self.vm.sync(self.target)
+            self.vm.set_up(self.target, self.secrets)
+        except UnreachableError as error:
+            self.unreachable(error)
+        except RemoteError as error:
+            self.save(f"the set-up failed: {error}", setup_failures=self.record.setup_failures + 1)
+        else:
+            self.save(f"{self.record.resource} is set up", is_set_up=True, setup_failures=0, unreachable_since=None)
+
+    def do_start(self, action: Action, seen: Seen) -> None:
+        """Start the run; its id stands for this machine and this attempt, so a repeated start is none."""
+        if self.record.is_started or self.record.attempts == 0:
+            attempts = self.record.attempts + 1
+            self.save(attempts=attempts, is_started=False, run_state="none", exit_code=None)
+        run_id = f"{self.record.launch_id}-{self.record.machines}-{self.record.attempts}"
+        try:
+            self.vm.start(self.target, run_id, self.record.overrides)
+        except UnreachableError as error:
+            self.unreachable(error)
+        except RemoteError as error:
+            self.abandon("failed", f"the run could not be started: {error}")
+        else:
+            line = "the run is started" if not self.record.was_started else "the run goes on"
+            self.save(
+                line, is_started=True, was_started=True, run_state="running", log_offset=0, unreachable_since=None
+            )
+
+    def do_look(self, action: Action, seen: Seen) -> None:
+        """New lines of the log, and whether it has ended."""
+        try:
+            look = self.vm.look(self.target, self.record.log_offset)
+        except UnreachableError as error:
+            self.unreachable(error)
+            return
+        self.progress.show(
+            look.text, bill=money.bill(self.record, now=self.clock.now(), limits=self._limits()), say=self.say
+        )
+        has_ended = look.state == "exited" and look.is_all
+        self.save(
+            log_offset=look.offset,
+            run_state=look.state if has_ended or look.state == "lost" else "running",
+            exit_code=look.code if has_ended else None,
+            is_preempted=look.is_preempted,
+            is_stop_asked=look.is_stop_asked,
+            unreachable_since=None,
+        )
+        if look.state != "exited":
+            self.clock.sleep(self.settings.poll_seconds)
+
+    def do_close(self, action: Action, seen: Seen) -> None:
+        """The launch has its outcome; what follows is fetching, and deleting unless the machine is kept."""
+        is_gone = self.record.then == "gone" or action.outcome in ALWAYS_GONE
+        goal = "gone" if is_gone else self.record.goal
+        self.save(
+            f"{self.record.name}: {action.outcome}: {action.why}", outcome=action.outcome, reason=action.why, goal=goal
+        )
+
+    def do_fetch(self, action: Action, seen: Seen) -> None:
+        """Stop what still runs, then bring the results here; a few tries, since the machine costs."""
+        is_there = seen.state == "ACTIVE" and seen.node == "READY"
+        try:
+            if is_there and self.record.run_state != "exited":
+                self.vm.stop(self.target)
+                self.save(run_state="exited")
+            if is_there:
+                self.vm.fetch_logs(self.target, self.results)
+            names = self.vm.fetch(self.target, self.record.run_folder, self.results)
+        except (UnreachableError, RemoteError) as error:
+            failures = self.record.fetch_failures + 1
+            self.save(f"fetching: {error}", fetch_failures=failures, is_fetched=failures >= MAX_FETCHES)
+            self.clock.sleep(self.settings.poll_seconds)
+        else:
+            what = ", ".join(names) if names else "there are none yet"
+            self.save(f"results in {self.results}: {what}", is_fetched=True)
+
+    def do_end(self, action: Action, seen: Seen) -> None:
+        """Nothing is left to do."""
+        if seen.state == "ABSENT" and self.record.created_at is not None:
+            self.settle()
+        self.save(done=True)
+
+    def unreachable(self, error: UnreachableError) -> None:
+        """ssh failed: the next look at the API says whether the machine is gone."""
+        since = self.record.unreachable_since if self.record.unreachable_since is not None else self.clock.now()
+        self.save(f"no answer: {error}" if self.record.unreachable_since is None else "", unreachable_since=since)
+        self.clock.sleep(self.settings.poll_seconds)

@@ -1,0 +1,74 @@
+"""--dry-run: each command is printed, and answered as by a project where everything works at once."""
+
+import re
+import shlex
+from collections.abc import Callable
+
+from launch.tpu_vm.running import Completed
+from launch.tpu_vm.state import Record, Store
+
+
+class DryClock:
+    """Time that passes only by waiting, which takes none."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Seconds."""
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Wait without waiting."""
+        self._now += seconds
+
+
+class DryRun:
+    """A Run that changes nothing; a command that was just printed is not printed again."""
+
+    def __init__(self, say: Callable[[str], None], *, num_workers: int) -> None:
+        self._say = say
+        self._num_workers = num_workers
+        self._is_there = False
+        self._last = ""
+
+    def __call__(self, words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
+        """Print and answer."""
+        line = shlex.join(words) + (" < (a secret on stdin)" if stdin else "")
+        if line != self._last:
+            self._say(f"$ {line}")
+        self._last = line
+        return self._answer(words)
+
+    def _answer(self, words: list[str]) -> Completed:
+        verb = " ".join(word for word in words[:6] if not word.startswith("-"))
+        if "queued-resources create" in verb:
+            self._is_there = True
+        elif "queued-resources delete" in verb:
+            self._is_there = False
+        elif "describe" in verb and not self._is_there:
+            return Completed(1, err="NOT_FOUND")
+        elif "queued-resources describe" in verb:
+            return Completed(0, '{"state": {"state": "ACTIVE"}}')
+        elif "tpu-vm describe" in verb:
+            return Completed(0, '{"state": "READY"}')
+        elif "tpu-vm ssh" in verb:
+            return self._ssh(words)
+        elif "config get-value" in verb:
+            return Completed(0, "PROJECT\n")
+        return Completed(0)
+
+    def _ssh(self, words: list[str]) -> Completed:
+        count = self._num_workers if "--worker=all" in words else 1
+        command = next((word for word in words if word.startswith("--command=")), "")
+        if re.search(r"worker\.sh look", command):
+            state = "run=exited code=0 stop=no preempted=FALSE bytes=0"
+            return Completed(0, "".join(f"tpuexp worker={worker} {state}\n" for worker in range(count)))
+        return Completed(0, "tpuexp-code=0\n" * count)
+
+
+class MemoryStore(Store):
+    """Reads the record of a launch, and keeps what is written to itself."""
+
+    def save(self, record: Record) -> None:
+        """Write nothing."""

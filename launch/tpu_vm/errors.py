@@ -1,0 +1,11 @@
+"""What ends a command, with the exit code it ends with."""
+
+REFUSED, FAILED, STOPPED = 2, 1, 75
+
+
+class LaunchError(Exception):
+    """One sentence for the user, and an exit code: 2 refused with nothing done, 1 failed, 75 stopped on request."""
+
+    def __init__(self, sentence: str, *, code: int = REFUSED) -> None:
+        super().__init__(sentence)
+        self.code = code

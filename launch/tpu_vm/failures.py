@@ -1,0 +1,60 @@
+"""The API's failures by what can be done about them (reference: states and messages of the Cloud TPU API)."""
+
+import re
+from typing import Literal
+
+Kind = Literal["absent", "exists", "undeletable", "transient", "structural", "capacity", "unknown"]
+
+# In this order: a rate limit and a stock-out both also say RESOURCE_EXHAUSTED, which alone means a quota.
+_PATTERNS: tuple[tuple[Kind, str], ...] = (
+    ("absent", r"NOT_FOUND|was not found|does not exist|HTTPError 404|matched no objects"),
+    ("exists", r"ALREADY_EXISTS|already exists"),
+    ("undeletable", r"not supported when state is|cannot be deleted|state is PROVISIONING"),
+    ("transient", r"RATE_LIMIT_EXCEEDED|per minute|Too Many Requests"),
+    ("structural", r"Limit: 0|[Qq]uota|QUOTA_EXCEEDED|IN_USE_ADDRESSES"),
+    ("capacity", r"no more capacity|STOCKOUT|enough resources|out of capacity|code: 8\b|capacity (is )?(un)?available"),
+    ("structural", r"PERMISSION_DENIED|[Bb]illing|not have permission|does not have access|SERVICE_DISABLED"),
+    (
+        "structural",
+        r"has not been used in project|active account|UNAUTHENTICATED|[Rr]eauthentication|gcloud auth login",
+    ),
+    ("structural", r"INVALID_ARGUMENT|unrecognized arguments|Invalid choice|required property \[project\]"),
+    ("structural", r"RESOURCE_EXHAUSTED"),
+    ("transient", r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|ABORTED|HTTPError 5\d\d|[Tt]imed? ?out|[Cc]onnection|ssh"),
+)
+# What to do about a structural failure, by its text.
+_ADVICE: tuple[tuple[str, str], ...] = (
+    (r"IN_USE_ADDRESSES", "the region has no external address left; use network=internal with Cloud NAT"),
+    (
+        r"Limit: 0|[Qq]uota|RESOURCE_EXHAUSTED",
+        "ask for TPU quota of this kind in this zone (console: IAM, Quotas), or use another zones=",
+    ),
+    (r"[Bb]illing", "switch billing on for the project"),
+    (r"SERVICE_DISABLED|has not been used in project", "gcloud services enable tpu.googleapis.com"),
+    (r"active account|UNAUTHENTICATED|[Rr]eauthentication|gcloud auth login", "gcloud auth login"),
+    (r"required property \[project\]", "give project=, or gcloud config set project ID"),
+    (
+        r"PERMISSION_DENIED|permission|access",
+        "your account needs roles/tpu.admin, and roles/iam.serviceAccountUser on the VM's service account",
+    ),
+)
+
+
+def kind_of(message: str, *, code: int | None = None) -> Kind:
+    """The kind of a failure from its text; `code` is the one of a queued resource's error (8 is a stock-out)."""
+    for kind, pattern in _PATTERNS:
+        if re.search(pattern, message):
+            return kind
+    return "capacity" if code == 8 else "unknown"
+
+
+def advice_for(message: str) -> str:
+    """What the user can do about a structural failure."""
+    return next((advice for pattern, advice in _ADVICE if re.search(pattern, message)), "mend what it names")
+
+
+def in_one_line(message: str, *, limit: int = 300) -> str:
+    """The first lines of an error, without gcloud's frame."""
+    text = " ".join(message.split())
+    text = re.sub(r"^ERROR: \([\w.\- ]+\) ", "", text)
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,228 @@
+"""Makes the record and the driver of a launch: `up`, `run` and `train` differ in their goal alone."""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from launch.tpu_vm import code_sync, commands, planning
+from launch.tpu_vm.cloud import Cloud
+from launch.tpu_vm.driver import Clock, Driver
+from launch.tpu_vm.errors import LaunchError
+from launch.tpu_vm.job import Job, check_outlives, job_of
+from launch.tpu_vm.local_files import LocalFiles
+from launch.tpu_vm.money import HOUR, Limits
+from launch.tpu_vm.planning import Promise
+from launch.tpu_vm.running import Run
+from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.slices import Slice, load_slice
+from launch.tpu_vm.state import Record, Store, new_id
+from launch.tpu_vm.vm import Vm
+
+WATCHDOG = "launch/watchdog.sh"
+
+
+@dataclass
+class World:
+    """Everything outside: the network, the clock, the user, the environment; replaced in the tests."""
+
+    run: Run
+    clock: Clock
+    say: Callable[[str], None]
+    ask: Callable[[str], str]
+    environ: Mapping[str, str]
+    promise: Callable[..., Promise | None] = planning.promise
+    files: LocalFiles = field(default_factory=LocalFiles)
+    store: Callable[[Path, str], Store] = Store
+    new_id: Callable[[], str] = new_id
+
+    def confirm(self, question: str, settings: Settings) -> None:
+        """Ask, unless `yes=true`.
+
+        Raises:
+            LaunchError: anything but yes.
+        """
+        if settings.yes:
+            return
+        try:
+            answer = self.ask(f"{question} [y/N] ")
+        except EOFError:
+            answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
+            raise LaunchError("nothing was changed; answer y, or give yes=true.")
+
+
+def folder_of(settings: Settings) -> Path:
+    """Where the state of all launches lies."""
+    return Path(settings.results) / "launch"
+
+
+def project_of(world: World, settings: Settings) -> str:
+    """`project=`, else gcloud's own.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    project = settings.project or world.run(commands.project()).out.strip()
+    if not project or project == "(unset)":
+        raise LaunchError(
+            "project=; gcloud has no project of its own; give project=ID or gcloud config set project ID."
+        )
+    return project
+
+
+def secrets_of(world: World, settings: Settings, env_file: Mapping[str, str]) -> dict[str, str]:
+    """Values of the variables named in `secrets=`, of this environment or the .env file."""
+    found = {name: world.environ.get(name) or env_file.get(name, "") for name in settings.secrets}
+    return {name: value for name, value in found.items() if value}
+
+
+def limits_of(settings: Settings, slice_: Slice, *, zone: str) -> Limits:
+    """From hours and minutes to seconds."""
+    price = slice_.usd_per_hour(spot=settings.spot, zone=zone, override=settings.usd_per_chip_hour)
+    hours, minutes = settings.queue_hours, settings.zone_minutes
+    return Limits(price, settings.max_usd, settings.max_hours, hours * HOUR, minutes * 60)
+
+
+def fresh(world: World, settings: Settings, slice_: Slice, *, project: str, words: tuple[str, ...]) -> Record:
+    """A launch that has done nothing yet."""
+    return Record(
+        name=settings.name,
+        launch_id=world.new_id(),
+        hw=settings.hw,
+        spot=settings.spot,
+        project=project,
+        zones=settings.zones or slice_.zones,
+        words=words,
+    )
+
+
+def with_job(record: Record, job: Job, *, then: str) -> Record:
+    """The record of a machine that is to run a job.
+
+    Raises:
+        LaunchError: it is running another one.
+    """
+    if record.goal == "run" and not record.done and record.overrides != job.overrides:
+        was = " ".join(record.overrides)
+        raise LaunchError(
+            f"name={record.name}; it goes on with `{was}`; stop it first, or give that, or another name=."
+        )
+    if record.goal == "run" and not record.done:
+        return replace(record, then=then)
+    return replace(
+        record,
+        goal="run",
+        then=then,
+        done=False,
+        outcome="",
+        reason="",
+        overrides=job.overrides,
+        run_folder=job.folder,
+        is_started=False,
+        was_started=False,
+        is_fetched=False,
+        fetch_failures=0,
+        run_state="none",
+        exit_code=None,
+        log_offset=0,
+        attempts=record.attempts + 1 if record.was_started else 0,
+    )
+
+
+def agree(
+    world: World, settings: Settings, slice_: Slice, limits: Limits, job: Job | None, *, is_planned: bool
+) -> None:
+    """Plan and question, before the first thing is rented.
+
+    Raises:
+        LaunchError: it does not fit, costs more than `max_usd`, or the user says no.
+    """
+    words = f"{slice_.accelerator_type}{' spot' if settings.spot else ''}, up to ${limits.usd_per_hour:.2f}/h"
+    if job is not None and is_planned and settings.plan == "first":
+        found = world.promise(job.overrides, run_name=job.name, spot=settings.spot, results=Path(settings.results))
+        if found is not None:
+            world.say(found.sentence)
+        if (
+            found is not None
+            and found.usd is not None
+            and settings.max_usd is not None
+            and found.usd > settings.max_usd
+        ):
+            raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
+    cap = f"{settings.max_hours:g} h" + ("" if settings.max_usd is None else f" and ${settings.max_usd:g}")
+    world.confirm(f"rent {words}; at most {cap}?", settings)
+
+
+def offer_key(world: World, settings: Settings) -> None:
+    """The deploy key of a private repository, made once and shown until the user has stored it."""
+    if settings.code != "clone" or not code_sync.is_private(settings):
+        return
+    _, public, is_new = code_sync.deploy_key(folder_of(settings) / "keys")
+    if is_new:
+        world.say(f"add this read-only deploy key to {settings.repo} (GitHub: Settings, Deploy keys):\n{public}")
+        world.confirm("is it there?", settings)
+
+
+def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict[str, str], job: Job | None) -> Driver:
+    """The driver of a record, with its own hardware and zones whatever the command line says."""
+    settings = replace(settings, name=record.name, hw=record.hw, spot=record.spot, zones=record.zones)
+    slice_ = load_slice(record.hw)
+    if job is not None:
+        check_outlives(job, settings, num_workers=slice_.num_workers)
+    folder = folder_of(settings)
+    vm = Vm(
+        world.run,
+        settings=settings,
+        num_workers=slice_.num_workers,
+        say=world.say,
+        scratch=folder,
+        files=world.files,
+    )
+    return Driver(
+        record=record,
+        store=world.store(folder, record.name),
+        cloud=Cloud(world.run, sleep=world.clock.sleep),
+        vm=vm,
+        settings=settings,
+        slice_=slice_,
+        limits=limits_of(settings, slice_, zone=record.zone),
+        clock=world.clock,
+        say=world.say,
+        secrets=secrets,
+        results=Path(settings.results) / (record.run_folder.rsplit("/", 1)[-1] or record.name),
+        watchdog=code_sync.ROOT / WATCHDOG,
+    )
+
+
+def job_for(overrides: list[str], settings: Settings) -> Job:
+    """The job, with the local settings of this checkout."""
+    return job_of(overrides, settings, local_file=code_sync.ROOT / "conf" / "local" / "default.yaml")
+
+
+@contextmanager
+def locked(world: World, settings: Settings) -> Iterator[None]:
+    """One launcher at a time for a name.
+
+    Raises:
+        LaunchError: another one has it.
+    """
+    folder = folder_of(settings)
+    world.files.make_dirs(folder)
+    if not folder.is_dir():  # a dry run
+        yield
+        return
+    with (folder / f"{settings.name}.lock").open("a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            owner = stream.read().strip() or "another process"
+            raise LaunchError(f"name={settings.name}; {owner} drives it; Ctrl-C there ends it and deletes.") from None
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()}, since {time.strftime('%H:%M')}")
+        stream.flush()
+        yield

@@ -1,0 +1,50 @@
+"""What the launcher writes on this machine besides its state; a dry run writes nothing."""
+
+import tarfile
+from pathlib import Path
+
+from launch.tpu_vm import code_sync
+
+
+class LocalFiles:
+    """For real."""
+
+    def archive(self, file: Path) -> str:
+        """The working tree as one file; what it is in words."""
+        return code_sync.archive(file)
+
+    def make_dirs(self, folder: Path) -> None:
+        """The folder and its parents."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, file: Path, text: str) -> None:
+        """A log."""
+        self.make_dirs(file.parent)
+        file.write_text(text, encoding="utf-8")
+
+    def unpack(self, file: Path, into: Path) -> list[str]:
+        """The results in a tar file, which is then deleted; their names."""
+        self.make_dirs(into)
+        with tarfile.open(file) as tar:
+            tar.extractall(into, filter="data")
+            names = sorted({name.split("/")[0] for name in tar.getnames()})
+        file.unlink()
+        return names
+
+
+class NoFiles(LocalFiles):
+    """For --dry-run."""
+
+    def archive(self, file: Path) -> str:
+        """Nothing is packed."""
+        return "the files of this working tree"
+
+    def make_dirs(self, folder: Path) -> None:
+        """Nothing is made."""
+
+    def write(self, file: Path, text: str) -> None:
+        """Nothing is written."""
+
+    def unpack(self, file: Path, into: Path) -> list[str]:
+        """Nothing came."""
+        return []

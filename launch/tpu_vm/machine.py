@@ -1,0 +1,166 @@
+"""From what is seen to what is done next: no clock, no network, nothing but the rules.
+
+States are those of a queued resource (CREATING, ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDING,
+SUSPENDED, FAILED, DELETING) and ABSENT. A spot reclaim shows as SUSPENDED, or as ACTIVE over a node that is
+PREEMPTED or gone; neither comes back by itself.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.tpu_vm.failures import advice_for, in_one_line, kind_of
+from launch.tpu_vm.money import HOUR, Limits, hours_used, seconds_left
+from launch.tpu_vm.state import Record
+
+WAITING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES")
+UNDELETABLE = ("PROVISIONING", "DELETING", "SUSPENDING")
+LOST_NODE = ("PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "HIDING", "HIDDEN", "DELETING", "ABSENT")
+STOPPED_EXIT_CODE = 75
+MAX_SETUP_FAILURES = 2
+MAX_ATTEMPTS = 20
+"""Starts of the run on one machine, after which it has failed."""
+SETTLING_SECONDS = 90.0
+"""A resource that was just asked for may not be shown yet, and one that is shown too late would be nobody's."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The resource as the API shows it."""
+
+    state: str
+    node: str = "ABSENT"
+    """State of the node; it is looked at only where the resource is ACTIVE."""
+    message: str = ""
+    """Why it FAILED."""
+    code: int | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Taken away."""
+        return self.state == "SUSPENDED" or (self.state == "ACTIVE" and self.node in LOST_NODE)
+
+    @property
+    def costs(self) -> bool:
+        """Whether an hour of it is paid for."""
+        return self.state in ("ACTIVE", "SUSPENDING") and self.node not in LOST_NODE
+
+
+@dataclass(frozen=True)
+class Action:
+    """What to do next, and why."""
+
+    kind: Literal["create", "delete", "wait", "next_zone", "set_up", "start", "look", "fetch", "close", "end"]
+    why: str = ""
+    seconds: float = 0.0
+    """Of a wait; 0 is the usual time between two looks."""
+    outcome: str = ""
+    """Of `close`: how the launch ends."""
+
+
+def decide(record: Record, seen: Seen, *, now: float, limits: Limits) -> Action:
+    """The next action; repeated until it is `end`."""
+    is_unsettled = record.created_at is not None and not record.is_moving and record.ready_at is None
+    if seen.state == "ABSENT" and is_unsettled and now - (record.created_at or now) < SETTLING_SECONDS:
+        return Action("wait", why="the request is not shown yet")
+    if record.goal == "gone":
+        return _towards_nothing(record, seen)
+    if record.outcome:  # of a run whose machine is kept
+        return Action("end") if record.is_fetched else Action("fetch")
+    if seconds_left(record, now=now, limits=limits) <= 0:
+        used = f"{hours_used(record, now=now):.1f} h"
+        return Action("close", why=f"the limit of money or hours is reached after {used}", outcome="budget")
+    if seen.state == "FAILED":
+        return _failed(record, seen)
+    if seen.is_lost or (seen.state == "ABSENT" and record.created_at is not None):
+        return _lost(record, seen, limits)
+    if seen.state == "ABSENT":
+        return _absent(record, now, limits)
+    if seen.state in UNDELETABLE:
+        return Action("wait", why=seen.state)
+    if seen.state in WAITING:
+        return _waiting(record, seen, now, limits)
+    if seen.node != "READY":
+        return Action("wait", why=f"the node is {seen.node}")
+    return _ready(record, now, limits)
+
+
+def _towards_nothing(record: Record, seen: Seen) -> Action:
+    if record.was_started and not record.is_fetched:
+        is_there = seen.state == "ACTIVE" and seen.node == "READY" and record.is_started
+        if is_there or (record.is_remote and seen.state == "ABSENT"):
+            return Action("fetch")
+    if seen.state == "ABSENT":
+        return Action("end")
+    if seen.state in UNDELETABLE:
+        return Action("wait", why=f"{seen.state}: the API refuses to delete it now")
+    return Action("delete", why=record.reason)
+
+
+def _failed(record: Record, seen: Seen) -> Action:
+    kind = kind_of(seen.message, code=seen.code)
+    if kind == "structural":
+        why = f"{in_one_line(seen.message)}: {advice_for(seen.message)}"
+        return Action("close", why=why, outcome="refused")
+    return Action("next_zone", why=f"no capacity in {record.zone} ({in_one_line(seen.message, limit=80) or 'FAILED'})")
+
+
+def _lost(record: Record, seen: Seen, limits: Limits) -> Action:
+    if record.machines >= limits.max_machines:
+        return Action("close", why=f"{record.machines} machines were taken away", outcome="capacity")
+    return Action("delete", why=f"the machine was taken away ({seen.state}, node {seen.node})")
+
+
+def _absent(record: Record, now: float, limits: Limits) -> Action:
+    if _waited_too_long(record, now, limits):
+        return Action(
+            "close", why=f"no capacity within queue_hours={limits.queue_seconds / HOUR:g}", outcome="capacity"
+        )
+    if record.round_at is not None and record.zone_index % len(record.zones) == 0:
+        pause = min(60.0 * 2 ** min(record.rounds, 5), 900.0) - (now - record.round_at)
+        if pause > 0:
+            return Action("wait", why="every zone is out of capacity", seconds=pause)
+    return Action("create")
+
+
+def _waiting(record: Record, seen: Seen, now: float, limits: Limits) -> Action:
+    if _waited_too_long(record, now, limits):
+        return Action(
+            "close", why=f"no capacity within queue_hours={limits.queue_seconds / HOUR:g}", outcome="capacity"
+        )
+    here = now - (record.created_at if record.created_at is not None else now)
+    if len(record.zones) > 1 and here > limits.zone_seconds:
+        return Action("next_zone", why=f"{here / 60:.0f} min in {seen.state} in {record.zone}")
+    return Action("wait", why=f"{seen.state} in {record.zone}")
+
+
+def _waited_too_long(record: Record, now: float, limits: Limits) -> bool:
+    return record.queued_at is not None and now - record.queued_at > limits.queue_seconds
+
+
+def _ready(record: Record, now: float, limits: Limits) -> Action:
+    silent = 0.0 if record.unreachable_since is None else now - record.unreachable_since
+    if silent > limits.unreachable_seconds:
+        return Action("delete", why=f"the machine has not answered for {silent / 60:.0f} min")
+    if not record.is_set_up:
+        if record.setup_failures >= MAX_SETUP_FAILURES:
+            return Action("close", why="the set-up failed twice; its last lines are above", outcome="failed")
+        return Action("set_up")
+    if record.goal == "ready":
+        return Action("end")
+    if not record.is_started:
+        return Action("start")
+    if record.is_preempted:
+        return Action("wait", why="the machine is being taken away")
+    if record.run_state == "lost" and record.attempts < MAX_ATTEMPTS:
+        return Action("start")
+    if record.run_state != "exited":
+        return Action("look")
+    if record.exit_code == 0:
+        return Action("close", why="the run finished", outcome="finished")
+    if record.exit_code == STOPPED_EXIT_CODE and record.is_stop_asked:
+        return Action("close", why="the run was stopped and saved a checkpoint", outcome="stopped")
+    if (
+        record.exit_code == STOPPED_EXIT_CODE and record.attempts < MAX_ATTEMPTS
+    ):  # by the machine: a reclaim or maintenance that did not come to pass
+        return Action("start")
+    return Action("close", why=f"the run ended with exit code {record.exit_code}", outcome="failed")

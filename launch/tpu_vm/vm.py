@@ -1,0 +1,207 @@
+"""The VMs of a slice over ssh: code, secrets and set-up on, the run started, looked at and stopped, results off.
+
+Every remote command ends with a line of its own, so that a failing command is told from ssh that failed.
+"""
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.tpu_vm import code_sync, commands
+from launch.tpu_vm.commands import CHECKOUT, Target
+from launch.tpu_vm.failures import in_one_line, kind_of
+from launch.tpu_vm.local_files import LocalFiles
+from launch.tpu_vm.running import Completed, Run
+from launch.tpu_vm.settings import Settings
+
+WORKER = f"cd ~/{CHECKOUT} && bash launch/worker.sh"
+SETUP_SECONDS, STOP_SECONDS, COPY_SECONDS = 2400.0, 240.0, 900.0
+MAX_LOG_BYTES = 262144
+"""Of one look, as launch/worker.sh has it."""
+RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "adapter")
+LINE = re.compile(r"^tpuexp worker=(\d+) run=(\w+) code=(\S+) stop=(\w+) preempted=(\w+) bytes=(\d+)\s*$", re.MULTILINE)
+MARK = re.compile(r"^tpuexp-code=(\d+)\s*$", re.MULTILINE)
+# A set-up that takes longer than the watchdog waits is no idle machine.
+ALIVE = (
+    "mkdir -p ~/.tpu_experiments; "
+    "(while touch ~/.tpu_experiments/lease; do sleep 60; done) >/dev/null 2>&1 & alive=$!; trap 'kill $alive' EXIT; "
+)
+
+
+class UnreachableError(Exception):
+    """ssh did not get through; the machine may be gone, or busy."""
+
+
+class RemoteError(Exception):
+    """The command ran on the VM and failed."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The run on all workers."""
+
+    state: str
+    """running, exited (on all, or with a failure on one), or lost: a machine was restarted."""
+    code: int | None
+    is_stop_asked: bool
+    is_preempted: bool
+    offset: int
+    """Bytes of worker 0's log up to the end of `text`."""
+    is_all: bool
+    """The log has no more for now."""
+    text: str
+    """New lines of worker 0's log."""
+
+
+class Vm:
+    """One slice; `target` is given with each call, since a launch may move to another zone."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        settings: Settings,
+        num_workers: int,
+        say: Callable[[str], None],
+        scratch: Path,
+        files: LocalFiles,
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._num_workers = num_workers
+        self._say = say
+        self._scratch = scratch
+        self._files = files
+
+    def sync(self, target: Target) -> None:
+        """The code, by either way.
+
+        Raises:
+            UnreachableError, RemoteError
+        """
+        if self._settings.code == "clone":
+            if code_sync.is_private(self._settings):
+                key = code_sync.deploy_key(self._scratch / "keys")[0].read_text(encoding="utf-8")
+                self._each_worker(target, code_sync.keep_key_command(), stdin=key)
+            self.remote(target, code_sync.clone_command(self._settings), timeout=COPY_SECONDS)
+            return
+        file = self._scratch / f"{self._settings.name}.tar.gz"
+        self._say(f"sending {self._files.archive(file)}")
+        self._copied(self._run(commands.copy_to(target, str(file), file.name), timeout=COPY_SECONDS))
+        self.remote(target, code_sync.unpack_command(file.name), timeout=COPY_SECONDS)
+
+    def set_up(self, target: Target, secrets: dict[str, str]) -> None:
+        """Secrets, the data disk, and launch/startup.sh; everything may be done again.
+
+        Raises:
+            UnreachableError, RemoteError
+        """
+        lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in secrets.items())
+        self._each_worker(target, f"{WORKER} keep-secrets", stdin=lines)
+        if self._settings.data_disk:
+            words = f"mount {shlex.quote(self._settings.data_disk)} {shlex.quote(self._settings.data_mount)}"
+            self.remote(target, f"{WORKER} {words}")
+        self.remote(target, f"{ALIVE}cd ~/{CHECKOUT} && bash launch/startup.sh </dev/null", timeout=SETUP_SECONDS)
+
+    def start(self, target: Target, run_id: str, words: tuple[str, ...]) -> None:
+        """run.py on every worker; a run of this id that is there is left alone."""
+        self.remote(target, f"{WORKER} start {shlex.quote(run_id)} {shlex.join(words)}")
+
+    def look(self, target: Target, offset: int) -> Look:
+        """State of the run on all workers, and what worker 0's log has after `offset` bytes.
+
+        Raises:
+            UnreachableError: not every worker has answered.
+        """
+        first = self._run(commands.ssh(target, f"{WORKER} look {offset}", worker="0"), timeout=180.0)
+        match = LINE.search(first.out)
+        if match is None:
+            raise UnreachableError(in_one_line(first.err or first.out) or f"exit code {first.code}")
+        lines = [match]
+        if self._num_workers > 1:
+            every = self._run(commands.ssh(target, f"{WORKER} look none"), timeout=240.0)
+            lines = list(LINE.finditer(every.out))
+            if len(lines) < self._num_workers:
+                raise UnreachableError(f"{len(lines)} of {self._num_workers} workers answered")
+        states = [line[2] for line in lines]
+        codes = [int(line[3]) for line in lines if line[3] != "-"]
+        failed = next((code for code in codes if code), None)
+        has_ended = failed is not None or all(state == "exited" for state in states)
+        return Look(
+            state="exited" if has_ended else ("lost" if "lost" in states or "none" in states else "running"),
+            code=failed if failed is not None else (0 if has_ended else None),
+            is_stop_asked=any(line[4] == "asked" for line in lines),
+            is_preempted=any(line[5] == "TRUE" for line in lines),
+            offset=min(int(match[6]), offset + MAX_LOG_BYTES),
+            is_all=int(match[6]) <= offset + MAX_LOG_BYTES,
+            text=first.out[match.end() :].removeprefix("\n"),
+        )
+
+    def stop(self, target: Target) -> None:
+        """SIGTERM to the run on every worker; returns when it has saved and ended."""
+        self.remote(target, f"{WORKER} stop", timeout=STOP_SECONDS)
+
+    def fetch(self, target: Target, run_folder: str, into: Path) -> list[str]:
+        """Results to a folder here, and the log of every worker where the machine answers; names of what came.
+
+        Raises:
+            UnreachableError, RemoteError: nothing was fetched.
+        """
+        self._files.make_dirs(into)
+        if "://" in run_folder:
+            return [name for name in RESULTS if self._from_bucket(f"{run_folder}/{name}", into)]
+        packed = f"tpuexp-{target.resource}.tar.gz"
+        folder = run_folder if run_folder.startswith("/") else f"~/{CHECKOUT}/{shlex.quote(run_folder)}"
+        self.remote(target, f"{WORKER} pack {folder} >~/{packed}", worker="0", timeout=COPY_SECONDS)
+        local = self._scratch / packed
+        self._copied(self._run(commands.copy_from(target, packed, str(local)), timeout=COPY_SECONDS))
+        return self._files.unpack(local, into)
+
+    def is_finished(self, run_folder: str) -> bool:
+        """Whether a run in a bucket has written its result, which it does last."""
+        return self._run(commands.bucket_look(f"{run_folder}/result.json")).code == 0
+
+    def fetch_logs(self, target: Target, into: Path) -> None:
+        """What each worker's run has printed, as `logs/worker-N.log`."""
+        for worker in range(self._num_workers):
+            done = self._run(
+                commands.ssh(target, "cat ~/.tpu_experiments/log", worker=str(worker)), timeout=COPY_SECONDS
+            )
+            if done.code == 0:
+                self._files.write(into / "logs" / f"worker-{worker}.log", done.out)
+
+    def remote(
+        self, target: Target, command: str, *, worker: str = "all", stdin: str = "", timeout: float = 180.0
+    ) -> None:
+        """Run a command on one worker or on all.
+
+        Raises:
+            UnreachableError: fewer workers than asked have run it.
+            RemoteError: one has, and it failed; with its last lines.
+        """
+        marked = f"( {command} ); code=$?; echo; echo tpuexp-code=$code"
+        done = self._run(commands.ssh(target, marked, worker=worker), stdin=stdin, timeout=timeout)
+        codes = [int(code) for code in MARK.findall(done.out)]
+        if any(codes):
+            raise RemoteError(
+                in_one_line("\n".join((MARK.sub("", done.out) + done.err).strip().splitlines()[-12:]), limit=1500)
+            )
+        if len(codes) < (self._num_workers if worker == "all" else 1):
+            raise UnreachableError(in_one_line(done.err) or f"exit code {done.code}")
+
+    def _each_worker(self, target: Target, command: str, *, stdin: str) -> None:
+        """One after the other: gcloud gives stdin to one ssh alone."""
+        for worker in range(self._num_workers):
+            self.remote(target, command, worker=str(worker), stdin=stdin)
+
+    def _from_bucket(self, address: str, into: Path) -> bool:
+        done = self._run(commands.bucket_copy(address, str(into)), timeout=COPY_SECONDS)
+        if done.code and kind_of(done.err) != "absent":
+            raise UnreachableError(in_one_line(done.err))
+        return done.code == 0
+
+    def _copied(self, done: Completed) -> None:
+        if done.code:
+            raise UnreachableError(in_one_line(done.err) or f"exit code {done.code}")

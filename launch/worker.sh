@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# What the launcher says to a TPU VM, over ssh, from the folder of the code. Knows nothing of Google Cloud but sudo.
+#     keep-secrets            KEY=VALUE lines on stdin into a file only this user reads
+#     start ID [WORD ...]     run.py with these words as a systemd unit; ID again is not started again
+#     look OFFSET             a line of state, then what the log has after OFFSET bytes
+#     stop                    SIGTERM to the run, and wait until it has saved and ended
+#     pack FOLDER             the results of a run as a tar stream
+#     mount DISK FOLDER       the attached disk, read-only
+set -euo pipefail
+
+state=${TPUEXP_STATE:-$HOME/.tpu_experiments}
+unit=tpuexp-run
+# Of one look; a log that grows faster is caught up with in the next.
+max_log_bytes=262144
+# A checkpoint to a bucket; the machine itself is gone 30 s after a spot reclaim, whatever stands here.
+stop_seconds=110
+mkdir -p "$state"
+chmod 700 "$state"
+
+is_running() { systemctl is-active --quiet "$unit"; }
+
+keep_secrets() {
+    umask 077
+    cat >"$state/secrets.new"
+    mv -f "$state/secrets.new" "$state/secrets"
+}
+
+start() {
+    local id=$1
+    shift
+    touch "$state/lease"
+    if [[ $(cat "$state/id" 2>/dev/null) == "$id" ]] && { is_running || [[ -e $state/exit ]]; }; then
+        return
+    fi
+    rm -f "$state/exit" "$state/stop"
+    printf '%s\0' "$@" >"$state/words"
+    : >"$state/log"
+    printf '%s' "$id" >"$state/id"
+    # KillMode=mixed: SIGTERM to the first process, which hands it on, SIGKILL to the rest after the time. After= the
+    # network, so that at a shutdown the run is stopped while it can still reach its bucket.
+    sudo systemd-run --quiet --collect --unit="$unit" --uid="$(id -u)" --gid="$(id -g)" \
+        -p KillMode=mixed -p TimeoutStopSec=$stop_seconds -p After=network-online.target \
+        -p WorkingDirectory="$PWD" -p Environment=HOME="$HOME" -p Environment=TPUEXP_STATE="$state" \
+        bash "$PWD/launch/worker.sh" unit
+}
+
+# The unit: run.py with the secrets in its environment and nowhere else; its exit code is kept.
+unit() {
+    local words=() code='' last child trapped=''
+    [[ ! -e $state/words ]] || mapfile -d '' -t words <"$state/words"
+    if [[ -e $state/secrets ]]; then
+        set -a
+        # shellcheck source=/dev/null
+        source "$state/secrets"
+        set +a
+    fi
+    ${TPUEXP_PYTHON:-bash launch/local.sh python} run.py "${words[@]}" >>"$state/log" 2>&1 &
+    child=$!
+    trap 'trapped=yes; kill -TERM $child 2>/dev/null || true' TERM INT
+    # A signal ends `wait` with 143, which is not the run's code: it is asked again (127: it was told before).
+    while true; do
+        trapped='' last=$code code=0
+        wait $child || code=$?
+        [[ $code != 127 || -z $last ]] || code=$last
+        [[ -n $trapped ]] || break
+    done
+    printf '%s\n' "$code" >"$state/exit.new"
+    mv -f "$state/exit.new" "$state/exit"
+}
+
+look() {
+    local run=none code=- stop=no preempted worker bytes
+    touch "$state/lease"
+    if [[ -e $state/exit ]]; then
+        run=exited code=$(cat "$state/exit")
+    elif is_running; then
+        run=running
+    elif [[ -e $state/id ]]; then
+        run=lost # the unit is gone and has left no code: the machine was restarted
+    fi
+    [[ ! -e $state/stop ]] || stop=asked
+    preempted=$(metadata preempted)
+    worker=$(metadata attributes/agent-worker-number)
+    bytes=$(stat -c %s "$state/log" 2>/dev/null || echo 0)
+    printf 'tpuexp worker=%s run=%s code=%s stop=%s preempted=%s bytes=%s\n' "${worker:-0}" "$run" "$code" "$stop" \
+        "${preempted:-FALSE}" "$bytes"
+    if [[ $1 != none ]] && ((bytes > $1)); then
+        # head ends first where the log has grown since, which is no failure.
+        { tail -c "+$(($1 + 1))" "$state/log" || true; } | head -c $((bytes - $1 < max_log_bytes ? bytes - $1 : max_log_bytes))
+    fi
+}
+
+metadata() {
+    curl -sf -m 5 -H 'Metadata-Flavor: Google' \
+        "${TPUEXP_METADATA:-http://metadata.google.internal}/computeMetadata/v1/instance/$1" || true
+}
+
+stop() {
+    touch "$state/stop"
+    ! is_running || sudo systemctl stop "$unit"
+}
+
+pack() {
+    local found=() name
+    cd -- "$1"
+    for name in result.json test_results.json README.md config.yaml adapter model run.log; do
+        [[ ! -e $name ]] || found+=("$name")
+    done
+    ((${#found[@]})) || found=(--files-from=/dev/null)
+    tar -czf - "${found[@]}"
+}
+
+mount_disk() {
+    local device=/dev/disk/by-id/google-$1
+    [[ -e $device ]] || device=$(lsblk -dpno NAME,TYPE | awk '$2 == "disk" { last = $1 } END { print last }')
+    sudo mkdir -p "$2"
+    mountpoint -q "$2" || sudo mount -o ro,noload "$device" "$2"
+}
+
+case ${1:-} in
+    keep-secrets) keep_secrets ;;
+    start) start "${@:2}" ;;
+    unit) unit ;;
+    look) look "${2:-none}" ;;
+    stop) stop ;;
+    pack) pack "$2" ;;
+    mount) mount_disk "$2" "$3" ;;
+    *) sed -n '2,9p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+esac

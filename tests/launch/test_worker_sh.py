@@ -1,0 +1,155 @@
+"""launch/worker.sh, run for real in a folder with fakes of sudo, systemctl and curl; shellcheck on both scripts."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from launch.tpu_vm.vm import LINE, MAX_LOG_BYTES
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+RUN_PY = """
+import os, signal, sys, time
+print("words", sys.argv[1:], flush=True)
+print("token", os.environ.get("HF_TOKEN"), flush=True)
+def stopped(number, frame):
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stopped)
+if "wait" in sys.argv:
+    print("training", flush=True)
+    time.sleep(60)
+sys.exit(3 if "fail" in sys.argv else 0)
+"""
+
+
+class Vm:
+    """A checkout on a machine without systemd: its units are started by systemd-run's words and kept by their pid."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.bin, self.state = folder / "code", folder / "bin", folder / "state"
+        (self.root / "launch").mkdir(parents=True)
+        self.bin.mkdir()
+        shutil.copy(LAUNCH / "worker.sh", self.root / "launch")
+        (self.root / "run.py").write_text(RUN_PY)
+        self.fake("sudo", 'exec "$@"')
+        self.fake("curl", "exit 22")
+        pid = folder / "pid"
+        self.fake("systemd-run", f'while [ "$1" != bash ]; do shift; done; "$@" >/dev/null 2>&1 & echo $! >{pid}')
+        # `stop` waits until the unit has ended, as systemd's does; a child of init cannot be waited for.
+        stop = f"kill -TERM $(cat {pid}); while kill -0 $(cat {pid}) 2>/dev/null; do sleep 0.05; done"
+        alive = f'[ -e {pid} ] && kill -0 "$(cat {pid})" 2>/dev/null'
+        self.fake("systemctl", f"case $1 in is-active) {alive} ;; stop) {stop} ;; esac")
+
+    def fake(self, name: str, body: str) -> None:
+        file = self.bin / name
+        file.write_text(f"#!/bin/sh\n{body}\n")
+        file.chmod(0o755)
+
+    def __call__(self, *words: str, stdin: bytes = b"") -> bytes:
+        env = os.environ | {"PATH": f"{self.bin}:{os.environ['PATH']}", "TPUEXP_STATE": str(self.state)}
+        env |= {"TPUEXP_PYTHON": sys.executable, "HOME": str(self.root.parent)}
+        command = ["bash", "launch/worker.sh", *words]
+        done = subprocess.run(command, cwd=self.root, env=env, input=stdin, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def look(self, offset: int = 0) -> tuple[tuple[str, ...], str]:
+        text = self("look", str(offset)).decode()
+        match = LINE.search(text)
+        assert match is not None, text
+        return match.groups(), text[match.end() + 1 :]
+
+    def until(self, state: str) -> tuple[tuple[str, ...], str]:
+        for _ in range(300):
+            facts, text = self.look()
+            if facts[1] == state:
+                return facts, text
+            time.sleep(0.05)
+        raise AssertionError(facts)
+
+
+@pytest.fixture
+def vm(tmp_path: Path) -> Vm:
+    return Vm(tmp_path)
+
+
+def test_a_run_gets_its_words_and_secrets_and_leaves_its_code(vm: Vm) -> None:
+    assert vm.look()[0] == ("0", "none", "-", "no", "FALSE", "0")
+    vm("keep-secrets", stdin=b"HF_TOKEN='it'\"'\"'s secret'\n")
+    assert oct((vm.state / "secrets").stat().st_mode)[-3:] == "600"
+    vm("start", "a-1-1", "name=x y", "fail", "data=[a,b]")
+    facts, text = vm.until("exited")
+    assert facts[:4] == ("0", "exited", "3", "no")
+    assert "words ['name=x y', 'fail', 'data=[a,b]']" in text
+    assert "token it's secret" in text
+    assert int(facts[5]) == len(text.encode())
+
+
+def test_the_same_id_is_started_once_and_another_begins_anew(vm: Vm) -> None:
+    vm("start", "a-1-1", "fail")
+    vm.until("exited")
+    vm("start", "a-1-1", "fail")
+    assert vm.look()[0][2] == "3"
+    vm("start", "a-1-2")
+    assert vm.until("exited")[0][2] == "0"
+
+
+def test_stop_lets_the_run_save_and_is_remembered(vm: Vm) -> None:
+    vm("start", "a-1-1", "wait")
+    while "training" not in vm.look()[1]:
+        time.sleep(0.05)
+    assert vm.look()[0][1] == "running"
+    vm("stop")
+    facts, text = vm.look()
+    assert facts[:4] == ("0", "exited", "75", "asked")
+    assert text.endswith("saved\n")
+
+
+def test_a_machine_that_was_restarted_has_lost_its_run(vm: Vm) -> None:
+    vm("start", "a-1-1", "wait")
+    while "training" not in vm.look()[1]:
+        time.sleep(0.05)
+    pid = int((vm.root.parent / "pid").read_text())
+    child = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    for process in (pid, *map(int, child)):
+        os.kill(process, signal.SIGKILL)
+    assert vm.until("lost")[0][2] == "-"
+
+
+def test_a_long_log_is_shown_in_pieces(vm: Vm) -> None:
+    vm.state.mkdir()
+    (vm.state / "log").write_bytes(b"x" * MAX_LOG_BYTES + b"end\n")
+    facts, text = vm.look()
+    assert (facts[5], len(text)) == (str(MAX_LOG_BYTES + 4), MAX_LOG_BYTES)
+    assert vm.look(MAX_LOG_BYTES)[1] == "end\n"
+    assert vm.look(MAX_LOG_BYTES + 4)[1] == ""
+
+
+def test_results_are_packed_and_nothing_else(vm: Vm) -> None:
+    run = vm.root / "outputs" / "ro1"
+    (run / "adapter").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    (run / "adapter" / "adapter_config.json").write_text("{}")
+    (run / "result.json").write_text("{}")
+    with tarfile.open(fileobj=BytesIO(vm("pack", "outputs/ro1"))) as tar:
+        assert sorted(tar.getnames()) == ["adapter", "adapter/adapter_config.json", "result.json"]
+    (vm.root / "outputs" / "empty").mkdir()
+    with tarfile.open(fileobj=BytesIO(vm("pack", "outputs/empty"))) as tar:
+        assert tar.getnames() == []
+
+
+@pytest.mark.parametrize("script", ["worker.sh", "watchdog.sh"])
+def test_shellcheck_has_nothing_to_say(script: str) -> None:
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([shellcheck, str(LAUNCH / script)], capture_output=True, text=True)
+    assert done.stdout == ""
