@@ -130,7 +130,7 @@ class FakeCloud:
         verb = verb.replace("compute tpus ", "")
         if verb.startswith("storage"):
             return self.storage(words)
-        if verb.endswith("list"):
+        if "list" in words:
             return Completed(0, json.dumps(self.listing(words)))
         name = words[5].split(":")[0] if "scp" not in words else self.scp_name(words)
         machine = self.machines.get((zone_of(words), name))

@@ -40,7 +40,7 @@ def test_the_command_line_wins() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("nmae=x", "did you mean name=?"),
+        ("namee=x", "did you mean name=?"),
         ("max_usd=lots", "it is no number"),
         ("max_usd=0", "above 0"),
         ("spot=maybe", "true or false"),

@@ -88,3 +88,8 @@ def test_a_resumed_run_adds_its_life(tmp_path: Path) -> None:
     write_provenance(folder, {"device": "tpu"})
     stored = json.loads((tmp_path / "x" / "provenance.json").read_text())
     assert stored == {"lives": [{"device": "cpu"}, {"device": "tpu"}]}
+
+
+def test_files_that_were_sent_without_a_checkout_say_what_they_stand_on(tmp_path: Path) -> None:
+    (tmp_path / ".commit").write_text("0123abcd\n")
+    assert git_state(tmp_path) == {"git_commit": "0123abcd", "git_dirty": None, "git_diff_sha256": None}

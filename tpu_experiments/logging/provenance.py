@@ -49,10 +49,15 @@ def write_provenance(folder: RunFolder, facts: dict[str, Any]) -> None:
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """Commit, whether files differ from it (new ones too), and a hash of how; null outside a checkout."""
+    """Commit, whether files differ from it (new ones too), and a hash of how; null outside a checkout.
+
+    launch/tpu.py sends files without a checkout, and the commit they stand on as `.commit`.
+    """
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.decode().strip()) != root.resolve():  # installed below another checkout
-        return {"git_commit": None, "git_dirty": None, "git_diff_sha256": None}
+        sent = root / ".commit"
+        stands_on = sent.read_text(encoding="utf-8").strip() if sent.is_file() else ""
+        return {"git_commit": stands_on or None, "git_dirty": None, "git_diff_sha256": None}
     commit = _git(root, "rev-parse", "HEAD")  # None before the first commit
     changes = (_git(root, "status", "--porcelain") or b"") + (_git(root, "diff", "--binary", "HEAD") or b"")
     return {
