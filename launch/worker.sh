@@ -46,7 +46,8 @@ start() {
 
 # The unit: run.py with the secrets in its environment and nowhere else; its exit code is kept.
 unit() {
-    local words=() code='' last child trapped=''
+    local words=() where=() word code='' last child trapped=''
+    local runner=(bash launch/local.sh python)
     [[ ! -e $state/words ]] || mapfile -d '' -t words <"$state/words"
     if [[ -e $state/secrets ]]; then
         set -a
@@ -54,7 +55,16 @@ unit() {
         source "$state/secrets"
         set +a
     fi
-    ${TPUEXP_PYTHON:-bash launch/local.sh python} run.py "${words[@]}" >>"$state/log" 2>&1 &
+    if [[ -n ${TPUEXP_PYTHON:-} ]]; then
+        runner=("$TPUEXP_PYTHON")
+    elif [[ -e launch/on_vm.py ]]; then
+        # Programs that were compiled go to the run's bucket, from where the next machine has them.
+        for word in "${words[@]}"; do
+            [[ $word != hw=* && $word != output_dir=* ]] || where+=("$word")
+        done
+        runner=(bash launch/local.sh python -m launch.on_vm run "${where[@]}" -- python)
+    fi
+    "${runner[@]}" run.py "${words[@]}" >>"$state/log" 2>&1 &
     child=$!
     trap 'trapped=yes; kill -TERM $child 2>/dev/null || true' TERM INT
     # A signal ends `wait` with 143, which is not the run's code: it is asked again (127: it was told before).

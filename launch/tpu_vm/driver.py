@@ -202,7 +202,8 @@ class Driver:
         self.progress.reset()
         try:
             self.vm.sync(self.target)
-            self.vm.set_up(self.target, self.secrets)
+            told = (word for word in self.record.overrides if word.startswith(("hw=", "output_dir=")))
+            self.vm.set_up(self.target, self.secrets, tuple(told) or (f"hw={self.record.hw}",))
         except UnreachableError as error:
             self.unreachable(error)
         except RemoteError as error:

@@ -92,8 +92,11 @@ class Vm:
         self._copied(self._run(commands.copy_to(target, str(file), file.name), timeout=COPY_SECONDS))
         self.remote(target, code_sync.unpack_command(file.name), timeout=COPY_SECONDS)
 
-    def set_up(self, target: Target, secrets: dict[str, str]) -> None:
+    def set_up(self, target: Target, secrets: dict[str, str], where: tuple[str, ...]) -> None:
         """Secrets, the data disk, and launch/startup.sh; everything may be done again.
+
+        Args:
+            where: what startup.sh is told of the run, `hw=` and `output_dir=`.
 
         Raises:
             UnreachableError, RemoteError
@@ -103,7 +106,11 @@ class Vm:
         if self._settings.data_disk:
             words = f"mount {shlex.quote(self._settings.data_disk)} {shlex.quote(self._settings.data_mount)}"
             self.remote(target, f"{WORKER} {words}")
-        self.remote(target, f"{ALIVE}cd ~/{CHECKOUT} && bash launch/startup.sh </dev/null", timeout=SETUP_SECONDS)
+        self.remote(
+            target,
+            f"{ALIVE}cd ~/{CHECKOUT} && bash launch/startup.sh {shlex.join(where)} </dev/null",
+            timeout=SETUP_SECONDS,
+        )
 
     def start(self, target: Target, run_id: str, words: tuple[str, ...]) -> None:
         """run.py on every worker; a run of this id that is there is left alone."""
