@@ -1,5 +1,7 @@
 """Settings from the command line and from a .env file."""
 
+from pathlib import Path
+
 import pytest
 
 from launch.tpu_vm.cli import main
@@ -68,3 +70,8 @@ def test_unknown_commands_and_no_command(capsys: pytest.CaptureFixture[str]) -> 
     assert main([]) == 2
     assert main(["--help"]) == 0
     assert "train" in capsys.readouterr().out
+
+
+def test_the_launchers_readme_names_every_setting() -> None:
+    text = (Path(__file__).parents[2] / "launch" / "README.md").read_text()
+    assert [name for name in vars(Settings()) if f"`{name}" not in text] == []
