@@ -11,7 +11,7 @@ from typing import Any
 from launch.tpu_vm import dry, goals, loading, looking
 from launch.tpu_vm.cloud import CloudError, as_launch_error
 from launch.tpu_vm.driver import WallClock
-from launch.tpu_vm.errors import FAILED, REFUSED, LaunchError
+from launch.tpu_vm.errors import FAILED, REFUSED, STOPPED, LaunchError
 from launch.tpu_vm.known import settings_of
 from launch.tpu_vm.launching import World
 from launch.tpu_vm.local_files import NoFiles
@@ -50,6 +50,9 @@ def main(arguments: list[str], world: World | None = None) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
+    except KeyboardInterrupt:  # while nothing was rented yet; later the driver has it
+        print("interrupted; python launch/tpu.py status shows what costs", file=sys.stderr)
+        return STOPPED
     except CloudError as error:
         print(f"error: {as_launch_error(error)}", file=sys.stderr)
         return FAILED

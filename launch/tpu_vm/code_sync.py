@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shlex
 import subprocess
 import tarfile
@@ -86,15 +87,19 @@ def keep_key_command() -> str:
     return f"umask 077; mkdir -p ~/.ssh; cat >{KEY_FILE}"
 
 
-def deploy_key(folder: Path) -> tuple[Path, str, bool]:
-    """The private key's file, the public key, and whether it was made just now (ed25519, mode 0600)."""
+def key_folder(state: Path, settings: Settings) -> Path:
+    """Where the key of a repository lies: a host takes a deploy key for one repository alone."""
+    return state / "keys" / re.sub(r"[^A-Za-z0-9]+", "-", settings.repo)
+
+
+def deploy_key(folder: Path) -> tuple[Path, str]:
+    """The private key's file (mode 0600) and the public key (ed25519), made where there is none."""
     file = folder / "deploy_key"
-    is_new = not file.is_file()
-    if is_new:
+    if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         os.chmod(folder, 0o700)
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "tpu_experiments deploy key", "-f", str(file)]
         done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
             raise LaunchError(f"repo=; ssh-keygen made no key: {done.stderr.strip()}")
-    return file, file.with_suffix(".pub").read_text(encoding="utf-8").strip(), is_new
+    return file, file.with_suffix(".pub").read_text(encoding="utf-8").strip()

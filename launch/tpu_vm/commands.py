@@ -100,34 +100,41 @@ def listing(target: Target, kind: str) -> list[str]:
 def ssh(target: Target, command: str, *, worker: str = "all") -> list[str]:
     """Run `command` on a worker, or on all of them at once."""
     words = [*_tpu_vm(target), "ssh", target.resource, *target.place, f"--worker={worker}"]
-    words += ["--tunnel-through-iap"] if target.settings.network == "internal" else []
+    words += _tunnel(target, worker=worker)
     return [*words, "--quiet", "--strict-host-key-checking=no", f"--command={command}"]
 
 
 def shell(target: Target, *, worker: str) -> list[str]:
     """A login on a worker."""
     words = [*_tpu_vm(target), "ssh", target.resource, *target.place, f"--worker={worker}"]
-    return words + (["--tunnel-through-iap"] if target.settings.network == "internal" else [])
+    return words + _tunnel(target, worker=worker)
 
 
 def copy_to(target: Target, local: str, remote: str) -> list[str]:
     """A file to all workers."""
     words = [*_tpu_vm(target), "scp", local, f"{target.resource}:{remote}", *target.place, "--worker=all"]
-    words += ["--tunnel-through-iap"] if target.settings.network == "internal" else []
+    words += _tunnel(target, worker="all")
     return [*words, "--quiet", "--strict-host-key-checking=no"]
 
 
 def copy_from(target: Target, remote: str, local: str) -> list[str]:
     """A folder or file of worker 0 to this machine."""
     words = [*_tpu_vm(target), "scp", "--recurse", f"{target.resource}:{remote}", local, *target.place, "--worker=0"]
-    words += ["--tunnel-through-iap"] if target.settings.network == "internal" else []
+    words += _tunnel(target, worker="0")
     return [*words, "--quiet", "--strict-host-key-checking=no"]
 
 
 def _tpu_vm(target: Target) -> list[str]:
-    """Only alpha tunnels, and holds back after 8 handshakes at once, more than which sshd refuses."""
+    """Only alpha goes through IAP."""
     track = ["alpha"] if target.settings.network == "internal" else []
     return ["gcloud", *track, "compute", "tpus", "tpu-vm"]
+
+
+def _tunnel(target: Target, *, worker: str) -> list[str]:
+    """Through IAP; 8 workers at a time, since sshd refuses more than ten handshakes."""
+    if target.settings.network != "internal":
+        return []
+    return ["--tunnel-through-iap", *(["--batch-size=8"] if worker == "all" else [])]
 
 
 def bucket_copy(source: str, local: str) -> list[str]:

@@ -246,7 +246,7 @@ class Driver:
             exit_code=look.code if has_ended else None,
             is_preempted=look.is_preempted,
             is_stop_asked=look.is_stop_asked,
-            unreachable_since=None,
+            unreachable_since=self.clock.now() if look.is_preempted else None,
         )
         if look.state != "exited":
             self.clock.sleep(self.settings.poll_seconds)

@@ -161,10 +161,13 @@ def offer_key(world: World, settings: Settings) -> None:
     """The deploy key of a private repository, made once and shown until the user has stored it."""
     if settings.code != "clone" or not code_sync.is_private(settings):
         return
-    _, public, is_new = code_sync.deploy_key(folder_of(settings) / "keys")
-    if is_new:
+    folder = code_sync.key_folder(folder_of(settings), settings)
+    stored = folder / "stored"
+    if not stored.exists():
+        _, public = code_sync.deploy_key(folder)
         world.say(f"add this read-only deploy key to {settings.repo} (GitHub: Settings, Deploy keys):\n{public}")
         world.confirm("is it there?", settings)
+        stored.touch()
 
 
 def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict[str, str], job: Job | None) -> Driver:

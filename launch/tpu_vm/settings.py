@@ -105,6 +105,8 @@ def parse(words: list[str], *, env_file: dict[str, str], hw_of: Any) -> Settings
     given = {FROM_ENV_FILE[key]: value for key, value in env_file.items() if key in FROM_ENV_FILE and value}
     if env_file.get("ACCELERATOR_TYPE"):
         given["hw"] = hw_of(env_file["ACCELERATOR_TYPE"])
+    if "source" in given and "://" not in given["source"]:
+        given["source"] = f"gs://{given['source']}"
     if "data_disk_gb" in given:
         given["data_disk_gb"] = re.sub(r"\s*GB?$", "", given["data_disk_gb"], flags=re.IGNORECASE)
     for word in words:

@@ -47,7 +47,11 @@ def every_command() -> dict[str, list[str]]:
     lines |= {"describe": commands.describe(plain), "node": commands.describe_node(plain)}
     lines |= {"delete": commands.delete(full), "delete node": commands.delete_node(full)}
     lines |= {kind: commands.listing(full, kind) for kind in ("queued-resources", "tpu-vm")}
-    lines |= {"ssh all": commands.ssh(plain, "echo a b"), "ssh iap": commands.ssh(full, "true", worker="3")}
+    lines |= {
+        "ssh all": commands.ssh(plain, "echo a b"),
+        "ssh iap": commands.ssh(full, "true", worker="3"),
+        "ssh all iap": commands.ssh(full, "true"),
+    }
     lines |= {"shell": commands.shell(plain, worker="0"), "shell iap": commands.shell(full, worker="0")}
     lines |= {"to": commands.copy_to(plain, WATCHDOG, "x.gz"), "to iap": commands.copy_to(full, WATCHDOG, "x.gz")}
     lines |= {"from": commands.copy_from(plain, "x", "/tmp/x"), "from iap": commands.copy_from(full, "x", "/tmp/x")}

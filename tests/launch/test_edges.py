@@ -140,11 +140,10 @@ def test_a_clone_has_the_asked_folders_and_is_brought_up_to_date(tree: Path, tmp
 
 
 def test_a_deploy_key_is_made_once_and_is_private(tmp_path: Path) -> None:
-    file, public, is_new = code_sync.deploy_key(tmp_path / "keys")
+    file, public = code_sync.deploy_key(tmp_path / "keys")
     assert public.startswith("ssh-ed25519 ")
-    assert is_new
     assert oct(file.stat().st_mode)[-3:] == "600"
-    assert code_sync.deploy_key(tmp_path / "keys") == (file, public, False)
+    assert code_sync.deploy_key(tmp_path / "keys") == (file, public)
     private = Settings(name="r", code="clone", repo="git@github.com:me/x.git")
     assert "IdentitiesOnly" in code_sync.clone_command(private)
 

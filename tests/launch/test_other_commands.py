@@ -153,6 +153,58 @@ def test_shards_go_to_a_bucket_or_to_a_disk_whose_loader_is_always_deleted(launc
     assert launcher.cloud.calls[-1][2:4] == ["instances", "delete"]
 
 
+def test_a_private_repository_is_cloned_with_a_key_that_was_shown_and_waited_for(launcher: Launcher) -> None:
+    clone = ("code=clone", "repo=git@github.com:me/x.git", "ref=v1", "yes=false")
+    launcher.answers = ["y", "n"]
+    assert launcher.train(*clone) == 2
+    assert not launcher.cloud.machines
+    assert any("ssh-ed25519 " in line for line in launcher.said)
+    launcher.answers = ["y", "y"]
+    assert launcher.train(*clone) == 0
+    launcher.answers = ["y"]
+    assert launcher.train(*clone) == 0
+    key = (launcher.folder / "launch" / "keys" / "git-github-com-me-x-git" / "deploy_key").read_text()
+    assert key in launcher.cloud.stdins
+    body = key.splitlines()[2]
+    assert not any(body in word for call in launcher.cloud.calls for word in call)
+    assert body not in "".join(launcher.said) + (launcher.folder / "launch" / "ro1.json").read_text()
+    assert not any("scp" in call for call in launcher.cloud.calls)
+    assert any("--branch v1 git@github.com:me/x.git" in word for call in launcher.cloud.calls for word in call)
+
+
+def test_a_data_disk_is_attached_read_only_and_mounted(launcher: Launcher) -> None:
+    assert launcher.train("zones=z-a", "data_disk=shards") == 0
+    (machine,) = launcher.cloud.all_machines
+    assert "--data-disk=source=projects/p/zones/z-a/disks/shards,mode=read-only" in machine.words
+    assert any("worker.sh mount shards /mnt/data" in word for call in launcher.cloud.calls for word in call)
+
+
+@pytest.mark.parametrize("command", ["up", "status", "load_data"])
+def test_a_dry_run_of_the_others_changes_nothing(launcher: Launcher, command: str) -> None:
+    words = {
+        "up": MACHINE,
+        "status": ("zones=z-a",),
+        "load_data": ("source=gs://b/x", "data_disk=d", "zones=z-a", "hw=v6e8"),
+    }[command]
+    launcher.env_file()
+    before = sorted(launcher.folder.rglob("*"))
+    assert launcher(command, "--dry-run", *words) == 0
+    assert sorted(launcher.folder.rglob("*")) == before
+    assert not launcher.cloud.calls
+    assert any(line.startswith("$ gcloud") for line in launcher.said)
+
+
+def test_ctrl_c_at_the_question_rents_nothing(launcher: Launcher) -> None:
+    def interrupted(question: str) -> str:
+        raise KeyboardInterrupt
+
+    world = launcher.world()
+    world.ask = interrupted
+    words = ["up", *MACHINE, f"results={launcher.folder}", "project=p", f"env_file={launcher.env_file()}"]
+    assert main(words, world) == 75
+    assert not launcher.cloud.calls
+
+
 def test_the_dry_run_of_train_is_the_golden_one(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["train", "--dry-run", "hw=v6e8", "spot=true", "max_usd=60", "project=my-project", "env_file=empty.env"]
     launcher.env_file()

@@ -18,6 +18,7 @@ ACCELERATOR_TYPE=v5litepod-8
 PRE_EMPTIBLE=true
 EXT_DISK_NAME=shards
 EXT_DISK_SIZE=200GB
+DATA_BUCKET=shards-of-me
 HF_TOKEN=hf_x
 BATCH_SIZE=32
 """
@@ -31,6 +32,7 @@ def test_a_env_file_of_the_pod_scripts_is_understood() -> None:
     settings = parsed(env=ENV)
     assert (settings.project, settings.zones, settings.name) == ("my-project", ("us-central1-a",), "bert1")
     assert (settings.hw, settings.spot, settings.data_disk, settings.data_disk_gb) == ("v5e8", True, "shards", 200)
+    assert settings.source == "gs://shards-of-me"
 
 
 def test_the_command_line_wins() -> None:
