@@ -164,10 +164,10 @@ def offer_key(world: World, settings: Settings) -> None:
     folder = code_sync.key_folder(folder_of(settings), settings)
     stored = folder / "stored"
     if not stored.exists():
-        _, public = code_sync.deploy_key(folder)
+        _, public = world.files.deploy_key(folder)
         world.say(f"add this read-only deploy key to {settings.repo} (GitHub: Settings, Deploy keys):\n{public}")
         world.confirm("is it there?", settings)
-        stored.touch()
+        world.files.write(stored, "")
 
 
 def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict[str, str], job: Job | None) -> Driver:

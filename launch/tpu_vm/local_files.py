@@ -22,6 +22,11 @@ class LocalFiles:
         self.make_dirs(file.parent)
         file.write_text(text, encoding="utf-8")
 
+    def deploy_key(self, folder: Path) -> tuple[str, str]:
+        """The private and the public key; made where there is none."""
+        file, public = code_sync.deploy_key(folder)
+        return file.read_text(encoding="utf-8"), public
+
     def unpack(self, file: Path, into: Path) -> list[str]:
         """The results in a tar file, which is then deleted; their names."""
         self.make_dirs(into)
@@ -44,6 +49,10 @@ class NoFiles(LocalFiles):
 
     def write(self, file: Path, text: str) -> None:
         """Nothing is written."""
+
+    def deploy_key(self, folder: Path) -> tuple[str, str]:
+        """None is made."""
+        return "(the private key)\n", "ssh-ed25519 (made when it is no dry run)"
 
     def unpack(self, file: Path, into: Path) -> list[str]:
         """Nothing came."""

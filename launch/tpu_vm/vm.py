@@ -83,8 +83,8 @@ class Vm:
         """
         if self._settings.code == "clone":
             if code_sync.is_private(self._settings):
-                key, _ = code_sync.deploy_key(code_sync.key_folder(self._scratch, self._settings))
-                self._each_worker(target, code_sync.keep_key_command(), stdin=key.read_text(encoding="utf-8"))
+                key, _ = self._files.deploy_key(code_sync.key_folder(self._scratch, self._settings))
+                self._each_worker(target, code_sync.keep_key_command(), stdin=key)
             self.remote(target, code_sync.clone_command(self._settings), timeout=COPY_SECONDS)
             return
         file = self._scratch / f"{self._settings.name}.tar.gz"

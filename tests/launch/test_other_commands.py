@@ -182,7 +182,7 @@ def test_a_data_disk_is_attached_read_only_and_mounted(launcher: Launcher) -> No
 @pytest.mark.parametrize("command", ["up", "status", "load_data"])
 def test_a_dry_run_of_the_others_changes_nothing(launcher: Launcher, command: str) -> None:
     words = {
-        "up": MACHINE,
+        "up": (*MACHINE, "code=clone", "repo=git@github.com:me/x.git"),
         "status": ("zones=z-a",),
         "load_data": ("source=gs://b/x", "data_disk=d", "zones=z-a", "hw=v6e8"),
     }[command]
