@@ -1,10 +1,9 @@
 """The edge: runs a command line, with a time limit, and never with a secret among its words."""
 
 import os
-import shlex
 import signal
 import subprocess
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,22 +47,17 @@ def run(words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Complet
     try:
         out, err = process.communicate(stdin, timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _end(process, signal.SIGKILL)
         out, err = process.communicate()
         return Completed(TIMED_OUT, out, f"{err}\ntimed out after {timeout:.0f} s")
     except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
+        _end(process, signal.SIGTERM)
         raise
     return Completed(process.returncode, out, err)
 
 
-def printing(say: Callable[[str], None]) -> Run:
-    """For --dry-run: says each command and does nothing."""
-
-    def run_nothing(words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
-        given = f"   # {stdin.count(chr(10))} line(s) on stdin" if stdin else ""
-        say(shlex.join(words) + given)
-        return Completed(0)
-
-    return run_nothing
+def _end(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """The command with its children; it may have ended by itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    process.wait()

@@ -26,7 +26,8 @@ MARK = re.compile(r"^tpuexp-code=(\d+)\s*$", re.MULTILINE)
 # A set-up that takes longer than the watchdog waits is no idle machine.
 ALIVE = (
     "mkdir -p ~/.tpu_experiments; "
-    "(while touch ~/.tpu_experiments/lease; do sleep 60; done) >/dev/null 2>&1 & alive=$!; trap 'kill $alive' EXIT; "
+    "(while touch ~/.tpu_experiments/lease; do sleep 60; done) </dev/null >/dev/null 2>&1 & "
+    "alive=$!; trap 'kill $alive' EXIT; "
 )
 
 
@@ -192,9 +193,8 @@ class Vm:
         done = self._run(commands.ssh(target, marked, worker=worker), stdin=stdin, timeout=timeout)
         codes = [int(code) for code in MARK.findall(done.out)]
         if any(codes):
-            raise RemoteError(
-                in_one_line("\n".join((MARK.sub("", done.out) + done.err).strip().splitlines()[-12:]), limit=1500)
-            )
+            said = (MARK.sub("", done.out) + done.err).strip().splitlines()[-12:]
+            raise RemoteError(in_one_line("\n".join(said), limit=1500) or f"exit code {max(codes)}")
         if len(codes) < (self._num_workers if worker == "all" else 1):
             raise UnreachableError(in_one_line(done.err) or f"exit code {done.code}")
 
