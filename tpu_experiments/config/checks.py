@@ -123,11 +123,7 @@ def _hardware(config: Config) -> list[str]:
             f"hw.compile_cache={hw.compile_cache}; torch_xla reads and writes files of this machine only; name a local "
             "folder, or use hw.compile_cache=none."
         )
-    if (
-        hw.device == "tpu"
-        and hw.num_devices > CHIPS_OF_A_HOST
-        and config.task.name in ("train", "resume_check", "evaluate")
-    ):
+    if hw.device == "tpu" and hw.num_devices > CHIPS_OF_A_HOST and config.task.name in NEED_ONE_HOST:
         problems.append(
             f"hw.num_devices={hw.num_devices} with task={config.task.name}; more than {CHIPS_OF_A_HOST} chips are "
             "several hosts, which only task=plan knows so far; use hw=v5e8 or hw=v6e8."

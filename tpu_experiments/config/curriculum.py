@@ -49,14 +49,9 @@ class Stage:
     exit: ExitTestConfig = field(default_factory=ExitTestConfig)
 
     @property
-    def has_exit_test(self) -> bool:
-        """Whether it may end before its last step."""
-        return self.exit.eval_loss is not None or self.exit.patience is not None
-
-    @property
     def watches(self) -> bool:
         """Whether its evaluations are compared with each other."""
-        return self.has_exit_test or self.exit.ends_with == "best"
+        return self.exit.eval_loss is not None or self.exit.patience is not None or self.exit.ends_with == "best"
 
 
 def resolve_stages(config: Config) -> list[Stage]:

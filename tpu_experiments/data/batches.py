@@ -69,7 +69,7 @@ class OrderedRows(ABC):
     def __init__(self, *, seq_len: int, names: Sequence[str], counts: Sequence[int]) -> None:
         assert len(counts) == len(names), "one name for each source"
         self.seq_len = seq_len
-        self.names = tuple(names)
+        self.names, self.counts = tuple(names), tuple(counts)
         self.num_rows = sum(counts)
         self._ends = np.cumsum(counts)
 

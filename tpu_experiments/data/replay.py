@@ -1,4 +1,4 @@
-"""A stage's own rows with a share of other rows among them, exact at every step and a function of the step alone."""
+"""The rows of a stage: its own, and a share of replayed ones, exact at every step and a function of the step alone."""
 
 import math
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from tpu_experiments.data.rows import Rows
 
 @dataclass(frozen=True)
 class ReplayedRows:
-    """Of the first n rows of a stage floor(n x share) are replayed; in a batch they follow the stage's own.
+    """Of the first n rows of a stage floor(n x share) are replayed, by default none; they follow its own in a batch.
 
     Both kinds go through their epochs on their own, and so do positions: `num_total` counts the stage's own rows.
     """
 
     own: OrderedRows
-    replayed: OrderedRows
-    share: Fraction
-    """Between 0 and 1."""
+    replayed: OrderedRows | None = None
+    share: Fraction = Fraction(0)
+    """From 0 to below 1; above 0 only with `replayed`."""
 
     @property
     def num_rows(self) -> int:
@@ -31,6 +31,8 @@ class ReplayedRows:
 
     def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
         """As of `OrderedRows`; the padding behind the last own row follows the replayed ones."""
+        if self.replayed is None:
+            return self.own.batch(step, global_rows=global_rows, num_total=num_total)
         first, last = step * global_rows, (step + 1) * global_rows
         before, after = self.num_replayed(first), self.num_replayed(last)
         own, own_labels = self.own.between(first - before, last - after, num_total=num_total)
@@ -43,6 +45,8 @@ class ReplayedRows:
 
     def steps_for(self, epochs: float, *, global_rows: int) -> int:
         """Steps that cover that many epochs of the stage's own rows."""
+        if self.replayed is None:
+            return self.own.steps_for(epochs, global_rows=global_rows)
         total = self.total_for(epochs)
         steps = math.ceil(Fraction(total) / global_rows / (1 - self.share))
         while steps > 1 and self._own_rows((steps - 1) * global_rows) >= total:

@@ -33,6 +33,11 @@ def join(base: str, *parts: str) -> str:
     return "/".join([base.rstrip("/"), *(part.strip("/") for part in parts)])
 
 
+def folder_of(path: str) -> str:
+    """The folder that a file lies in, `.` where its path names none."""
+    return path.rpartition("/")[0] or "."
+
+
 def absolute(path: str) -> str:
     """A local path from the root; a remote one as it is."""
     return path if is_remote(path) else str(_local(path).resolve())

@@ -4,7 +4,7 @@ transformers builds masks by looking at tensor values, which on XLA is a host re
 a ready 4-D mask is passed through untouched. Legend: B rows, T tokens, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +23,18 @@ def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, T
     Padding (segment 0) sees padding only, so that no row of the softmax is empty. Models with `layer_types`
     (Gemma 3, Qwen2) take one mask per type; Mistral takes one mask with its window.
     """
-    window: Any = getattr(config, "sliding_window", None)
+    return by_layer_type(lambda window: causal_mask(segments_BT, window=window), config=config)
+
+
+def by_layer_type(mask_of: Callable[[int | None], Tensor], *, config: Any) -> Tensor | dict[str, Tensor]:
+    """The mask of a model, or one for each type of its layers; `mask_of` makes it for a window or for none."""
+    window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        return causal_mask(segments_BT, window=window)
-    masks = {"full_attention": causal_mask(segments_BT, window=None)}
+        return mask_of(window)
+    masks = {"full_attention": mask_of(None)}
     if "sliding_attention" in layer_types:
-        masks["sliding_attention"] = causal_mask(segments_BT, window=window)
+        masks["sliding_attention"] = mask_of(window)
     return masks
 
 

@@ -18,6 +18,11 @@ def soft_cap_of(module: nn.Module) -> float | None:
     return getattr(config.get_text_config(), "final_logit_softcapping", None)
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """The logits after a cap of `soft_cap_of`."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def has_plain_head(module: nn.Module) -> bool:
     """True where the logits are one matrix product, capped by `soft_cap_of` or not, and nothing else.
 
@@ -72,6 +77,5 @@ def _is_product(module: nn.Module) -> bool:
         logits = probe(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
     except Exception:  # a forward that asks more of its base model than hidden states
         return False
-    expected, cap = hidden @ weight.T, soft_cap_of(module)
-    expected = expected if cap is None else cap * torch.tanh(expected / cap)
+    expected = capped(hidden @ weight.T, soft_cap_of(module))
     return logits.shape == expected.shape and torch.allclose(logits, expected)

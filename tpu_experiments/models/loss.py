@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpu_experiments.models.forward import target_weights
+from tpu_experiments.models.head import capped
 from tpu_experiments.runtime.layout import BY_ROWS, HEAD, Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, Tensors
 
@@ -204,10 +205,10 @@ class _Chunk:
     ) -> None:
         self.terms, self.head_VH, self.dtype = terms, head_VH, hidden_BCH.dtype
         self.row_BCH = F.embedding(targets_BC, head_VH).float()
-        self.target_BC = _capped((hidden_BCH.float() * self.row_BCH).sum(-1), terms.soft_cap)
-        some_BCV = _capped(torch.matmul(hidden_BCH, head_VH[:NUM_FIRST].T).float(), terms.soft_cap)
+        self.target_BC = capped((hidden_BCH.float() * self.row_BCH).sum(-1), terms.soft_cap)
+        some_BCV = capped(torch.matmul(hidden_BCH, head_VH[:NUM_FIRST].T).float(), terms.soft_cap)
         shift_BC = torch.maximum(self.target_BC, some_BCV.amax(-1))
-        logits_BCV = _capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
+        logits_BCV = capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
         exp_BCV = torch.exp(torch.clamp(logits_BCV - shift_BC[..., None], max=MAX_EXPONENT))
         # A comparison, not a scatter: elementwise work stays with the product it follows, and rows stay where they are.
         exp_BCV = torch.where(targets_BC[..., None] == index_V, 0.0, exp_BCV)
@@ -246,7 +247,7 @@ def _slope(
     hidden_BCH: Tensor, head_VH: Tensor, index_V: Tensor, *, targets_BC: Tensor, log_z_BC: Tensor, terms: Terms
 ) -> Tensor:
     """Derivative (B, C, V) of every position's loss by the logits as they come from the product."""
-    logits_BCV = _capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
+    logits_BCV = capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
     # The clamp is for a position whose log-partition is of clamped exponents.
     slope_BCV = torch.exp(torch.clamp(logits_BCV - log_z_BC[..., None], max=0.0))
     if terms.z_loss:
@@ -255,13 +256,9 @@ def _slope(
     return slope_BCV if terms.soft_cap is None else slope_BCV * _cap_slope(logits_BCV, terms.soft_cap)
 
 
-def _capped(logits: Tensor, cap: float | None) -> Tensor:
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def _cap_slope(capped: Tensor, cap: float) -> Tensor:
-    """Derivative of `_capped` where it has this value."""
-    return 1 - (capped / cap) ** 2
+def _cap_slope(values: Tensor, cap: float) -> Tensor:
+    """Derivative of `capped` where it has this value."""
+    return 1 - (values / cap) ** 2
 
 
 def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:

@@ -27,11 +27,11 @@ from tpu_experiments.runtime.attention import without_attention_kernel
 from tpu_experiments.runtime.layout import as_it_lies
 from tpu_experiments.runtime.loop import python_loop
 from tpu_experiments.runtime.stacked import stacked
-from tpu_experiments.training.chosen import trains_of
+from tpu_experiments.training.chosen import choice_of
 from tpu_experiments.training.inputs import stage_rows, training_tensors, with_noise
 from tpu_experiments.training.parts import Parts
 from tpu_experiments.training.saved import flat, to_host, zero_state
-from tpu_experiments.training.step import TRAINS, TrainStep
+from tpu_experiments.training.step import TrainStep
 from tpu_experiments.training.window import TrainingStopped
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,8 @@ def on_devices(parts: Parts, batch: Batch) -> Report:
     before = to_host(parts.parameters)
     put_back(parts, nudged(before))
     mine = batch.slice_process(runtime.rank, runtime.world_size)
-    tensors = training_tensors(mine, stage.geometry, lr=stage.lr) | all_chosen(parts)
+    everything = choice_of((), parts.parameters, stages=parts.inputs.stages)
+    tensors = training_tensors(mine, stage.geometry, lr=stage.lr) | everything
     output = parts.step_program(runtime.put(tensors, rows_dim=1))
     runtime.wait()
     state = to_host(flat({name: first_slot(slots) for name, slots in parts.state.items() if name}))
@@ -192,12 +193,6 @@ def on_devices(parts: Parts, batch: Batch) -> Report:
     put_back(parts, before)
     parts.state.update(parts.fresh_state())
     return report
-
-
-def all_chosen(parts: Parts) -> dict[str, Tensor]:
-    """What the batches of this run's program need besides, so that every parameter is looked at."""
-    trains = trains_of((), parts.parameters, stages=parts.inputs.stages)
-    return {} if trains is None else {TRAINS: trains}
 
 
 def put_back(parts: Parts, tensors: Mapping[str, Tensor]) -> None:

@@ -196,17 +196,17 @@ def _quoted(text: str | None) -> str:
 def _cost(result: Mapping[str, Any], config: Config) -> str:
     run = (result.get("goodput") or {}).get("run") or {}
     rows = [
-        ("hardware", f"{config.hw.name}, {config.hw.num_devices} devices, {config.hw.runtime} ({config.hw.parallel})"),
-        ("speed", f"{result['tokens_per_second']:,.0f} tokens/s over all devices"),
-        ("compiled programs", f"{result['num_compiles']}, {result['compiles_after_warmup']} of them after warm-up"),
+        ("hardware", f"{config.hw.name}, {config.hw.num_devices} devices, {config.hw.runtime} ({config.hw.parallel})")
     ]
     if run:
         times = run["lives"]
-        rows.insert(
-            1, ("wall time", f"{run['wall_seconds'] / 3600:.2f} h in {times} {'life' if times == 1 else 'lives'}")
-        )
+        rows.append(("wall time", f"{run['wall_seconds'] / 3600:.2f} h in {times} {'life' if times == 1 else 'lives'}"))
         prices = [f"${usd:,.2f} {kind.replace('_', ' ')}" for kind, usd in run["usd"].items() if usd is not None]
-        rows.insert(2, ("cost", ", ".join(prices) or f"hw={config.hw.name} has no price"))
+        rows.append(("cost", ", ".join(prices) or f"hw={config.hw.name} has no price"))
+    rows += [
+        ("speed", f"{result['tokens_per_second']:,.0f} tokens/s over all devices"),
+        ("compiled programs", f"{result['num_compiles']}, {result['compiles_after_warmup']} of them after warm-up"),
+    ]
     planned = (result.get("plan") or {}).get("step_seconds") or {}
     if planned.get("planned") is not None:
         rows.append(("a step", f"{planned['measured']:.3f} s, planned {planned['planned']:.3f} s"))

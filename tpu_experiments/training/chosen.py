@@ -13,6 +13,15 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
 
+TRAINS = "trains"
+"""Name of the numbers in a batch, float32 (N,); where it has none, every parameter is updated."""
+
+
+def choice_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
+    """What every batch holds besides its rows; nothing in a run where every stage trains all."""
+    trains = trains_of(patterns, names, stages=stages)
+    return {} if trains is None else {TRAINS: trains}
+
 
 def trains_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> Tensor | None:
     """The numbers, float32 (N,), of parameters `names` for a stage; None in a run where every stage trains all."""

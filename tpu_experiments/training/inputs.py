@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -17,7 +17,6 @@ from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import (
     Batch,
-    OrderedRows,
     StageRows,
     WrittenRows,
     fixed_batches,
@@ -29,9 +28,7 @@ from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
-from tpu_experiments.training.step import TRAINS
 
-AnyRows = OrderedRows | ReplayedRows
 REPLAY_STAGE = 2**16
 """Added to a stage's number where the order of its replayed rows is drawn, which are in an order of their own."""
 NOISE_STREAM = 2**192
@@ -80,32 +77,29 @@ class StepInfo:
     """Whether the stage ends with it."""
 
 
-def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> AnyRows:
+def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRows:
     """The training rows of one stage in the order of `loader.order`; replayed ones are read in a permutation.
 
     Raises:
         ConfigError: the stage needs more epochs than were written.
     """
-    shuffled = shuffled_rows(inputs, stage, seed=config.seed)
+    rows = shuffled_rows(inputs, stage, seed=config.seed)
     if config.loader.order == "permutation":
-        return shuffled
-    own = shuffled.own if isinstance(shuffled, ReplayedRows) else shuffled
-    assert isinstance(own, StageRows)
+        return rows
     epochs = inputs.written.get(stage.index, [])
-    positions = stage_steps(shuffled, stage, inputs=inputs, config=config) * stage.geometry.global_rows
-    if isinstance(shuffled, ReplayedRows):
-        positions -= shuffled.num_replayed(positions)
+    num_rows = stage_steps(rows, stage, inputs=inputs, config=config) * stage.geometry.global_rows
+    positions = num_rows - rows.num_replayed(num_rows)
     written = WrittenRows(
         [epoch.rows for epoch in epochs],
         origins=[epoch.origins_N for epoch in epochs],
         names=stage.sources,
-        counts=[part.num_rows for part in own.parts],
-        num_positions=positions if stage.epochs is None else min(positions, own.total_for(stage.epochs)),
+        counts=rows.own.counts,
+        num_positions=positions if stage.epochs is None else min(positions, rows.total_for(stage.epochs)),
     )
-    return replace(shuffled, own=written) if isinstance(shuffled, ReplayedRows) else written
+    return replace(rows, own=written)
 
 
-def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> AnyRows:
+def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> ReplayedRows:
     """The training rows of one stage in a permutation of each epoch."""
 
     def rows_of(names: Sequence[str], stage_index: int) -> StageRows:
@@ -114,11 +108,11 @@ def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> AnyRows:
 
     own = rows_of(stage.sources, stage.index)
     if not stage.replay:
-        return own
+        return ReplayedRows(own)
     return ReplayedRows(own, rows_of(stage.replay_sources, REPLAY_STAGE + stage.index), Fraction(str(stage.replay)))
 
 
-def stage_steps(rows: AnyRows, stage: Stage, *, inputs: RunInputs, config: Config) -> int:
+def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: Config) -> int:
     """Optimizer steps of a stage, if it does not end before."""
     steps, global_rows = stage.steps, stage.geometry.global_rows
     if stage.epochs is not None:
@@ -148,20 +142,20 @@ def _mean_tokens(inputs: RunInputs, names: Sequence[str], seq_len: int) -> float
 
 
 def step_batches(
-    rows: AnyRows,
+    rows: ReplayedRows,
     stage: Stage,
     *,
     num_steps: int,
     config: Config,
     first: int,
     process: tuple[int, int],
-    trains: Tensor | None = None,
+    choice: Mapping[str, Tensor],
     left_out: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
     """The batches of a stage from step `first` to its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a run that goes on, on whatever devices, takes the row after the last one. The
-    steps `left_out` have a place in the schedule and no batch. `trains` goes into every batch (training/chosen.py).
+    steps `left_out` have a place in the schedule and no batch. `choice` goes into every batch (training/chosen.py).
     """
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
@@ -175,7 +169,7 @@ def step_batches(
         whole = with_noise(whole, stage.index, step, config=config)
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
-        yield info, training_tensors(mine, geometry, lr=lr) | ({} if trains is None else {TRAINS: trains})
+        yield info, {**training_tensors(mine, geometry, lr=lr), **choice}
 
 
 def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpu_experiments.config.build import locate
-from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.tokens.widths import widths_of
@@ -33,7 +32,7 @@ from tpu_experiments.training.proof import Answers, Start
 from tpu_experiments.training.sample import Sampler
 from tpu_experiments.training.saved import flat, zero_state
 from tpu_experiments.training.saving import Saver
-from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, next_token_loss
+from tpu_experiments.training.step import Rows, StepOutput, TrainStep, commit, loss_settings, next_token_loss
 from tpu_experiments.training.stop import StopFlag
 from tpu_experiments.training.window import Window
 
@@ -59,19 +58,11 @@ class Parts:
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Loss sum in nats and number of supervised tokens of every row, both (R,)."""
-        runtime, chunk = self.runtime, self.config.trainer.loss_chunk_tokens
-        shards = num_shards(self.config) // runtime.world_size
-        return next_token_loss(
-            module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
-        )
+        return next_token_loss(module, parameters, rows, **loss_settings(self.config, self.runtime))
 
     def token_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """What evaluation makes of the rows, with the loss of `row_loss`; not asked where that is overridden."""
-        runtime, chunk = self.runtime, self.config.trainer.loss_chunk_tokens
-        shards = num_shards(self.config) // runtime.world_size
-        return next_token_scores(
-            module, parameters, rows, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
-        )
+        return next_token_scores(module, parameters, rows, **loss_settings(self.config, self.runtime))
 
     def build_optimizer(self) -> Optimizer:
         """The optimizer that `optim._target_` names, with the settings of `optim`."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.schema import SampleConfig
 from tpu_experiments.models.forward import hidden_of, logits_of
-from tpu_experiments.models.head import has_plain_head, soft_cap_of
+from tpu_experiments.models.head import capped, has_plain_head, soft_cap_of
 from tpu_experiments.runtime.base import Runtime
 
 
@@ -72,8 +72,7 @@ class Sampler:
         if not has_plain_head(self.module):
             return logits_of(self.module, self.parameters, rows)[index_R, last_R.long()]
         hidden_RTH, head_VH = hidden_of(self.module, self.parameters, rows)
-        logits_RV, cap = F.linear(hidden_RTH[index_R, last_R.long()], head_VH), soft_cap_of(self.module)
-        return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
+        return capped(F.linear(hidden_RTH[index_R, last_R.long()], head_VH), soft_cap_of(self.module))
 
     def _choose(self, logits_R1V: Tensor) -> Tensor:
         """Token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick (argmax of logits plus Gumbel noise)."""

@@ -7,27 +7,29 @@ run it eagerly. Legend: A accumulated micro-batches, R rows of a micro-batch, T 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.forward import hidden_of, logits_of, row_losses, target_weights
 from tpu_experiments.models.head import has_plain_head, soft_cap_of
 from tpu_experiments.models.loss import chunked_row_losses
 from tpu_experiments.optim.base import Optimizer, State, clip, global_norm
+from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.layout import Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, Tensors, python_loop
-from tpu_experiments.training.chosen import by_parameter
+from tpu_experiments.training.chosen import TRAINS, by_parameter
 
 Rows = Mapping[str, Tensor]
 RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor]]
 """(module, parameters, rows (R, T)) to per-row loss sums in nats (R,) and supervised tokens (R,)."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
 ROW_TENSORS = ("ids", "learn", "positions", "segments")
-TRAINS = "trains"
-"""Of a batch: which parameters are updated (training/chosen.py), float32 (N,); all of them where it has none."""
 
 
 @dataclass
@@ -69,6 +71,16 @@ def next_token_loss(
     positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
     cap = soft_cap_of(module)
     return chunked_row_losses(hidden_BTH, head_VH, rows, chunk_positions=positions, loop=loop, lay=lay, soft_cap=cap)
+
+
+def loss_settings(config: Config, runtime: Runtime) -> dict[str, Any]:
+    """How one process makes the loss of its rows: what `next_token_loss` and `next_token_scores` take by keyword."""
+    return {
+        "chunk_tokens": config.trainer.loss_chunk_tokens,
+        "num_shards": num_shards(config) // runtime.world_size,
+        "loop": runtime.loop,
+        "lay": runtime.lay,
+    }
 
 
 class TrainStep:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.store import remove_after
 from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.training.canary import sing
-from tpu_experiments.training.chosen import trains_of
+from tpu_experiments.training.chosen import choice_of
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.inputs import (
-    AnyRows,
     StepInfo,
     program_shapes,
     stage_rows,
@@ -82,17 +82,21 @@ class Trainer(Staged):
         log.info(
             "stage %s: %d steps over %d rows of %s", stage.name, num_steps, rows.num_rows, ", ".join(stage.sources)
         )
+        step, begun = self.progress.step, self.progress.stage_step > 0
+        if begun and self.evaluates_after(step) and self.progress.eval_step != step:
+            self.evaluate_stage(stage)  # a request to stop came first
         if self.progress.stages[-1].ended_by is None:
             self.train_stage(stage, rows, num_steps=num_steps)
+        else:
+            self.window.carried = []  # no step follows whose record would have them
         self.end_stage(stage)
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
         self.save(ends_stage=True)
 
-    def train_stage(self, stage: Stage, rows: AnyRows, *, num_steps: int) -> None:
+    def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
         """The steps of a stage that are not done, up to its exit test where it has one."""
         first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
         process = (self.runtime.rank, self.runtime.world_size)
-        trains = trains_of(stage.trainable, self.parameters, stages=self.inputs.stages)
         batches = step_batches(
             rows,
             stage,
@@ -100,14 +104,9 @@ class Trainer(Staged):
             config=self.config,
             first=first,
             process=process,
-            trains=trains,
+            choice=choice_of(stage.trainable, self.parameters, stages=self.inputs.stages),
             left_out=left_out,
         )
-        if first and self.evaluates_after(self.progress.step) and self.progress.eval_step != self.progress.step:
-            self.evaluate_stage(stage)  # a request to stop came first
-            if self.progress.stages[-1].ended_by:
-                self.window.carried = []
-                return
         with self.watch.measure("train"), self.counted():
             self.meters.begin(stage.geometry)
             with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.forward import in_its_form
+from tpu_experiments.models.forward import by_layer_type, in_its_form
 
 
 class FreshCache:
@@ -61,18 +61,13 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
     Rows begin after `pads_B` slots of padding. Boolean (B, 1, 1, S), one for each type of layer where the model has
     types, in the form of the module's attention.
     """
-    config: Any = module.config
     index_S = torch.arange(num_slots, device=pads_B.device, dtype=torch.int32)
     full = ((index_S >= pads_B[:, None]) & (index_S <= slot))[:, None, None]
-    window = getattr(config, "sliding_window", None)
-    slides = full & (index_S > slot - window) if window else full
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return in_its_form(slides, module)
-    masks = {"full_attention": full}
-    if "sliding_attention" in layer_types:
-        masks["sliding_attention"] = slides
-    return in_its_form(masks, module)
+
+    def mask_of(window: int | None) -> Tensor:
+        return full & (index_S > slot - window) if window else full
+
+    return in_its_form(by_layer_type(mask_of, config=module.config), module)
 
 
 @contextmanager

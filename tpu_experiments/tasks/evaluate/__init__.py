@@ -19,7 +19,7 @@ from tpu_experiments.runtime.launch import launch
 from tpu_experiments.tasks.evaluate.beside import BesideBase
 from tpu_experiments.tasks.evaluate.given import Given, make_given
 from tpu_experiments.tasks.evaluate.report import as_text, facts
-from tpu_experiments.tasks.evaluate.subject import Subject, folder_of, subject_of, task_of
+from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.train import check_model
 from tpu_experiments.training.written import Exchange
 
@@ -79,7 +79,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
             "seconds": watch.seconds,
             "num_compiles": runtime.counters().num_compiles,
         }
-        paths.make_dirs(folder_of(subject.results))
+        paths.make_dirs(paths.folder_of(subject.results))
         paths.write_text_atomic(subject.results, strict_json.dumps(fields, indent=1) + "\n")
         print(as_text(subject, found, answers))
 

@@ -27,6 +27,7 @@ from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.sample import Sampler
 from tpu_experiments.training.scoring import Scorer
+from tpu_experiments.training.step import loss_settings
 
 MOST_ROWS = 8
 """Of answers that are written at once; every device writes them all."""
@@ -59,10 +60,7 @@ class BesideBase:
         source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
         self.parameters = model.trainable
-        shards, chunk = num_shards(config) // runtime.world_size, config.trainer.loss_chunk_tokens
-        token_scores = partial(
-            next_token_scores, chunk_tokens=chunk, num_shards=shards, loop=runtime.loop, lay=runtime.lay
-        )
+        token_scores = partial(next_token_scores, **loss_settings(config, runtime))
         self.scorer = Scorer(model.module, runtime=runtime, token_scores=token_scores, parameters=self.parameters)
         self.sampler = Sampler(
             model.module,

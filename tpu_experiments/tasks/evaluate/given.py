@@ -11,7 +11,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
 from tpu_experiments.io import paths, strict_json
-from tpu_experiments.tasks.evaluate.subject import Subject, folder_of, task_of
+from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 from tpu_experiments.tasks.train import check_ids
 from tpu_experiments.training.inputs import RunInputs
 from tpu_experiments.training.sources import preparation, prepare_sources, stages_of, tokenizer_for
@@ -78,7 +78,7 @@ def check_length(config: Config, seq_len: int) -> None:
 def write_documents(splits: dict[str, HeldOut], *, tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """The documents of all sources as text, one JSON object a line."""
     records = [record for held_out in splits.values() for record in as_records(held_out, tokenizer=tokenizer)]
-    paths.make_dirs(folder_of(file) or ".")
+    paths.make_dirs(paths.folder_of(file))
     paths.write_text_atomic(file, "".join(strict_json.dumps(record) + "\n" for record in records))
     log.info("%d documents: %s", len(records), file)
 

@@ -148,8 +148,3 @@ def _with_adapter(subject: Subject, adapter: str) -> Subject:
         return replace(subject, kind="base", place="")
     config = replace(subject.config, lora=read_adapter(adapter).lora)
     return replace(subject, kind="adapter", place=adapter, config=config)
-
-
-def folder_of(file: str) -> str:
-    """The folder that a file lies in."""
-    return file.rpartition("/")[0]

@@ -136,7 +136,7 @@ def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, out
     finally:  # what is there when Ctrl-C ends it is kept
         if output is not None and found:
             lines = [strict_json.dumps(found[number].fields()) + "\n" for number in sorted(found)]
-            paths.make_dirs(output.rpartition("/")[0] or ".")
+            paths.make_dirs(paths.folder_of(output))
             paths.write_text_atomic(output, "".join(lines))
             log.info("%d answers: %s", len(found), output)
 

@@ -23,8 +23,6 @@ from tpu_experiments.training.sources import tokenizer_of
 log = logging.getLogger(__name__)
 TAKEN = ("seed", "plugins", "model", "lora")
 """Of a run's config; its data are read for their kinds alone."""
-MAX_HELD_BYTES = 4 * 2**30
-"""Of a whole model's weights; larger ones are read one by one."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,14 @@ def _with_adapter(origin: Origin, folder: str) -> Origin:
 
 
 def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
+    max_held_bytes = origin.config.checkpoint.max_copy_gib * 2**30
     adapter, model, checkpoints = (paths.join(folder, part) for part in ("adapter", "model", "checkpoints"))
     if chosen != "checkpoint" and paths.exists(paths.join(adapter, ADAPTER_CONFIG)):
         return _with_adapter(origin, adapter)
     if chosen != "checkpoint" and paths.exists(paths.join(model, "config.json")):
-        whole = tensors_below(model, MODEL, max_held_bytes=MAX_HELD_BYTES)
+        whole = tensors_below(model, MODEL, max_held_bytes=max_held_bytes)
         return replace(origin, lora=LoraConfig(r=0), trained=whole, text=f"model {model}")
-    found = None if chosen == "export" else newest_parameters(checkpoints, max_held_bytes=MAX_HELD_BYTES)
+    found = None if chosen == "export" else newest_parameters(checkpoints, max_held_bytes=max_held_bytes)
     if found is None:
         lacks = {"export": "adapter/ and no model/", "checkpoint": "complete checkpoint"}
         raise ConfigError(

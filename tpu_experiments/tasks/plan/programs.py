@@ -17,9 +17,9 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.shapes import ShapesOfModel
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
-from tpu_experiments.training.chosen import trains_of
+from tpu_experiments.training.chosen import choice_of
 from tpu_experiments.training.inputs import RunInputs, evaluation_rows, has_dropout
-from tpu_experiments.training.step import ROW_TENSORS, TRAINS
+from tpu_experiments.training.step import ROW_TENSORS
 
 Shape = tuple[int, int, int]
 
@@ -131,8 +131,8 @@ def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
 
 def choice_like(trainer: Any) -> dict[str, Tensor]:
     """What a batch holds where a stage does not train everything."""
-    trains = trains_of((), trainer.parameters, stages=trainer.inputs.stages)
-    return {} if trains is None else {TRAINS: trains.to("meta")}
+    choice = choice_of((), trainer.parameters, stages=trainer.inputs.stages)
+    return {name: numbers.to("meta") for name, numbers in choice.items()}
 
 
 @contextmanager
