@@ -69,3 +69,20 @@ def test_a_child_gets_its_own_variables_cores_and_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", starting], capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"
     assert output.read_text() == f"before\n3 {os.environ['HOME']} {core}\n"
+
+
+def test_no_python_code_runs_between_fork_and_exec() -> None:
+    """JAX warns at a fork that would run any, wherever it is imported: that failed a test of launch/on_vm.py."""
+    starting = (
+        "import os, sys; from tpu_experiments.runtime.child import Relay\n"
+        "os.register_at_fork(before=lambda: print('forked', flush=True))\n"
+        "print(Relay().run([sys.executable, '-c', 'raise SystemExit(7)']))"
+    )
+    done = subprocess.run([sys.executable, "-c", starting], capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+
+
+def test_a_command_that_is_not_there_ends_as_in_a_shell() -> None:
+    starting = "from tpu_experiments.runtime.child import Relay; print(Relay().run(['/no/such/command', 'x']))"
+    done = subprocess.run([sys.executable, "-c", starting], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("127\n", "/no/such/command: No such file or directory\n")

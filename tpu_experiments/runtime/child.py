@@ -1,6 +1,5 @@
 """Commands as child processes that are passed requests to stop and do not outlive the process that started them."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,8 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from tpu_experiments.runtime.stopping import SIGNALS
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from tpu_experiments.runtime.tether import tied
 
 
 class Relay:
@@ -40,17 +38,16 @@ class Relay:
         """
         for number in SIGNALS:
             signal.signal(number, self._pass_on)
-        parent = os.getpid()
-
-        def prepare() -> None:
-            die_with(parent)
-            os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
-
         with ExitStack() as stack:
             stream = None if output is None else stack.enter_context(output.open("ab"))
-            given = {"env": {**os.environ, **(env or {})}, "stdout": stream, "stderr": stream}
-            # In a group of its own: a terminal's Ctrl-C would reach the child twice, and the second ends it at once.
-            child = subprocess.Popen(command, preexec_fn=prepare, process_group=0, **given)  # type: ignore[call-overload]
+            child = subprocess.Popen(
+                tied(command, cores=cores),
+                env={**os.environ, **(env or {})},
+                stdout=stream,
+                stderr=stream,
+                # A terminal's Ctrl-C would reach a child of the same group twice, and the second ends it at once.
+                process_group=0,
+            )
         self._children = [*(each for each in self._children if each.poll() is None), child]
         if self.asked:  # while it was started
             child.terminate()
@@ -68,10 +65,3 @@ class Relay:
         self.asked = True
         for child in self._children:
             child.send_signal(number)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end at once if it already has."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

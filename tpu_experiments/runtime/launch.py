@@ -15,9 +15,9 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.child import die_with
 from tpu_experiments.runtime.env import compile_cache_folder
 from tpu_experiments.runtime.stopping import Ticket, join, signals_for_children
+from tpu_experiments.runtime.tether import die_with
 
 Main = Callable[..., Any]
 

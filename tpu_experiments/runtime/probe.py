@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from tpu_experiments.runtime.child import die_with
+from tpu_experiments.runtime.tether import die_with
 
 
 def main(runtime: str, device: str) -> None:

@@ -206,6 +206,7 @@ def test_threads_share_a_store_of_more_shards_than_maps(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12, when there is another thread
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX, where another test of the process imported it
 def test_a_forked_process_opens_its_own(folder):
     rows = random_rows(10, seq_len=SEQ_LEN)
     store = write(folder, rows, [4, 6])

@@ -14,8 +14,8 @@ from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
-from tpu_experiments.runtime.child import die_with
 from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.tether import tied
 from tpu_experiments.training.sources import prepared_folder
 
 log = logging.getLogger(__name__)
@@ -76,15 +76,13 @@ class Children:
         events.unlink(missing_ok=True)
         checkpoints = paths.join(self._place, run, "checkpoints")
         life = Life(run, kill, time.time(), checkpoint_bytes=size_of_newest(checkpoints))
-        parent = os.getpid()
         log.info("%s: %s", run, f"until it is killed after step {kill.after}, {kill.where}" if kill else "to its end")
         with output.open("wb") as file:
             code = subprocess.run(
-                [sys.executable, RUN, *self._common, f"name={run}", logger_override(events, kill)],
+                tied([sys.executable, RUN, *self._common, f"name={run}", logger_override(events, kill)]),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment(self._config),
-                preexec_fn=lambda: die_with(parent),
                 check=False,
             ).returncode
         self._require(code, output, kill=kill)
