@@ -46,8 +46,7 @@ start() {
 
 # The unit: run.py with the secrets in its environment and nowhere else; its exit code is kept.
 unit() {
-    local words=() where=() word code='' last child trapped=''
-    local runner=(bash launch/local.sh python)
+    local words=() where=() runner=() word code='' last child trapped=''
     [[ ! -e $state/words ]] || mapfile -d '' -t words <"$state/words"
     if [[ -e $state/secrets ]]; then
         set -a
@@ -57,7 +56,7 @@ unit() {
     fi
     if [[ -n ${TPUEXP_PYTHON:-} ]]; then
         runner=("$TPUEXP_PYTHON")
-    elif [[ -e launch/on_vm.py ]]; then
+    else
         # Programs that were compiled go to the run's bucket, from where the next machine has them.
         for word in "${words[@]}"; do
             [[ $word != hw=* && $word != output_dir=* ]] || where+=("$word")

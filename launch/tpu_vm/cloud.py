@@ -9,7 +9,7 @@ from launch.tpu_vm.commands import Target
 from launch.tpu_vm.errors import FAILED, LaunchError
 from launch.tpu_vm.failures import Kind, advice_for, in_one_line, kind_of
 from launch.tpu_vm.machine import Seen
-from launch.tpu_vm.running import Completed, Run
+from launch.tpu_vm.running import Run
 from launch.tpu_vm.slices import Slice
 
 TRIES = 6
@@ -34,9 +34,8 @@ class Cloud:
         """What the command printed.
 
         Raises:
-            CloudError: with the kind of the failure; one that passes only after six tries in two minutes.
+            CloudError: with the kind of the failure; one that passes only after six tries, with 62 s of waiting.
         """
-        done = Completed(0)
         for attempt in range(TRIES):
             done = self._run(words, timeout=timeout)
             if done.code == 0:

@@ -7,7 +7,7 @@ from launch.tpu_vm.cloud import Cloud, CloudError
 from launch.tpu_vm.commands import Target
 from launch.tpu_vm.driver import Driver
 from launch.tpu_vm.errors import FAILED, STOPPED, LaunchError
-from launch.tpu_vm.job import name_for
+from launch.tpu_vm.job import check_outlives, name_for
 from launch.tpu_vm.known import known_driver, known_record, require_name, settings_of
 from launch.tpu_vm.launching import World
 from launch.tpu_vm.looking import everything
@@ -63,7 +63,7 @@ def _launch(
         return _end_it(known_driver(world, [*words, f"name={settings.name}"]), world)
     job = None if overrides is None else launching.job_for(overrides, settings)
     if job is not None:
-        launching.check_outlives(job, settings, num_workers=slice_.num_workers)
+        check_outlives(job, settings, num_workers=slice_.num_workers)
     if record is None or is_new:
         project = launching.project_of(world, settings)
         record = launching.fresh(world, settings, slice_, project=project, words=tuple(words))
@@ -74,7 +74,7 @@ def _launch(
     launching.offer_key(world, settings)
     secrets = launching.secrets_of(world, settings, env_file)
     with launching.locked(world, settings):
-        return drive(launching.driver_of(world, record, settings, secrets=secrets, job=job))
+        return drive(launching.driver_of(world, record, settings, secrets=secrets))
 
 
 def _continued(settings: Settings, record: Record) -> Settings:

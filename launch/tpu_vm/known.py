@@ -45,4 +45,4 @@ def known_driver(world: World, words: list[str]) -> Driver:
     record = known_record(world, settings)
     settings, env_file = settings_of([*record.words, *words])
     secrets = launching.secrets_of(world, settings, env_file)
-    return launching.driver_of(world, record, settings, secrets=secrets, job=None)
+    return launching.driver_of(world, record, settings, secrets=secrets)

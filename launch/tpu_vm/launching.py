@@ -12,7 +12,7 @@ from launch.tpu_vm import code_sync, commands, planning
 from launch.tpu_vm.cloud import Cloud
 from launch.tpu_vm.driver import Clock, Driver
 from launch.tpu_vm.errors import LaunchError
-from launch.tpu_vm.job import Job, check_outlives, job_of
+from launch.tpu_vm.job import Job, job_of
 from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.money import HOUR, Limits
 from launch.tpu_vm.planning import Promise
@@ -170,12 +170,10 @@ def offer_key(world: World, settings: Settings) -> None:
         world.files.write(stored, "")
 
 
-def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict[str, str], job: Job | None) -> Driver:
+def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict[str, str]) -> Driver:
     """The driver of a record, with its own hardware and zones whatever the command line says."""
     settings = replace(settings, name=record.name, hw=record.hw, spot=record.spot, zones=record.zones)
     slice_ = load_slice(record.hw)
-    if job is not None:
-        check_outlives(job, settings, num_workers=slice_.num_workers)
     folder = folder_of(settings)
     vm = Vm(
         world.run,

@@ -7,7 +7,7 @@ meant to happen, and what was paid. A launcher that is killed anywhere finds bot
 import json
 import os
 import secrets
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,7 @@ class Record:
     fetch_failures: int = 0
     unreachable_since: float | None = None
     setup_failures: int = 0
-    loader: str = ""
-    """VM of load_data that may be left."""
-    history: tuple[str, ...] = field(default=())
+    history: tuple[str, ...] = ()
     """Lines of what happened, newest last."""
 
     @property
