@@ -10,7 +10,8 @@ from tests.config.composing import composed
 from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io.folder import open_run
-from tpu_experiments.tasks.train import check_data, make_inputs, run
+from tpu_experiments.tasks.setup import check_data, make_inputs
+from tpu_experiments.tasks.train import run
 from tpu_experiments.training.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("root_logger")

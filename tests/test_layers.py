@@ -29,6 +29,7 @@ XLA_FILES = (
     "xla_attention",
     "xla_buffer",
     "xla_host",
+    "xla_hosts",
     "xla_probe",
     "xla_programs",
     "xla_recording",

@@ -72,5 +72,18 @@ def test_the_machine_and_its_calibration_do_not_make_another_run() -> None:
     assert config_hash(replace(plain, hw=hw)) == config_hash(plain)
 
 
-def test_several_hosts_are_for_planning_only() -> None:
-    assert "hw.num_devices=16 with task=train; more than 8 chips are several hosts" in refusal("hw=v5e16", LARGEST)
+def test_several_hosts() -> None:
+    """As many as the slice has VMs, one process each; what reads one host's disk runs on one."""
+    for name in ("v5e16", "v6e16", "v5e256", "v6e256"):
+        hw = composed(f"hw={name}", LARGEST).hw
+        assert hw.rent is not None
+        assert hw.num_hosts * hw.rent.chips_per_host == hw.num_devices
+    refused = {
+        ("hw=v5e16", "hw.num_hosts=1"): "hw.num_devices=16 with hw.num_hosts=1; a host of v5e or v6e has at most 8",
+        ("hw=v5e16", "hw.num_hosts=3"): "hw.num_hosts=3 with hw.num_devices=16; every host has as many devices",
+        ("hw=v5e16", "hw.parallel=spawn"): "hw.num_hosts=4 with hw.runtime=xla hw.parallel=spawn; several hosts are",
+        ("hw=v5e16", "task=resume_check"): "hw.num_hosts=4 with task=resume_check; it runs on one host",
+        ("hw=v5e16", "task=evaluate"): "hw.num_hosts=4 with task=evaluate; it runs on one host",
+    }
+    for words, sentence in refused.items():
+        assert sentence in refusal(*words, LARGEST)

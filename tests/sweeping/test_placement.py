@@ -62,6 +62,7 @@ def test_a_point_by_itself_has_the_whole_host(overrides: list[str]) -> None:
         (["hw=v5e8", "trainer.global_batch_rows=8"], "a point on hw=v5e8 takes 8 chips, and side by side each has one"),
         (["hw=v5e1", "sweeping.points_at_once=16"], "points_at_once=16; this host has 8 chips; use 8 or fewer."),
         (["hw.device=cuda", "hw.runtime=eager"], "hw.device=cuda is one device that all would share; use 1."),
+        (["hw=v5e16", "trainer.global_batch_rows=16"], "hw.num_hosts=4 with -m; each host would choose its points"),
     ],
 )
 def test_points_that_have_no_place_are_refused(overrides: list[str], said: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from tests.config.composing import composed
 from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.runtime.stacked import is_stack
-from tpu_experiments.tasks.train import make_inputs
+from tpu_experiments.tasks.setup import make_inputs
 from tpu_experiments.training.canary import Findings, Report, canary_rows, compare, on_devices, on_host
 
 WEIGHT = "mlp.down_proj.weight"

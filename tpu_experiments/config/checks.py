@@ -13,12 +13,10 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.doctoring import doctoring_problems
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.generating import GenerateTaskConfig, generating_problems
+from tpu_experiments.config.hardware_checks import hardware_problems
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import AXES, SAVABLE
-
-CHIPS_OF_A_HOST = 8  # the most that one v5e or v6e machine has
-NEED_ONE_HOST = ("train", "resume_check", "evaluate")
 
 
 def check(config: Config) -> None:
@@ -97,47 +95,6 @@ def _stages(config: Config) -> list[str]:
     except ConfigError as error:
         return str(error).splitlines()
     return []
-
-
-def _hardware(config: Config) -> list[str]:
-    hw = config.hw
-    problems = _block(hw.attention_block)
-    if hw.runtime == "xla" and hw.device == "cuda":
-        problems.append("hw.runtime=xla with hw.device=cuda; torch_xla 2.9 has no CUDA device; use hw.runtime=eager.")
-    if hw.runtime == "eager" and hw.device == "tpu":
-        problems.append("hw.runtime=eager with hw.device=tpu; plain torch cannot use a TPU; use hw.runtime=xla.")
-    if hw.runtime == "eager" and hw.parallel == "spmd":
-        problems.append("hw.parallel=spmd with hw.runtime=eager; plain torch has no SPMD; use hw.parallel=spawn.")
-    if hw.parallel == "inline" and hw.num_devices != 1:
-        problems.append(
-            f"hw.num_devices={hw.num_devices} with hw.parallel=inline; inline uses one device; use hw.parallel=spmd, "
-            "or hw.num_devices=1."
-        )
-    if hw.parallel == "spawn" and hw.runtime == "xla" and hw.device == "cpu" and hw.num_devices != 1:
-        problems.append(
-            f"hw.num_devices={hw.num_devices} with hw.parallel=spawn on torch_xla's CPU device; it has no collectives "
-            "between processes; use hw.parallel=spmd, or hw.runtime=eager, which uses gloo."
-        )
-    if "://" in hw.compile_cache:
-        problems.append(
-            f"hw.compile_cache={hw.compile_cache}; torch_xla reads and writes files of this machine only; name a local "
-            "folder, or use hw.compile_cache=none."
-        )
-    if hw.device == "tpu" and hw.num_devices > CHIPS_OF_A_HOST and config.task.name in NEED_ONE_HOST:
-        problems.append(
-            f"hw.num_devices={hw.num_devices} with task={config.task.name}; more than {CHIPS_OF_A_HOST} chips are "
-            "several hosts, which only task=plan knows so far; use hw=v5e8 or hw=v6e8."
-        )
-    return problems
-
-
-def _block(tokens: int) -> list[str]:
-    below = tokens // 128 * 128
-    if tokens == below:
-        return []
-    return [
-        f"hw.attention_block={tokens}; the kernel's blocks are multiples of 128 tokens; use {below} or {below + 128}."
-    ]
 
 
 def _sharding(config: Config) -> list[str]:
@@ -285,7 +242,7 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     _name,
     _output_dir,
     _data,
-    _hardware,
+    hardware_problems,
     _sharding,
     _model,
     _sample,

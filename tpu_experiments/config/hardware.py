@@ -99,7 +99,9 @@ class HwConfig:
     """`inline`: one device in this process. `spmd`: one process per host, arrays sharded over the mesh.
     `spawn`: one process per device, replicated, gradients summed in the graph."""
     num_devices: int = number(at_least=1)
-    """Devices that take part, over all processes."""
+    """Devices that take part, over all processes and hosts."""
+    num_hosts: int = number(default=1, at_least=1)
+    """Machines of the slice; with more than one the same command runs on each of them, in one process (spmd)."""
     topology: str | None = None
     """The slice as libtpu names it, for example `v6e:2x4`; what task=plan compiles for. Null where there is no TPU."""
     chip: ChipConfig | None = None

@@ -83,8 +83,9 @@ class TracingRuntime:
         self.mesh = mesh_of(hw, sharding)
         install_attention_kernel(attention_kernel_for(hw, mesh=self.mesh, device=hw.device))
         self.num_devices = hw.num_devices
-        self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
-        self.is_sharded = hw.parallel == "spmd"
+        self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else hw.num_hosts
+        self.share = 0, hw.num_devices if hw.parallel == "spawn" else 1
+        self.is_sharded, self.has_hosts = hw.parallel == "spmd", hw.num_hosts > 1
         self.table = ShardingTable(sharding, mesh=self.mesh)
         folding = folding_on(hw.device, hw=hw, mesh=self.mesh, table=self.table)
         self.folding: Folding | None = folding
@@ -113,11 +114,11 @@ class TracingRuntime:
         return function  # type: ignore[return-value]
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self.world_size == 1:
+        if self.share[1] == 1:
             return tensors
         summed = [t.clone() for t in tensors]
         # As xm.all_reduce, which leaves the sum out where this process is alone.
-        torch_xla._XLAC._xla_all_reduce_inplace(xm.REDUCE_SUM, summed, 1.0, [list(range(self.world_size))], True)
+        torch_xla._XLAC._xla_all_reduce_inplace(xm.REDUCE_SUM, summed, 1.0, [list(range(self.share[1]))], True)
         return summed
 
     def any_process(self, flag: bool) -> bool:
@@ -155,7 +156,10 @@ class TracingRuntime:
         pairs = list(renewed(out))
         new_values = [value for _, value in pairs]
         known = {id(value) for value in new_values}
-        outputs = new_values + [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and id(t) not in known]
+        results = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and id(t) not in known]
+        if self.has_hosts:  # as runtime/xla.py has it
+            results = [self.lay(t, axes=()) for t in results]
+        outputs = new_values + results
         lowering = torch_xla._XLAC.lowering.LoweringContext()
         lowering.build(outputs)
         alias = {lowering.tensor_parameter_id(old): index for index, (old, _) in enumerate(pairs)}
@@ -166,7 +170,7 @@ class TracingRuntime:
             arguments=self._arguments(lowering, sent=sent, alias=alias, rows_dim=rows_dim),
             resident=self._resident(lowering),
             mesh=self.mesh if self.is_sharded else Mesh(),
-            num_replicas=self.world_size,
+            num_replicas=self.share[1],
             trace_seconds=time.perf_counter() - started,
         )
 

@@ -74,6 +74,10 @@ class Runtime(Protocol):
     device: torch.device
     rank: int
     world_size: int
+    """Processes of the run; only rank 0 writes."""
+    share: tuple[int, int]
+    """Which of how many equal parts of a batch's rows this process feeds: `(rank, world_size)` in `spawn`; (0, 1) where
+    a process feeds whole batches, also as one of several hosts in `spmd`."""
     num_devices: int
     loop: Loop
     """A loop inside a program."""
@@ -123,7 +127,7 @@ class Runtime(Protocol):
         no other (UnexpectedProgram). Programs that are not named here take any."""
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Sum each tensor over all processes; inside a program it is part of the graph."""
+        """Sum each tensor over the processes that share a batch; inside a program it is part of the graph."""
 
     def any_process(self, flag: bool) -> bool:
         """True on every process when it is True on one; all processes must call it."""

@@ -33,6 +33,7 @@ class EagerRuntime:
         distributed = dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
+        self.share = self.rank, self.world_size
         self.num_devices = hw.num_devices
         self.device = torch.device(f"cuda:{self.rank}" if hw.device == "cuda" else "cpu")
         if hw.device == "cpu":

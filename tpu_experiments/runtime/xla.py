@@ -1,7 +1,7 @@
 """Runtime on torch_xla: the only file, with `xla_*.py`, that names it for training.
 
-`inline`: one device. `spmd`: all devices of the host as one, arrays annotated with a sharding and the graph
-partitioned by XLA. `spawn`: one process per device, gradients summed in the graph.
+`inline`: one device. `spmd`: all devices as one, of one host or of several with a process each, arrays annotated with a
+sharding and the graph partitioned by XLA. `spawn`: one process per device, gradients summed in the graph.
 """
 
 import itertools
@@ -24,6 +24,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.preparing import LoaderConfig
 from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.runtime import hosts
 from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program
 from tpu_experiments.runtime.closures import Closures
@@ -33,7 +34,7 @@ from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.signature import Shape
 from tpu_experiments.runtime.xla_attention import attention_kernel_for
 from tpu_experiments.runtime.xla_folding import folding_on
-from tpu_experiments.runtime.xla_layout import Spec, xla_mesh
+from tpu_experiments.runtime.xla_layout import Spec, whole_results, xla_mesh
 from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
 
 GIB = 2**30
@@ -71,8 +72,11 @@ class XlaRuntime:
             self.mesh = xla_mesh(mesh)
         install_attention_kernel(attention_kernel_for(hw, mesh=mesh, device=xr.device_type()))
         self.num_devices = found
-        self.rank = xr.global_ordinal() if hw.parallel == "spawn" else 0
-        self.world_size = xr.world_size() if hw.parallel == "spawn" else 1
+        self._hosts = hosts.joined()
+        if hw.parallel == "spawn":
+            self.rank, self.world_size = self.share = xr.global_ordinal(), xr.world_size()
+        else:
+            self.rank, self.world_size, self.share = self._hosts.rank, self._hosts.size, (0, 1)
         self._table = ShardingTable(sharding, mesh=mesh)
         folding = folding_on(xr.device_type(), hw=hw, mesh=mesh, table=self._table)
         self.folding: Folding | None = folding
@@ -144,25 +148,29 @@ class XlaRuntime:
                 loader._loader.close()
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
+        if self._hosts.size > 1:  # a host has only its own part of what is split, and reads alone
+            function = whole_results(function, lay=self.lay)
         return XlaProgram(function, name=name, compiles=self.compiles, held=held, closures=self.closures)
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
         self.compiles.expect(shapes)
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self.world_size == 1:
+        if self.share[1] == 1:
             return tensors
         summed = [t.clone() for t in tensors]
         xm.all_reduce(xm.REDUCE_SUM, summed)
         return summed
 
     def any_process(self, flag: bool) -> bool:
-        if self.world_size == 1:
-            return flag
+        if self.share[1] == 1:
+            return self._hosts.any(flag)
         return bool(xm.mesh_reduce("any_process", flag, any))
 
     def barrier(self, tag: str) -> None:
-        if self.world_size > 1:
+        if self.share[1] == 1:
+            self._hosts.barrier()
+        else:
             xm.rendezvous(tag)
 
     def wait(self) -> None:

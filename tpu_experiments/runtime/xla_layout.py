@@ -1,12 +1,18 @@
 """A sharding annotation on an intermediate value, from the mesh's sizes alone, so that a plan makes the same."""
 
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
 import numpy as np
 import torch_xla
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch_xla.distributed.spmd.xla_sharding import ShardingType
 
 from tpu_experiments.config.mesh import Axes, Mesh, Split
+from tpu_experiments.runtime.base import Batch
 from tpu_experiments.runtime.layout import Lay
 
 
@@ -33,6 +39,20 @@ def _annotation(split: Split) -> object:
     return torch_xla._XLAC.OpSharding(
         devices.reshape(*split.tiles, split.copies).tolist(), places, groups.tolist(), ShardingType.PARTIAL
     )
+
+
+def whole_results(function: Callable[[Batch], Any], *, lay: Lay) -> Callable[[Batch], Any]:
+    """The function with results that every device has whole; XLA splits them as it likes otherwise.
+
+    What the function writes into tensors of the run keeps their own annotation.
+    """
+
+    def whole(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{field.name: whole(getattr(value, field.name)) for field in fields(value)})
+        return tree_map_only(Tensor, lambda tensor: lay(tensor, axes=()), value)
+
+    return lambda batch: whole(function(batch))
 
 
 def xla_mesh(mesh: Mesh) -> xs.Mesh:

@@ -83,12 +83,17 @@ def share_of_cores(slot: int, *, count: int, usable: set[int]) -> frozenset[int]
 
 
 def check_places(config: Config) -> None:
-    """Refuse points side by side that have no place on this host.
+    """Refuse points that have no place on this host, alone or side by side.
 
     Raises:
-        ConfigError: a point takes more than a chip, the host has fewer, or it is a GPU.
+        ConfigError: a point trains on several hosts, takes more than a chip, the host has fewer, or it is a GPU.
     """
     hw, count = config.hw, slots(config)
+    if hw.num_hosts > 1 and config.task.name == "train":
+        raise ConfigError(
+            f"hw.num_hosts={hw.num_hosts} with -m; each host would choose its points by itself; sweep on one host "
+            "(hw=v5e8 or hw=v6e8), or start the points one by one with launch/tpu.py."
+        )
     if count == 1 or hw.device == "cpu":
         return
     asked = f"sweeping.points_at_once={count}; "

@@ -3,20 +3,15 @@
 Everything a user can get wrong is found before the run folder is made and before a device is touched.
 """
 
-import importlib.util
-import inspect
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from typing import Any
 
-from tpu_experiments.checkpoint.store import COMMIT, latest_progress, latest_step
+from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.build import locate
-from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io import grace, lease
 from tpu_experiments.io.folder import RunFolder, open_run
 from tpu_experiments.io.mirror import keep_in
@@ -28,16 +23,14 @@ from tpu_experiments.logging.promise import Promise
 from tpu_experiments.logging.provenance import provenance, write_provenance
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.stopwatch import Stopwatch
-from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.hosts import HostLost, Hosts, meet
 from tpu_experiments.runtime.launch import launch
-from tpu_experiments.runtime.sharding import ShardingTable, check_heads
-from tpu_experiments.training.chosen import require_choices
-from tpu_experiments.training.inputs import RunInputs, expected_programs, num_steps, stage_rows
+from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
+from tpu_experiments.training.inputs import RunInputs, expected_programs, num_steps
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
-from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 from tpu_experiments.training.summary import summary
 from tpu_experiments.training.window import TrainingStopped
@@ -51,33 +44,49 @@ def run(config: Config) -> None:
     Raises:
         ConfigError: something the user can mend; nothing was written.
     """
+    try:
+        train(config, meet(config.hw))
+    except HostLost as error:
+        print(f"error: {error} The same command, on every host, goes on.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # a program that runs over all hosts would be waited for
+
+
+def train(config: Config, hosts: Hosts) -> None:
+    """On every host the same; only the first writes."""
     watch = Stopwatch()
     with told(config.output_dir):
-        folder = open_run(config)
+        folder = hosts.together(lambda: open_run(config))
         finished = folder.finished()
-        lease.refuse_if_held(folder.path(), name=folder.name)
+        hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
     if finished is not None:
-        print(summary(finished, folder=folder))
-        print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
+        if hosts.rank == 0:
+            print(summary(finished, folder=folder))
+            print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
         return
-    start_run_log(None, rank=0)
+    start_run_log(None, rank=hosts.rank)
     with watch.measure("setup"):
-        check_loggers(config)
-        vocab_size = check_model(config)
-        inputs = make_inputs(config)
-        check_ids(config, inputs, vocab_size=vocab_size)
-        check_data(folder, inputs)
-        for stage in inputs.stages:
-            stage_rows(inputs, stage, config=config)  # refuses too few written epochs
-    with ending_in_time(), lease.held(folder.path(), name=folder.name, on_lost=end_at_once):
+        inputs = hosts.together(lambda: set_up(config, folder))
+        require_same_data(hosts, inputs)
+    with ending_in_time(), ExitStack() as stack:
+        held = lease.held(folder.path(), name=folder.name, on_lost=end_at_once)
+        hosts.on_first(lambda: stack.enter_context(held))
         with told(config.output_dir):
-            folder.create(config)
-            spool_of(folder).deliver()  # what a life that was killed in an outage had left on this machine
+            hosts.on_first(lambda: begin(folder, config))
+            hosts.together(lambda: require_shared(folder, hosts))
         with parting(config.checkpoint.grace_seconds):
             launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
+    hosts.barrier()
     result = folder.finished()
     assert result is not None, "the run ended without result.json"
-    print(summary(result, folder=folder))
+    if hosts.rank == 0:
+        print(summary(result, folder=folder))
+
+
+def begin(folder: RunFolder, config: Config) -> None:
+    """Make the run folder, or bring it what a life that was killed in an outage had left on this machine."""
+    folder.create(config)
+    spool_of(folder).deliver()
 
 
 def end_at_once() -> None:
@@ -89,81 +98,6 @@ def spool_of(folder: RunFolder) -> Spool:
     """Where the checkpoints of the run are kept while its folder is out of reach."""
     key = key_of(folder.path(), identity=folder.identity_path)
     return Spool(folder.path("checkpoints"), key=key, marker=COMMIT)
-
-
-def make_inputs(config: Config) -> RunInputs:
-    """Tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
-    stages = stages_of(config)
-    tokenizer = tokenizer_for(config)
-    sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
-    written = {}
-    if config.loader.order == "written":
-        folder = prepared_folder(config)
-        for stage in stages:
-            written[stage.index] = write_epochs(
-                stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder
-            )
-    return RunInputs(tokenizer, sources, stages, written)
-
-
-def check_model(config: Config) -> int:
-    """What only the model's own config can tell: lengths, adapter targets, sharding rules; returns its vocabulary.
-
-    Raises:
-        ConfigError: one of them does not go with the model.
-    """
-    source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
-    limit = getattr(source.config, "max_position_embeddings", None)
-    for stage in resolve_stages(config):
-        if limit is not None and stage.geometry.seq_len > limit:
-            raise ConfigError(
-                f"trainer.seq_len={stage.geometry.seq_len} (stage {stage.name}) is longer than "
-                f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
-            )
-    module, report = describe(source, lora=config.lora)
-    source.require_weights(shapes_of_base(module))
-    require_choices(resolve_stages(config), [name for name, p in module.named_parameters() if p.requires_grad])
-    log.info("%s: %s", config.model.name, report)
-    if config.hw.parallel == "spmd":
-        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        mesh = mesh_of(config.hw, config.sharding)
-        ShardingTable(config.sharding, mesh=mesh).check(shapes)
-        check_heads(mesh, source.config)
-    return int(source.config.vocab_size)
-
-
-def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
-    """Refuse rows with a token the model has no embedding for: on XLA it would be read as another one, silently.
-
-    Raises:
-        ConfigError: tokenizer and model do not belong together.
-    """
-    for name, source in inputs.sources.items():
-        if source.max_token_id >= vocab_size:
-            raise ConfigError(
-                f"data.{name} has token id {source.max_token_id} and model={config.model.name} has {vocab_size} "
-                "embeddings; set model.tokenizer_path to the tokenizer this model was trained with."
-            )
-
-
-def check_data(folder: RunFolder, inputs: RunInputs) -> None:
-    """Refuse to go on with other data than the newest checkpoint was trained on.
-
-    Raises:
-        ConfigError: the audit hash of a source differs from the one in the checkpoint.
-    """
-    found = latest_progress(folder.path("checkpoints"))
-    if found is None:
-        return
-    step, progress = found
-    before, now = progress["data"], inputs.audit_hashes
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    if changed:
-        shown = ", ".join(f"{key} {before.get(key)} then, {now.get(key)} now" for key in changed)
-        raise ConfigError(
-            f"name={folder.name}; its checkpoint of step {step} was trained on other data (audit hash of {shown}); "
-            "restore the files, tokenizer and rules of data preparation, or choose another name=."
-        )
 
 
 def train_process(
@@ -258,19 +192,6 @@ def say(runtime: Runtime, text: str) -> None:
     """Print once, whatever the number of processes."""
     if runtime.rank == 0:
         print(text, file=sys.stderr)
-
-
-def check_loggers(config: Config) -> None:
-    """Refuse a logger whose package is missing or whose options it does not take, before anything is written."""
-    for name, logger in config.logger.items():
-        kind = locate(logger._target_, key=f"logger.{name}")
-        package = getattr(kind, "package", None)
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"logger={name} needs the package {package}; pip install {package}, or leave it out.")
-        try:
-            inspect.signature(kind).bind(None, **logger.options)
-        except TypeError as error:
-            raise ConfigError(f"logger.{name}.options={logger.options}; {kind.__name__} says: {error}.") from error
 
 
 def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Loggers:

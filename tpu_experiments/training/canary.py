@@ -136,7 +136,7 @@ def why_not(parts: Parts) -> str | None:
 
 def canary_rows(parts: Parts) -> tuple[Batch, Batch]:
     """A global batch (G, T) that is padding but for one short row on every device, and these rows alone."""
-    stage, world = parts.inputs.stages[0], parts.runtime.world_size
+    stage, (_, world) = parts.inputs.stages[0], parts.runtime.share
     geometry = stage.geometry
     batch = stage_rows(parts.inputs, stage, config=parts.config).batch(0, global_rows=geometry.global_rows)
     length = min(batch.ids_GT.shape[1], max(8, parts.config.trainer.canary.max_tokens // geometry.num_shards))
@@ -183,7 +183,7 @@ def on_devices(parts: Parts, batch: Batch) -> Report:
     runtime, stage = parts.runtime, parts.inputs.stages[0]
     before = to_host(parts.parameters)
     put_back(parts, nudged(before))
-    mine = batch.slice_process(runtime.rank, runtime.world_size)
+    mine = batch.slice_process(*runtime.share)
     everything = choice_of((), parts.parameters, stages=parts.inputs.stages)
     tensors = training_tensors(mine, stage.geometry, lr=stage.lr) | everything
     output = parts.step_program(runtime.put(tensors, rows_dim=1))

@@ -98,7 +98,7 @@ class Evaluator:
         return loss, tokens
 
     def _send(self, batch: HostBatch) -> dict[str, Tensor]:
-        rows = batch.slice_process(self.runtime.rank, self.runtime.world_size)
+        rows = batch.slice_process(*self.runtime.share)
         tensors = host_tensors(rows)
         if self.token_scores is not None:
             is_text = rows.segments_GT > 0 if self.widths is None else self.widths.stands_for_text(rows.ids_GT)

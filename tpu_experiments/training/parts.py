@@ -46,11 +46,11 @@ class Parts:
         self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
     ) -> None:
         self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
-        self.stop = StopFlag(config.checkpoint.grace_seconds)
+        self.stop = StopFlag(config.checkpoint.grace_seconds, agree=runtime.any_process)
         self.saver: Saver
         self.progress = Progress(data=inputs.audit_hashes)
         self.window = Window()
-        self.guard = Guard(config.trainer.guard, process=(runtime.rank, runtime.world_size))
+        self.guard = Guard(config.trainer.guard, process=runtime.share)
         self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
         self.train_tokens = 0  # of this process's life; `progress` counts those of earlier lives too
 

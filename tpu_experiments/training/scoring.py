@@ -33,7 +33,7 @@ class Scorer:
         found: list[NDArray[np.float32]] = []
         queued: list[Tensor] = []
         for batch in batches:
-            rows = batch.slice_process(self.runtime.rank, self.runtime.world_size)
+            rows = batch.slice_process(*self.runtime.share)
             queued.append(self.program(self.runtime.put(host_tensors(rows), rows_dim=0)))
             if len(queued) > AHEAD:
                 found.append(host_copy(queued.pop(0)).numpy())
@@ -43,7 +43,7 @@ class Scorer:
 
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The program: losses and hits of the global batch, (2, G, T); each process adds its rows to zeros."""
-        rank, world_size = self.runtime.rank, self.runtime.world_size
+        rank, world_size = self.runtime.share
         with torch.no_grad():
             found = self.token_scores(self.module, self.parameters, batch)
             both = torch.stack([found.losses_RT, found.hits_RT])

@@ -77,7 +77,7 @@ def loss_settings(config: Config, runtime: Runtime) -> dict[str, Any]:
     """How one process makes the loss of its rows: what `next_token_loss` and `next_token_scores` take by keyword."""
     return {
         "chunk_tokens": config.trainer.loss_chunk_tokens,
-        "num_shards": num_shards(config) // runtime.world_size,
+        "num_shards": num_shards(config) // runtime.share[1],
         "loop": runtime.loop,
         "lay": runtime.lay,
     }

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,10 +23,15 @@ class StoppedByRequest(Exception):
 class StopFlag:
     """Set by SIGTERM and by the first Ctrl-C; a second Ctrl-C interrupts at once.
 
-    Where the run is several processes, the one that started them has taken over the signals (runtime/stopping.py).
+    Where the run is several processes of one machine, the one that started them has taken over the signals
+    (runtime/stopping.py).
+
+    Args:
+        agree: whether it is true of one of the run's processes; all call it.
     """
 
-    def __init__(self, grace_seconds: float) -> None:
+    def __init__(self, grace_seconds: float, *, agree: Callable[[bool], bool]) -> None:
+        self._agree = agree
         self.grace = Grace(grace_seconds, asked_at=self.asked_at)
         self._asked_at: float | None = None
 
@@ -41,7 +46,10 @@ class StopFlag:
         """Whether to stop here; every process of the run calls it at the same points, and all stop at the same."""
         joined = stopping.joined()
         if joined is None:
-            return self._asked_at is not None
+            if not self._agree(self._asked_at is not None):
+                return False
+            self._asked_at = self._asked_at or time.monotonic()  # another host was asked
+            return True
         request, rank = joined
         return request.agreed(rank)
 

@@ -51,7 +51,7 @@ class Trainer(Staged):
         self.outputs.begin(step=self.progress.step, meters=self.meters)
         place = self.outputs.folder.path("profile")
         self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
-        self.runtime.expect(program_shapes(self.inputs, self.config, world_size=self.runtime.world_size))
+        self.runtime.expect(program_shapes(self.inputs, self.config, world_size=self.runtime.share[1]))
         try:
             if self.progress.step == 0:
                 with self.watch.measure("canary"):
@@ -96,14 +96,13 @@ class Trainer(Staged):
     def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
         """The steps of a stage that are not done, up to its exit test where it has one."""
         first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
-        process = (self.runtime.rank, self.runtime.world_size)
         batches = step_batches(
             rows,
             stage,
             num_steps=num_steps,
             config=self.config,
             first=first,
-            process=process,
+            process=self.runtime.share,
             choice=choice_of(stage.trainable, self.parameters, stages=self.inputs.stages),
             left_out=left_out,
         )
@@ -128,7 +127,7 @@ class Trainer(Staged):
     def train_one(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
         self.progress.advance(info.stage_step)
-        self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.rank))
+        self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.share[0]))
         step = self.progress.step + 1
         due = step % self.config.trainer.log_every_steps == 0 or info.is_last
         pending = Pending(step, info.lr, info.labels, info.num_tokens, mark=self.meters.mark())

@@ -107,9 +107,12 @@ def _program(arguments: bytes) -> str:
 
 
 def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
-    """Run runtime/probe.py with the variables that a run would have; it is killed when it takes too long."""
+    """Run runtime/probe.py with the variables that a run would have; it is killed when it takes too long.
+
+    One host of several starts its own chips alone, where a run waits for the others (pytorch/xla issue 7714).
+    """
     command = [sys.executable, "-m", "tpu_experiments.runtime.probe", hw.runtime, hw.device]
-    environment = {**os.environ, **variables(hw)}
+    environment = {**os.environ, **variables(hw), **({"TPU_HOST_BOUNDS": "1,1,1"} if hw.num_hosts > 1 else {})}
     try:
         done = subprocess.run(
             command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_seconds
@@ -125,7 +128,7 @@ def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
 
 
 def judge_devices(devices: Devices, config: Config) -> Finding:
-    """Whether as many devices start as `hw.num_devices` says."""
+    """Whether as many devices start as `hw.num_devices` says, on one host of several its part of them."""
     hw = config.hw
     if hw.device == "tpu" and not (devices.nodes or devices.num_pci_chips):
         return failed("no TPU (no Google PCI device, no /dev/accel*, no /dev/vfio/*)", "use a TPU VM, or hw=cpu here")
@@ -160,11 +163,12 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
     seen = f"{probed.num_devices} x {probed.kind.lower()}, started in {probed.seconds:.1f} s"
     if hw.runtime == "xla" and probed.kind.lower() != hw.device:
         return failed(seen, f"torch_xla fell back to {probed.kind}; install libtpu, or use hw=cpu")
-    if probed.num_devices < hw.num_devices if hw.runtime == "eager" else probed.num_devices != hw.num_devices:
+    wanted = hw.num_devices // hw.num_hosts if hw.device == "tpu" else hw.num_devices
+    if probed.num_devices < wanted if hw.runtime == "eager" else probed.num_devices != wanted:
         if hw.runtime == "eager" and hw.device == "cpu":
             return ok(f"cpu, shared by {hw.num_devices} processes")
         remedy = f"choose hw= with {probed.num_devices}, or set TPU_VISIBLE_CHIPS and its bounds for a part of a host"
-        return failed(f"{seen}, and hw={hw.name} has {hw.num_devices}", remedy)
+        return failed(f"{seen}, and hw={hw.name} has {wanted} on a host", remedy)
     if probed.total != 2.0:
         return failed(f"{seen}, and 1 + 1 is {probed.total} there", "the device computes wrongly: take another machine")
     return ok(seen)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.planning import TaskConfig
 from tpu_experiments.config.schema import Config
@@ -217,17 +216,14 @@ def judge_run(state: RunState, config: Config) -> Finding:
     return ok(f"name={state.name} {'goes on' if state.is_there else 'is new'}")
 
 
-def look_at_settings(config: Config) -> tuple[str, ...]:
-    """What the checks of the config say of it as task=train."""
-    try:
-        check(as_training(config))
-    except ConfigError as error:
-        return tuple(str(error).splitlines())
-    return ()
+def look_at_settings(config: Config) -> bool:
+    """Whether every host would write into a folder of its own."""
+    return config.hw.num_hosts > 1 and not paths.is_remote(config.output_dir)
 
 
-def judge_settings(problems: tuple[str, ...], config: Config) -> Finding:
-    """The config as task=train would see it."""
-    if problems:
-        return failed("; ".join(problems).rstrip("."), "mend the settings it names")
+def judge_settings(has_own_folders: bool, config: Config) -> Finding:
+    """What is to be trained where; the checks of the config have passed."""
+    if has_own_folders:
+        seen = f"output_dir={config.output_dir} is a folder of this machine, and hw.num_hosts={config.hw.num_hosts}"
+        return warning(seen, "use a bucket (gs://...), unless it is a folder that all hosts share")
     return ok(f"model={config.model.name} data=[{','.join(config.data)}] hw={config.hw.name}")

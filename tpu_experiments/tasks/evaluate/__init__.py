@@ -20,7 +20,7 @@ from tpu_experiments.tasks.evaluate.beside import BesideBase
 from tpu_experiments.tasks.evaluate.given import Given, make_given
 from tpu_experiments.tasks.evaluate.report import as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
-from tpu_experiments.tasks.train import check_model
+from tpu_experiments.tasks.setup import check_model
 from tpu_experiments.training.written import Exchange
 
 log = logging.getLogger(__name__)

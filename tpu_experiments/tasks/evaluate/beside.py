@@ -71,7 +71,7 @@ class BesideBase:
             seed=config.seed,
         )
         rows_at_once, seq_len = shape
-        scored, written = (rows_at_once // runtime.world_size, seq_len), (self.num_written, seq_len)
+        scored, written = (rows_at_once // runtime.share[1], seq_len), (self.num_written, seq_len)
         runtime.expect({"score": {scored}, "sample": {written}})
 
     def states(self) -> Iterator[str]:

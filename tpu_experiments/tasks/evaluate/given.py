@@ -12,7 +12,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
-from tpu_experiments.tasks.train import check_ids
+from tpu_experiments.tasks.setup import check_ids
 from tpu_experiments.training.inputs import RunInputs
 from tpu_experiments.training.sources import preparation, prepare_sources, stages_of, tokenizer_for
 from tpu_experiments.training.written import Exchange, as_records, exchanges

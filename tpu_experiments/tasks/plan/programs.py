@@ -73,13 +73,13 @@ def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
 def shape_of(stage: Stage, *, runtime: TracingRuntime) -> Shape:
     """(A, R, T) of one process's batch."""
     geometry = stage.geometry
-    rows = geometry.micro_rows * geometry.num_shards // runtime.world_size
+    rows = geometry.micro_rows * geometry.num_shards // runtime.share[1]
     return geometry.accumulation, rows, geometry.seq_len
 
 
 def evaluation_shape(config: Config, stages: list[Stage], *, runtime: TracingRuntime) -> tuple[int, int]:
     """(R, T) of one process's batch, as training/inputs.py cuts it."""
-    rows = evaluation_rows(stages) // runtime.world_size
+    rows = evaluation_rows(stages) // runtime.share[1]
     return rows, max(stage.geometry.seq_len for stage in stages)
 
 

@@ -18,7 +18,7 @@ from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.tasks.resume_check.children import KILLED, WHOLE, Children, Kill, Life
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
-from tpu_experiments.tasks.train import check_model, make_inputs
+from tpu_experiments.tasks.setup import check_model, make_inputs
 from tpu_experiments.training.inputs import num_steps
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,170 @@
+"""The hosts of one run: one process each (`hw.parallel=spmd`, `hw.num_hosts`), and what they tell each other.
+
+A program of `spmd` is one program over the chips of all hosts, so every process makes the same calls in the same order.
+What a host decides by itself (a request to stop, a clock, an error of its disk) is told to the others over gloo; they
+meet on port 29500 of the first host before a device is touched.
+"""
+
+import atexit
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+
+PORT = 29500  # torch.distributed's own default
+MEET_SECONDS = 900.0
+"""The longest that the first host waits for the last: VMs of a slice are set up side by side, not at the same speed."""
+ANSWER_SECONDS = 6 * 3600.0
+"""The longest that a host waits for one that is alive: the first may prepare data, or write to a bucket that is out."""
+Result = TypeVar("Result")
+
+
+class HostLost(Exception):
+    """Another host of the run has ended or failed; the text is a sentence."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the run's hosts this is, and where they meet."""
+
+    rank: int
+    address: str
+    port: int = PORT
+
+
+class Hosts:
+    """The hosts of a run as one of them sees them; every method must be called by all, in the same order."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def any(self, flag: bool) -> bool:
+        """True on every host when it is True on one."""
+        if self.size == 1:
+            return flag
+        votes = torch.tensor([int(flag)], dtype=torch.int32)
+        self._told(lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX))
+        return bool(votes.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each host has given, by its rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        self._told(lambda: dist.all_gather_object(found, value))
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.any(False)
+
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Do it on every host; where it fails on one, no host goes on.
+
+        Raises:
+            ConfigError: of this host or of another.
+            HostLost: it failed otherwise on another host.
+        """
+        try:
+            result, error = action(), None
+        except Exception as caught:
+            result, error = None, caught
+        told = self.gather(None if error is None else (isinstance(error, ConfigError), f"{error}"))
+        if error is not None:
+            raise error
+        for rank, complaint in enumerate(told):
+            if complaint is not None:
+                is_of_user, text = complaint
+                raise ConfigError(text) if is_of_user else HostLost(f"host {rank} of {self.size} failed: {text}")
+        return result  # type: ignore[return-value]
+
+    def on_first(self, action: Callable[[], object]) -> None:
+        """Do it on the first host while the others wait; where it fails, no host goes on. Raises as `together`."""
+        self.together(action if self.rank == 0 else lambda: None)
+
+    def _told(self, exchange: Callable[[], object]) -> None:
+        try:
+            exchange()
+        except RuntimeError as error:
+            raise HostLost(
+                f"host {self.rank} of {self.size} lost another ({_first_line(error)}); that host's log says why."
+            ) from error
+
+
+_joined = Hosts()
+
+
+def joined() -> Hosts:
+    """The hosts of this process's run."""
+    return _joined
+
+
+def meet(hw: HwConfig, *, seconds: float = MEET_SECONDS) -> Hosts:
+    """Wait for the other hosts of the run, so long at most; no device is touched.
+
+    Raises:
+        ConfigError: this machine does not know its place, or the others do not come.
+    """
+    global _joined
+    if hw.num_hosts == 1 or _joined.size > 1:
+        return _joined
+    place = _place(hw)
+    try:
+        store = dist.TCPStore(
+            place.address,
+            place.port,
+            hw.num_hosts,
+            is_master=place.rank == 0,
+            timeout=timedelta(seconds=seconds),
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=place.rank, world_size=hw.num_hosts, timeout=timedelta(seconds=ANSWER_SECONDS)
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"hw.num_hosts={hw.num_hosts}; host {place.rank} did not meet the others at {place.address}:{place.port} "
+            f"({_first_line(error)}); start the same command on every host at about the same time, and let them reach "
+            f"port {place.port} of the first (the default network of a project does)."
+        ) from error
+    atexit.register(dist.destroy_process_group)  # else gloo's threads may abort the process at its end
+    _joined = Hosts(place.rank, hw.num_hosts)
+    return _joined
+
+
+def _place(hw: HwConfig) -> Place:
+    """By torchrun's variables (RANK, MASTER_ADDR, MASTER_PORT) where they are set; else as the TPU's VM knows it.
+
+    Raises:
+        ConfigError: neither says it, or says another number of hosts.
+    """
+    given = os.environ
+    if "MASTER_ADDR" in given:
+        size, rank = int(given.get("WORLD_SIZE", hw.num_hosts)), int(given.get("RANK", 0))
+        place = Place(rank, given["MASTER_ADDR"], int(given.get("MASTER_PORT", PORT)))
+    elif hw.device == "tpu":
+        from tpu_experiments.runtime.xla_hosts import workers
+
+        rank, addresses = workers()
+        size, place = len(addresses), Place(rank, addresses[0])
+    else:
+        raise ConfigError(
+            f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; nobody says which host this is; set RANK, "
+            "MASTER_ADDR and MASTER_PORT, as torchrun does."
+        )
+    if size != hw.num_hosts or not 0 <= place.rank < size:
+        raise ConfigError(
+            f"hw.num_hosts={hw.num_hosts}; this is host {place.rank} of {size}; choose the hw= of this slice, or start "
+            "the command on all of its hosts."
+        )
+    return place
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

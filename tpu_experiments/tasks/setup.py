@@ -1,0 +1,174 @@
+"""What task=train makes and checks before the run folder is made and before a device is touched."""
+
+import importlib.util
+import inspect
+import logging
+from collections.abc import Mapping
+
+from tpu_experiments.checkpoint.store import latest_progress
+from tpu_experiments.config.build import locate
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.mesh import mesh_of
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.steps.epochs import write_epochs
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.models.build import describe, shapes_of_base
+from tpu_experiments.runtime.hosts import Hosts
+from tpu_experiments.runtime.sharding import ShardingTable, check_heads
+from tpu_experiments.training.chosen import require_choices
+from tpu_experiments.training.inputs import RunInputs, stage_rows
+from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
+
+log = logging.getLogger(__name__)
+
+
+def set_up(config: Config, folder: RunFolder) -> RunInputs:
+    """Everything of a run but its devices.
+
+    Raises:
+        ConfigError: something the user can mend; nothing was written.
+    """
+    check_loggers(config)
+    vocab_size = check_model(config)
+    inputs = make_inputs(config)
+    check_ids(config, inputs, vocab_size=vocab_size)
+    check_data(folder, inputs)
+    for stage in inputs.stages:
+        stage_rows(inputs, stage, config=config)  # refuses too few written epochs
+    return inputs
+
+
+def check_loggers(config: Config) -> None:
+    """Refuse a logger whose package is missing or whose options it does not take, before anything is written."""
+    for name, logger in config.logger.items():
+        kind = locate(logger._target_, key=f"logger.{name}")
+        package = getattr(kind, "package", None)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"logger={name} needs the package {package}; pip install {package}, or leave it out.")
+        try:
+            inspect.signature(kind).bind(None, **logger.options)
+        except TypeError as error:
+            raise ConfigError(f"logger.{name}.options={logger.options}; {kind.__name__} says: {error}.") from error
+
+
+def make_inputs(config: Config) -> RunInputs:
+    """Tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
+    stages = stages_of(config)
+    tokenizer = tokenizer_for(config)
+    sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
+    written = {}
+    if config.loader.order == "written":
+        folder = prepared_folder(config)
+        for stage in stages:
+            written[stage.index] = write_epochs(
+                stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder
+            )
+    return RunInputs(tokenizer, sources, stages, written)
+
+
+def check_model(config: Config) -> int:
+    """What only the model's own config can tell: lengths, adapter targets, sharding rules; returns its vocabulary.
+
+    Raises:
+        ConfigError: one of them does not go with the model.
+    """
+    source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    limit = getattr(source.config, "max_position_embeddings", None)
+    for stage in resolve_stages(config):
+        if limit is not None and stage.geometry.seq_len > limit:
+            raise ConfigError(
+                f"trainer.seq_len={stage.geometry.seq_len} (stage {stage.name}) is longer than "
+                f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
+            )
+    module, report = describe(source, lora=config.lora)
+    source.require_weights(shapes_of_base(module))
+    require_choices(resolve_stages(config), [name for name, p in module.named_parameters() if p.requires_grad])
+    log.info("%s: %s", config.model.name, report)
+    if config.hw.parallel == "spmd":
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        mesh = mesh_of(config.hw, config.sharding)
+        table = ShardingTable(config.sharding, mesh=mesh)
+        table.check(shapes)
+        check_heads(mesh, source.config)
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        check_hosts(config, table, shapes={name: shapes[name] for name in trained})
+    return int(source.config.vocab_size)
+
+
+def check_hosts(config: Config, table: ShardingTable, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse to split what is trained over several hosts: a host saves what its own chips hold.
+
+    Raises:
+        ConfigError: a rule of `sharding` splits a trained tensor.
+    """
+    split = [name for name, shape in shapes.items() if any(table.axes(name, shape))]
+    if config.hw.num_hosts > 1 and split:
+        raise ConfigError(
+            f"hw.num_hosts={config.hw.num_hosts} with sharding={config.sharding.name}; it splits {len(split)} of "
+            f"{len(shapes)} trained tensors ({split[0]}) over the hosts, and a checkpoint is written from one; use an "
+            "adapter (lora.r above 0) with sharding=fsdp or replicated, or a slice of one host."
+        )
+
+
+def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
+    """Refuse rows with a token the model has no embedding for: on XLA it would be read as another one, silently.
+
+    Raises:
+        ConfigError: tokenizer and model do not belong together.
+    """
+    for name, source in inputs.sources.items():
+        if source.max_token_id >= vocab_size:
+            raise ConfigError(
+                f"data.{name} has token id {source.max_token_id} and model={config.model.name} has {vocab_size} "
+                "embeddings; set model.tokenizer_path to the tokenizer this model was trained with."
+            )
+
+
+def check_data(folder: RunFolder, inputs: RunInputs) -> None:
+    """Refuse to go on with other data than the newest checkpoint was trained on.
+
+    Raises:
+        ConfigError: the audit hash of a source differs from the one in the checkpoint.
+    """
+    found = latest_progress(folder.path("checkpoints"))
+    if found is None:
+        return
+    step, progress = found
+    before, now = progress["data"], inputs.audit_hashes
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if changed:
+        shown = ", ".join(f"{key} {before.get(key)} then, {now.get(key)} now" for key in changed)
+        raise ConfigError(
+            f"name={folder.name}; its checkpoint of step {step} was trained on other data (audit hash of {shown}); "
+            "restore the files, tokenizer and rules of data preparation, or choose another name=."
+        )
+
+
+def require_same_data(hosts: Hosts, inputs: RunInputs) -> None:
+    """Refuse hosts that have prepared other rows: each feeds its chips from its own.
+
+    Raises:
+        ConfigError: the audit hash of a source differs.
+    """
+    found = hosts.gather(inputs.audit_hashes)
+    changed = sorted(key for key in found[0] if any(other.get(key) != found[0][key] for other in found))
+    if changed:
+        shown = ", ".join(str(other.get(changed[0])) for other in found)
+        raise ConfigError(
+            f"data.{changed[0]}; the hosts have other rows ({shown}, by host); give all of them the same "
+            "files, for example from a bucket, and the same tokenizer."
+        )
+
+
+def require_shared(folder: RunFolder, hosts: Hosts) -> None:
+    """Refuse an output_dir that the first host alone sees: each host reads the checkpoints itself.
+
+    Raises:
+        ConfigError: the folder that the first host has made is not here.
+    """
+    if not folder.exists():
+        raise ConfigError(
+            f"output_dir={folder.output_dir} with hw.num_hosts={hosts.size}; host {hosts.rank} does not see "
+            f"{folder.path()}, which host 0 has made; use a bucket (gs://...) or a folder that all hosts share."
+        )
