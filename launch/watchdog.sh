@@ -4,7 +4,8 @@
 #   - when it has been up for tpuexp-seconds (the launcher's limit of hours or money), and
 #   - when for tpuexp-idle-seconds there was no run, no login and no word of the launcher;
 # and which stops the run, so that it saves, as soon as the machine is to be taken away.
-# It needs nothing but curl, systemd and the VM's service account, with the right to delete TPUs (roles/tpu.admin).
+# It needs nothing but curl, systemd and the VM's service account, with the right to delete TPUs (roles/tpu.admin);
+# `watchdog.sh check` prints whether it has that.
 set -euo pipefail
 
 metadata_url=${TPUEXP_METADATA:-http://metadata.google.internal}/computeMetadata/v1
@@ -43,14 +44,43 @@ newest_lease() {
     printf '%s' "${newest:-0}"
 }
 
+# The API's answer to the deletion of the queued resource $1; more words are curl's. A queued resource has no
+# permission of its own: tpu.nodes.delete is asked for.
+ask_deletion() {
+    local token
+    token=$(metadata instance/service-accounts/default/token | sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
+    # The token goes through stdin: words of a command are seen by every process.
+    printf 'Authorization: Bearer %s\n' "$token" | curl -s -m 60 -X DELETE -H @- "${@:2}" \
+        "$tpu_url/projects/$project/locations/$zone/queuedResources/$1?force=true"
+}
+
 delete_self() {
-    local token address
     say "deleting $resource: $1"
     systemctl stop "$unit" 2>/dev/null || true
-    token=$(metadata instance/service-accounts/default/token | sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
-    address="$tpu_url/projects/$project/locations/$zone/queuedResources/$resource?force=true"
-    # The token goes through stdin: words of a command are seen by every process.
-    printf 'Authorization: Bearer %s\n' "$token" | curl -sf -m 60 -X DELETE -H @- -o /dev/null "$address"
+    ask_deletion "$resource" -f -o /dev/null
+}
+
+# One line: whether the deletion would be allowed, who asks, and what the API said. Asked by the very call, for a resource
+# that does not exist, which the API looks for after the right: 404 is a yes, 403 a no. So no other API has to be
+# switched on, and conditions of a role, scopes and the network are in the answer. A role that was just given takes a
+# minute: asked again for so long.
+check() {
+    local project zone resource account answer='' code='' verdict=unanswered tries=6
+    project=$(attribute tpuexp-project) zone=$(attribute tpuexp-zone) resource=$(attribute tpuexp-resource)
+    account=$(metadata instance/service-accounts/default/email) || account=none
+    while ((tries)); do
+        answer=$(ask_deletion "$resource-none" -m 10 -w '\n%{http_code}') || true
+        code=${answer##*$'\n'}
+        case $code in
+            2?? | 404) verdict=granted tries=1 ;;
+            401 | 403) verdict=refused ;;
+            *) verdict=unanswered ;;
+        esac
+        tries=$((tries - 1))
+        ((!tries)) || sleep $tick_seconds
+    done
+    answer=$(sed -n '/"message"/ { s/.*"message" *: *"\([^"]*\)".*/\1/p; q }' <<<"$answer")
+    printf 'tpuexp-watchdog=%s account=%s code=%s %s\n' "$verdict" "$account" "${code:-000}" "$answer"
 }
 
 watch() {
@@ -78,4 +108,8 @@ watch() {
     done
 }
 
-if [[ ${1:-} == watch ]]; then watch; else install_self; fi
+case ${1:-} in
+    watch) watch ;;
+    check) check ;;
+    *) install_self ;;
+esac

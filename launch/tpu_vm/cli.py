@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from launch.tpu_vm import dry, goals, loading, looking
+from launch.tpu_vm.clock import WallClock
 from launch.tpu_vm.cloud import CloudError, as_launch_error
-from launch.tpu_vm.driver import WallClock
 from launch.tpu_vm.errors import FAILED, REFUSED, STOPPED, LaunchError
 from launch.tpu_vm.known import settings_of
 from launch.tpu_vm.launching import World
@@ -97,7 +97,7 @@ def _dry(world: World, words: list[str]) -> World:
     """Nothing is run, written or asked."""
     settings, _ = settings_of(words)
     count = load_slice(settings.hw).num_workers if settings.hw else 1
-    pretended = dry.DryRun(world.say, num_workers=count)
+    pretended = dry.DryRun(world.say, num_workers=count, service_account=settings.service_account)
 
     def say_plan(overrides: tuple[str, ...], **where: Any) -> None:
         world.say(f"$ {' '.join(['python', 'run.py', *plan_words(overrides, results=where['results'])[2:]])}")

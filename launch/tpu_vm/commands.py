@@ -155,3 +155,21 @@ def bucket_fill(source: str, bucket: str) -> list[str]:
 def project() -> list[str]:
     """gcloud's own project."""
     return ["gcloud", "config", "get-value", "project", "--quiet"]
+
+
+def project_number(project_id: str, settings: Settings) -> list[str]:
+    """The number of a project, after which its Compute Engine account is named."""
+    account = [f"--account={settings.account}"] if settings.account else []
+    return ["gcloud", "projects", "describe", project_id, *account, "--format=value(projectNumber)", "--quiet"]
+
+
+def policy(project_id: str, settings: Settings) -> list[str]:
+    """Who has which role in a project."""
+    account = [f"--account={settings.account}"] if settings.account else []
+    return ["gcloud", "projects", "get-iam-policy", project_id, *account, "--format=json", "--quiet"]
+
+
+def grant(project_id: str, service_account: str) -> list[str]:
+    """What the user is told to run; the launcher gives nobody a role."""
+    words = ["gcloud", "projects", "add-iam-policy-binding", project_id, f"--member=serviceAccount:{service_account}"]
+    return [*words, "--role=roles/tpu.admin", "--condition=None"]

@@ -1,12 +1,11 @@
 """Does what machine.decide says, one action after the other, and keeps the record before what cannot be undone."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from launch.tpu_vm import money
+from launch.tpu_vm.clock import Clock
 from launch.tpu_vm.cloud import Cloud, CloudError
 from launch.tpu_vm.commands import Target
 from launch.tpu_vm.failures import advice_for
@@ -22,28 +21,6 @@ MAX_FETCHES = 4
 MAX_STUMBLES = 8
 """Failures of the API or of this program in a row, while cleaning up, after which the user is told to look."""
 ALWAYS_GONE = ("budget", "capacity", "refused", "interrupted", "down")
-
-
-class Clock(Protocol):
-    """Time; simulated in the tests."""
-
-    def now(self) -> float:
-        """Seconds since 1970."""
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-
-
-class WallClock:
-    """The real one."""
-
-    def now(self) -> float:
-        """Seconds since 1970."""
-        return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
 
 
 @dataclass
@@ -198,9 +175,11 @@ class Driver:
         self.clock.sleep(action.seconds or self.settings.poll_seconds)
 
     def do_set_up(self, action: Action, seen: Seen) -> None:
-        """Code, secrets, environment; a machine whose sshd is not up yet is asked again."""
+        """First whether it can end itself; code, secrets, environment. One whose sshd is not up yet is asked again."""
         self.progress.reset()
         try:
+            if not self.ends_itself():
+                return
             self.vm.sync(self.target)
             told = (word for word in self.record.overrides if word.startswith(("hw=", "output_dir=")))
             self.vm.set_up(self.target, self.secrets, tuple(told) or (f"hw={self.record.hw}",))
@@ -210,6 +189,24 @@ class Driver:
             self.save(f"the set-up failed: {error}", setup_failures=self.record.setup_failures + 1)
         else:
             self.save(f"{self.record.resource} is set up", is_set_up=True, setup_failures=0, unreachable_since=None)
+
+    def ends_itself(self) -> bool:
+        """Whether the VM's watchdog can delete it, or need not; where it cannot, the machine is given back.
+
+        Raises:
+            UnreachableError, RemoteError: there is no answer, which is a set-up that failed.
+        """
+        verdict = self.vm.ask_watchdog(self.target)
+        sentence = verdict.sentence(self.record.project)
+        if verdict.kind == "granted":
+            return True
+        if self.settings.watchdog == "warn":
+            self.say(f"warning: {sentence}")
+            return True
+        if verdict.kind == "unanswered":
+            raise RemoteError(sentence)
+        self.abandon("refused", sentence)
+        return False
 
     def do_start(self, action: Action, seen: Seen) -> None:
         """Start the run; its id stands for this machine and this attempt, so a repeated start is none."""

@@ -1,5 +1,6 @@
 """--dry-run: each command is printed, and answered as by a project where everything works at once."""
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -22,9 +23,11 @@ class DryClock:
 class DryRun:
     """A Run that changes nothing; a command that was just printed is not printed again."""
 
-    def __init__(self, say: Callable[[str], None], *, num_workers: int) -> None:
+    def __init__(self, say: Callable[[str], None], *, num_workers: int, service_account: str = "") -> None:
         self._say = say
         self._num_workers = num_workers
+        member = f"serviceAccount:{service_account or 'NUMBER-compute@developer.gserviceaccount.com'}"
+        self._policy = json.dumps({"bindings": [{"role": "roles/tpu.admin", "members": [member]}]})
         self._is_there = False
         self._last = ""
 
@@ -42,6 +45,10 @@ class DryRun:
             self._is_there = True
         elif "queued-resources delete" in verb:
             self._is_there = False
+        elif "projects describe" in verb:
+            return Completed(0, "NUMBER\n")
+        elif "get-iam-policy" in verb:
+            return Completed(0, self._policy)
         elif "describe" in verb and not self._is_there:
             return Completed(1, err="NOT_FOUND")
         elif "queued-resources describe" in verb:
@@ -60,6 +67,8 @@ class DryRun:
         if re.search(r"worker\.sh look", command):
             state = "run=exited code=0 stop=no preempted=FALSE bytes=0"
             return Completed(0, "".join(f"tpuexp worker={worker} {state}\n" for worker in range(count)))
+        if re.search(r"watchdog\.sh check", command):
+            return Completed(0, "tpuexp-watchdog=granted\ntpuexp-code=0\n" * count)
         return Completed(0, "tpuexp-code=0\n" * count)
 
 

@@ -68,7 +68,7 @@ def _launch(
         project = launching.project_of(world, settings)
         record = launching.fresh(world, settings, slice_, project=project, words=tuple(words))
         limits = launching.limits_of(settings, slice_, zone=record.zone)
-        launching.agree(world, settings, slice_, limits, job, is_planned=then == "gone")
+        launching.agree(world, settings, slice_, limits, job, project=project, is_planned=then == "gone")
     if job is not None:
         record = launching.with_job(record, job, then=then)
     launching.offer_key(world, settings)

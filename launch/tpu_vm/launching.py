@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.tpu_vm import code_sync, commands, planning
+from launch.tpu_vm import code_sync, commands, planning, rights
+from launch.tpu_vm.clock import Clock
 from launch.tpu_vm.cloud import Cloud
-from launch.tpu_vm.driver import Clock, Driver
+from launch.tpu_vm.driver import Driver
 from launch.tpu_vm.errors import LaunchError
 from launch.tpu_vm.job import Job, job_of
 from launch.tpu_vm.local_files import LocalFiles
@@ -134,7 +135,7 @@ def with_job(record: Record, job: Job, *, then: str) -> Record:
 
 
 def agree(
-    world: World, settings: Settings, slice_: Slice, limits: Limits, job: Job | None, *, is_planned: bool
+    world: World, settings: Settings, slice_: Slice, limits: Limits, job: Job | None, *, project: str, is_planned: bool
 ) -> None:
     """Plan and question, before the first thing is rented.
 
@@ -153,6 +154,9 @@ def agree(
             and found.usd > settings.max_usd
         ):
             raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
+    warning = rights.look_ahead(world.run, settings, project)
+    if warning:
+        world.say(f"warning: {warning}")
     cap = f"{settings.max_hours:g} h" + ("" if settings.max_usd is None else f" and ${settings.max_usd:g}")
     world.confirm(f"rent {words}; at most {cap}?", settings)
 

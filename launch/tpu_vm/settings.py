@@ -41,6 +41,8 @@ class Settings:
     """Longest wait in one zone while others are left to try."""
     idle_minutes: float = 30.0
     """The VM deletes itself after so long without a run, a login or this launcher."""
+    watchdog: Literal["required", "warn"] = "required"
+    """A VM that says that it cannot delete itself: `required` gives it back at once, `warn` says so and goes on."""
     usd_per_chip_hour: float | None = None
     """Price of a chip-hour; null takes the dated one of conf/hw."""
     plan: Literal["first", "skip"] = "first"

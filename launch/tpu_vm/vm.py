@@ -13,6 +13,7 @@ from launch.tpu_vm import code_sync, commands
 from launch.tpu_vm.commands import CHECKOUT, Target
 from launch.tpu_vm.failures import in_one_line, kind_of
 from launch.tpu_vm.local_files import LocalFiles
+from launch.tpu_vm.rights import ASK, ASK_SECONDS, Verdict, verdict_of
 from launch.tpu_vm.running import Completed, Run
 from launch.tpu_vm.settings import Settings
 
@@ -75,6 +76,17 @@ class Vm:
         self._say = say
         self._scratch = scratch
         self._files = files
+
+    def ask_watchdog(self, target: Target) -> Verdict:
+        """Whether every VM could delete the slice; nothing but the start-up script needs to be there.
+
+        Raises:
+            UnreachableError, RemoteError
+        """
+        try:
+            return verdict_of(self.remote(target, ASK, timeout=ASK_SECONDS))
+        except ValueError as error:
+            raise RemoteError(f"the watchdog's check: {error}") from None
 
     def sync(self, target: Target) -> None:
         """The code, by either way.
@@ -182,8 +194,8 @@ class Vm:
 
     def remote(
         self, target: Target, command: str, *, worker: str = "all", stdin: str = "", timeout: float = 180.0
-    ) -> None:
-        """Run a command on one worker or on all.
+    ) -> str:
+        """Run a command on one worker or on all; what they printed.
 
         Raises:
             UnreachableError: fewer workers than asked have run it.
@@ -197,6 +209,7 @@ class Vm:
             raise RemoteError(in_one_line("\n".join(said), limit=1500) or f"exit code {max(codes)}")
         if len(codes) < (self._num_workers if worker == "all" else 1):
             raise UnreachableError(in_one_line(done.err) or f"exit code {done.code}")
+        return MARK.sub("", done.out)
 
     def _each_worker(self, target: Target, command: str, *, stdin: str) -> None:
         """One after the other: gcloud gives stdin to one ssh alone."""

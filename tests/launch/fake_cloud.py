@@ -19,6 +19,8 @@ QUOTA = "Quota limit 'TPUV6EPreemptiblePerProjectPerZoneForTPUAPI' has been exce
 NOT_FOUND = "ERROR: (gcloud.compute.tpus.{what}) NOT_FOUND: Resource '{name}' was not found"
 UNAVAILABLE = "ERROR: (gcloud.compute.tpus.x) UNAVAILABLE: The service is currently unavailable."
 PROVISIONING = "ERROR: (gcloud) FAILED_PRECONDITION: DeleteQueuedResource is not supported when state is PROVISIONING"
+MEMBER = "serviceAccount:123-compute@developer.gserviceaccount.com"
+POLICY = json.dumps({"bindings": [{"role": "roles/editor", "members": [MEMBER]}]})
 SSH_LOST = "ssh: connect to host 10.0.0.2 port 22: Connection timed out\nERROR: (gcloud.compute.tpus.tpu-vm.ssh) 255"
 
 
@@ -107,6 +109,9 @@ class FakeCloud:
         self.billed = 0.0
         """Seconds of READY machines that are gone."""
         self.setup_code = 0
+        self.watchdog = "granted account=vm@p code=404 Resource was not found"
+        self.policy: str | None = POLICY
+        """What the user may read of the project's policy; None where that is nothing."""
         self.num_workers = 1
 
     def run(self, words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
@@ -128,6 +133,8 @@ class FakeCloud:
     def answer(self, words: list[str], stdin: str) -> Completed:
         verb = " ".join(words[1:5] if words[1] == "compute" else words[1:3])
         verb = verb.replace("compute tpus ", "")
+        if verb.startswith("projects"):
+            return self.project(words)
         if verb.startswith("storage"):
             return self.storage(words)
         if "list" in words:
@@ -150,6 +157,13 @@ class FakeCloud:
         if "scp" in words:
             return Completed(0)
         return self.ssh(machine, words, stdin)
+
+    def project(self, words: list[str]) -> Completed:
+        if "describe" in words:
+            return Completed(0, "123\n")
+        if self.policy is None:
+            return Completed(1, err="ERROR: (gcloud.projects.get-iam-policy) PERMISSION_DENIED: no access")
+        return Completed(0, self.policy)
 
     @staticmethod
     def scp_name(words: list[str]) -> str:
@@ -230,6 +244,8 @@ class FakeCloud:
         command = next(word for word in words if word.startswith("--command="))
         count = self.num_workers if "--worker=all" in words else 1
         code = 0
+        if "watchdog.sh check" in command:
+            return Completed(0, f"tpuexp-watchdog={self.watchdog}\n\ntpuexp-code=0\n" * count)
         if "worker.sh look" in command:
             return self.look(machine, count)
         if "keep-secrets" in command:

@@ -58,6 +58,8 @@ def every_command() -> dict[str, list[str]]:
     lines |= {"disk": loading.create_disk(full, "hyperdisk-ml"), "loader": loading.create_vm(full, "shards-loader")}
     lines |= {"fill": loading.fill(full, "shards-loader"), "loader gone": loading.delete_vm(full, "shards-loader")}
     lines |= {"share": loading.share_disk(full), "VMs": loading.list_vms(full), "disks": loading.list_disks(full)}
+    lines |= {"number": commands.project_number("p", PLAIN), "policy": commands.policy("p", FULL)}
+    lines |= {"grant": commands.grant("p", "sa@p.iam.gserviceaccount.com")}
     lines |= {"bucket cp": commands.bucket_copy("gs://b/r/adapter", "/tmp"), "ls": commands.bucket_look("gs://b/r")}
     return lines | {"bucket fill": commands.bucket_fill("/tmp", "gs://b/prepared")}
 

@@ -29,7 +29,7 @@ def gone():
     print("NOT_FOUND: it was not found", file=sys.stderr)
     sys.exit(1)
 if "create" in words:
-    assert pathlib.Path(flag("--metadata-from-file").split("=")[1]).is_file()
+    subprocess.run(["bash", flag("--metadata-from-file").split("=")[1]], check=True)
     there.write_text("0")
 elif not there.exists():
     gone()
@@ -63,6 +63,18 @@ if given["seed"] == "1":
     time.sleep(60)
 (folder / "result.json").write_text('{"finished": true}')
 """
+# The metadata host, and the API that is asked whether the VM may delete what does not exist.
+CURL = """#!/bin/sh
+for word; do address=$word; done
+case $address in
+    */default/email) printf vm@p ;;
+    */default/token) printf '{{"access_token":"ya29.x","expires_in":3599}}' ;;
+    */attributes/tpuexp-*) printf x ;;
+    */queuedResources/x-none*)
+        printf '{{\n "error": {{\n  "message": "it is denied."\n }}\n}}\n%s' "$(cat {folder}/http_code)" ;;
+    *) exit 22 ;;
+esac
+"""
 STARTUP = '[[ "$*" == "output_dir=outputs hw=v6e1" ]] && echo "made ready" >~/ready\n'
 PROMPT = "Ce 'este' \"Dunărea\" $HOME; ?"
 
@@ -80,14 +92,17 @@ def laptop(tmp_path: Path) -> Path:
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "bin").mkdir()
-    pid = tmp_path / "pid"
+    pid, watchdog = tmp_path / "pid", tmp_path / "lib" / "watchdog.sh"
+    (tmp_path / "http_code").write_text("404")
     stop = f"kill -TERM $(cat {pid}); while kill -0 $(cat {pid}) 2>/dev/null; do sleep 0.05; done"
     fakes = {
         "gcloud": GCLOUD.format(python=sys.executable, folder=str(tmp_path)),
         "sudo": '#!/bin/sh\nexec "$@"\n',
-        "curl": "#!/bin/sh\nexit 22\n",
-        "systemd-run": f'#!/bin/sh\nwhile [ "$1" != bash ]; do shift; done; "$@" >/dev/null 2>&1 & echo $! >{pid}\n',
-        "systemctl": f"#!/bin/sh\ncase $1 in is-active) kill -0 $(cat {pid}) 2>/dev/null ;; stop) {stop} ;; esac\n",
+        "curl": CURL.format(folder=tmp_path),
+        "systemd-run": f'#!/bin/sh\ncase "$*" in *watchdog*) exit ;; esac\n'
+        f'while [ "$1" != bash ]; do shift; done; "$@" >/dev/null 2>&1 & echo $! >{pid}\n',
+        "systemctl": f'#!/bin/sh\ncase "$*" in is-active*watchdog) test -e {watchdog} ;; '
+        f"is-active*) kill -0 $(cat {pid}) 2>/dev/null ;; stop*) {stop} ;; esac\n",
     }
     for name, text in fakes.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -97,6 +112,7 @@ def laptop(tmp_path: Path) -> Path:
 
 def started(root: Path, seed: int) -> subprocess.Popen[str]:
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "WANDB_API_KEY")}
+    env |= {"TPUEXP_HOME": str(root.parent / "lib")}
     env |= {"PATH": f"{root.parent / 'bin'}:{env['PATH']}", "TPUEXP_PYTHON": sys.executable, "HF_TOKEN": "it's $hush!"}
     words = ["hw=v6e1", "name=e2e", "plan=skip", "yes=true", "project=p", "zones=z-a", "poll_seconds=0.2"]
     overrides = ["output_dir=outputs", f"sample.prompt={PROMPT}", f"seed={seed}"]
@@ -115,6 +131,21 @@ def test_train_from_the_command_line_to_the_results(laptop: Path) -> None:
     assert not (laptop.parent / "resource").exists()
     state = (laptop / "outputs" / "launch" / "e2e.json").read_text()
     assert "hush!" not in said + state + (laptop.parent / "calls").read_text()
+
+
+def test_a_vm_that_may_not_delete_itself_is_given_back(laptop: Path) -> None:
+    (laptop.parent / "http_code").write_text("403")
+    sleep = laptop.parent / "bin" / "sleep"
+    sleep.write_text("#!/bin/sh\n")
+    sleep.chmod(0o755)
+    with started(laptop, seed=0) as process:
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "e2e: refused: vm@p may not delete the VM it runs on (it is denied); gcloud projects add-iam-policy" in said
+    assert "nothing of e2e is left" in said
+    assert not (laptop.parent / "resource").exists()
+    assert not (laptop.parent / "home" / "ready").exists()
+    assert "ya29" not in said + (laptop.parent / "calls").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -202,7 +202,7 @@ def test_ctrl_c_at_the_question_rents_nothing(launcher: Launcher) -> None:
     world.ask = interrupted
     words = ["up", *MACHINE, f"results={launcher.folder}", "project=p", f"env_file={launcher.env_file()}"]
     assert main(words, world) == 75
-    assert not launcher.cloud.calls
+    assert not launcher.cloud.all_machines
 
 
 def test_the_dry_run_of_train_is_the_golden_one(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""May the VM delete itself? Read in the project's policy before anything is rented; the VM is asked when it is there.
+
+Without that right the watchdog ends nothing. It is tpu.nodes.delete, for queued resources too
+(docs.cloud.google.com/iam/docs/roles-permissions/tpu).
+"""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.tpu_vm import commands
+from launch.tpu_vm.failures import in_one_line
+from launch.tpu_vm.running import Run
+from launch.tpu_vm.settings import Settings
+
+SUFFICIENT = ("roles/tpu.admin", "roles/tpu.editor", "roles/editor", "roles/owner")
+INSTALLED = "systemctl is-active --quiet tpuexp-watchdog"
+# A start-up script may still be at work when sshd answers.
+ASK = (
+    f"for i in $(seq 45); do {INSTALLED} && break; sleep 2; done; "
+    f"if {INSTALLED}; then bash ${{TPUEXP_HOME:-/var/lib/tpu_experiments}}/watchdog.sh check; "
+    "else echo tpuexp-watchdog=absent; fi"
+)
+ASK_SECONDS = 400.0
+LINE = re.compile(r"^tpuexp-watchdog=(\w+)(?: account=(\S+) code=(\S+) ?(.*))?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the VM may delete itself, as its watchdog found by asking."""
+
+    kind: Literal["granted", "unanswered", "absent", "refused"]
+    account: str = ""
+    """Of the VM; `none` where it has none."""
+    code: str = ""
+    """HTTP code of the answer; 000 where there was none."""
+    said: str = ""
+    """The API's own words."""
+
+    def sentence(self, project: str) -> str:
+        """What is missing, and what to do."""
+        if self.kind == "absent":
+            what = "the VM's watchdog does not run; `journalctl -u google-startup-scripts` there says why"
+        elif self.kind == "unanswered":
+            what = (
+                f"the VM's watchdog gets no answer from tpu.googleapis.com (HTTP {self.code} {self.said}".rstrip()
+                + "); with network=internal its subnet needs Private Google Access"
+            )
+        elif self.account == "none":
+            what = "the VM has no service account, so it cannot delete itself; give service_account="
+        else:
+            grant = shlex.join(commands.grant(project, self.account))
+            what = f"{self.account} may not delete the VM it runs on ({self.said.rstrip('.')}); {grant}"
+        return f"{what}; watchdog=warn goes on without"
+
+
+ORDER = ("granted", "unanswered", "absent", "refused")
+
+
+def verdict_of(text: str) -> Verdict:
+    """The worst of what the workers printed.
+
+    Raises:
+        ValueError: none has printed a verdict.
+    """
+    found = [Verdict(*(part or "" for part in match.groups())) for match in LINE.finditer(text)]  # type: ignore[arg-type]
+    if not found:
+        raise ValueError(in_one_line(text) or "no word of the watchdog")
+    return max(found, key=lambda verdict: ORDER.index(verdict.kind))
+
+
+def look_ahead(run: Run, settings: Settings, project: str) -> str:
+    """A sentence where the project's policy does not show the right; empty where it does.
+
+    The policy is what this user can read: it lacks what folders, organisations, groups and custom roles give, so it
+    warns and refuses nothing.
+    """
+    account = settings.service_account
+    if not account:  # Compute Engine's own, which is named after the project's number
+        done = run(commands.project_number(project, settings))
+        account = f"{done.out.strip()}-compute@developer.gserviceaccount.com"
+        if done.code:
+            return _not_checked(done.err)
+    done = run(commands.policy(project, settings))
+    if done.code:
+        return _not_checked(done.err)
+    roles = _roles(json.loads(done.out or "{}"), f"serviceAccount:{account}")
+    if roles & set(SUFFICIENT):
+        return ""
+    grant = shlex.join(commands.grant(project, account))
+    return (
+        f"the policy of {project} gives {account} no role to delete the VM it runs on; unless a folder, a group or a "
+        f"role of your own does, the machine is given back as soon as it says so: {grant}"
+    )
+
+
+def _roles(policy: dict[str, list[dict[str, object]]], member: str) -> set[str]:
+    """Without those that hold under a condition."""
+    bindings = (binding for binding in policy.get("bindings", []) if not binding.get("condition"))
+    return {str(binding["role"]) for binding in bindings if member in list(binding.get("members", []))}  # type: ignore[call-overload]
+
+
+def _not_checked(error: str) -> str:
+    why = in_one_line(error, limit=120)
+    return f"not known yet whether the VM may delete itself ({why}); it is asked when it is there"
