@@ -4,7 +4,7 @@
 #     start ID [WORD ...]     run.py with these words as a systemd unit; ID again is not started again
 #     look OFFSET             a line of state, then what the log has after OFFSET bytes
 #     stop                    SIGTERM to the run, and wait until it has saved and ended
-#     pack FOLDER             the results of a run as a tar stream
+#     pack FOLDER             the results of a run, or of every point of a sweep, as a tar stream
 #     mount DISK FOLDER       the attached disk, read-only
 set -euo pipefail
 
@@ -112,8 +112,12 @@ stop() {
 pack() {
     local found=() name
     cd -- "$1"
-    for name in result.json test_results.json README.md config.yaml adapter model run.log; do
-        [[ ! -e $name ]] || found+=("$name")
+    for name in {,*/}{result.json,test_results.json,README.md,config.yaml,adapter,model,run.log}; do
+        # Of folders only those of a sweep, which are its points.
+        [[ ! -e $name || ($name == */* && ! -e sweep.json) ]] || found+=("$name")
+    done
+    for name in sweep.json leaderboard.csv leaderboard.md tensorboard logs; do
+        [[ ! -e $name || ! -e sweep.json ]] || found+=("$name")
     done
     ((${#found[@]})) || found=(--files-from=/dev/null)
     tar -czf - "${found[@]}"

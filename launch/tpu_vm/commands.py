@@ -147,6 +147,19 @@ def bucket_look(address: str) -> list[str]:
     return ["gcloud", "storage", "ls", address]
 
 
+def bucket_part(source: str, local: str, *, kept: str) -> list[str]:
+    """The objects of a folder of a bucket whose names in it match `kept`, to a local folder that is there.
+
+    `--exclude` is matched from the first letter on; a ^ there would name the separator of a list.
+    """
+    return ["gcloud", "storage", "rsync", "--recursive", f"--exclude=(?!({kept})$)", source, local]
+
+
+def bucket_read(address: str) -> list[str]:
+    """The text of an object."""
+    return ["gcloud", "storage", "cat", address]
+
+
 def bucket_fill(source: str, bucket: str) -> list[str]:
     """A local folder to a bucket; what is there already is not sent again."""
     return ["gcloud", "storage", "rsync", "--recursive", source, bucket]

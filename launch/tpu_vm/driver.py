@@ -10,6 +10,7 @@ from launch.tpu_vm.cloud import Cloud, CloudError
 from launch.tpu_vm.commands import Target
 from launch.tpu_vm.failures import advice_for
 from launch.tpu_vm.follow import Progress
+from launch.tpu_vm.job import is_grid, is_sweep
 from launch.tpu_vm.machine import Action, Seen, decide
 from launch.tpu_vm.money import Limits
 from launch.tpu_vm.settings import Settings
@@ -118,7 +119,7 @@ class Driver:
 
     def do_create(self, action: Action, seen: Seen) -> None:
         """Ask for a machine, unless the run has meanwhile finished without us."""
-        if self.record.was_started and self.record.is_remote and self.vm.is_finished(self.record.run_folder):
+        if self.record.was_started and self.record.is_remote and self.is_finished_there():
             self.do_close(replace(action, outcome="finished", why="its result was in the bucket"), seen)
             return
         now, limits = self.clock.now(), self._limits()
@@ -140,6 +141,12 @@ class Driver:
                 raise
             else:
                 self.abandon("refused", f"{error}: {advice_for(str(error))}")
+
+    def is_finished_there(self) -> bool:
+        """Whether the bucket has a result, or one of every point."""
+        if is_sweep(self.record.overrides):
+            return is_grid(self.record.overrides) and self.vm.is_sweep_finished(self.record.run_folder)
+        return self.vm.is_finished(self.record.run_folder)
 
     def do_delete(self, action: Action, seen: Seen) -> None:
         """Delete; what is gone already is settled."""
@@ -181,8 +188,8 @@ class Driver:
             if not self.ends_itself():
                 return
             self.vm.sync(self.target)
-            told = (word for word in self.record.overrides if word.startswith(("hw=", "output_dir=")))
-            self.vm.set_up(self.target, self.secrets, tuple(told) or (f"hw={self.record.hw}",))
+            told = [word for word in self.record.overrides if word.startswith("output_dir=")]
+            self.vm.set_up(self.target, self.secrets, (f"hw={self.record.hw}", *told))
         except UnreachableError as error:
             self.unreachable(error)
         except RemoteError as error:
@@ -265,7 +272,8 @@ class Driver:
                 self.save(run_state="exited")
             if is_there:
                 self.vm.fetch_logs(self.target, self.results)
-            names = self.vm.fetch(self.target, self.record.run_folder, self.results)
+            fetch = self.vm.fetch_sweep if is_sweep(self.record.overrides) else self.vm.fetch
+            names = fetch(self.target, self.record.run_folder, self.results)
         except (UnreachableError, RemoteError) as error:
             failures = self.record.fetch_failures + 1
             self.save(f"fetching: {error}", fetch_failures=failures, is_fetched=failures >= MAX_FETCHES)

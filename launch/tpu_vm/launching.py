@@ -13,7 +13,7 @@ from launch.tpu_vm.clock import Clock
 from launch.tpu_vm.cloud import Cloud
 from launch.tpu_vm.driver import Driver
 from launch.tpu_vm.errors import LaunchError
-from launch.tpu_vm.job import Job, job_of
+from launch.tpu_vm.job import Job, is_sweep, job_of
 from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.money import HOUR, Limits
 from launch.tpu_vm.planning import Promise
@@ -146,19 +146,25 @@ def agree(
     if job is not None and is_planned and settings.plan == "first":
         found = world.promise(job.overrides, run_name=job.name, spot=settings.spot, results=Path(settings.results))
         if found is not None:
-            world.say(found.sentence)
-        if (
-            found is not None
-            and found.usd is not None
-            and settings.max_usd is not None
-            and found.usd > settings.max_usd
-        ):
-            raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
+            check_price(found, settings, limits, say=world.say)
     warning = rights.look_ahead(world.run, settings, project)
     if warning:
         world.say(f"warning: {warning}")
     cap = f"{settings.max_hours:g} h" + ("" if settings.max_usd is None else f" and ${settings.max_usd:g}")
     world.confirm(f"rent {words}; at most {cap}?", settings)
+
+
+def check_price(found: Promise, settings: Settings, limits: Limits, *, say: Callable[[str], None]) -> None:
+    """Say what was planned.
+
+    Raises:
+        LaunchError: it costs more than `max_usd`.
+    """
+    if found.usd is None and found.hours is not None:
+        found = replace(found, usd=found.hours * limits.usd_per_hour)
+    say(found.sentence)
+    if found.usd is not None and settings.max_usd is not None and found.usd > settings.max_usd:
+        raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
 
 
 def offer_key(world: World, settings: Settings) -> None:
@@ -198,9 +204,15 @@ def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict
         clock=world.clock,
         say=world.say,
         secrets=secrets,
-        results=Path(settings.results) / (record.run_folder.rsplit("/", 1)[-1] or record.name),
+        results=_results_of(record, settings),
         watchdog=code_sync.ROOT / WATCHDOG,
     )
+
+
+def _results_of(record: Record, settings: Settings) -> Path:
+    """Here, as run.py would have called it."""
+    name = record.run_folder.rsplit("/", 1)[-1] or record.name
+    return Path(settings.results) / ("sweeps" if is_sweep(record.overrides) else "") / name
 
 
 def job_for(overrides: list[str], settings: Settings) -> Job:

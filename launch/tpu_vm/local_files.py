@@ -27,6 +27,10 @@ class LocalFiles:
         file, public = code_sync.deploy_key(folder)
         return file.read_text(encoding="utf-8"), public
 
+    def names(self, folder: Path) -> list[str]:
+        """What is in a folder."""
+        return sorted(path.name for path in folder.iterdir())
+
     def unpack(self, file: Path, into: Path) -> list[str]:
         """The results in a tar file, which is then deleted; their names."""
         self.make_dirs(into)
@@ -53,6 +57,10 @@ class NoFiles(LocalFiles):
     def deploy_key(self, folder: Path) -> tuple[str, str]:
         """None is made."""
         return "(the private key)\n", "ssh-ed25519 (made when it is no dry run)"
+
+    def names(self, folder: Path) -> list[str]:
+        """Nothing came."""
+        return []
 
     def unpack(self, file: Path, into: Path) -> list[str]:
         """Nothing came."""

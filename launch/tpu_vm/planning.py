@@ -1,6 +1,7 @@
 """Before anything is rented: does the run fit, how long does it take, what does it cost?"""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from launch.tpu_vm.code_sync import ROOT
 from launch.tpu_vm.errors import LaunchError
+from launch.tpu_vm.job import is_sweep, points_at_once
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ class Promise:
 
 
 def plan_words(overrides: tuple[str, ...], *, results: Path) -> list[str]:
-    """The run's own command as a plan written here."""
+    """The run's own command as a plan written here; a sweep's are kept apart from the results of its points."""
     kept = [word for word in overrides if not word.startswith(("output_dir=", "task="))]
-    return [sys.executable, str(ROOT / "run.py"), "task=plan", *kept, f"output_dir={results}"]
+    folder = results / "plans" if is_sweep(overrides) else results
+    return [sys.executable, str(ROOT / "run.py"), "task=plan", *kept, f"output_dir={folder}"]
 
 
 def promise(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> Promise:
@@ -41,14 +44,23 @@ def promise(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: P
     Raises:
         LaunchError: there is no plan, or the run does not fit.
     """
-    file = results / "plans" / run_name / "plan.json"
-    file.unlink(missing_ok=True)
+    folder = results / "plans" / run_name
+    if is_sweep(overrides):
+        folder = results / "plans" / "sweeps" / run_name
+        shutil.rmtree(folder, ignore_errors=True)
+    (folder / "plan.json").unlink(missing_ok=True)
     code = subprocess.call(plan_words(overrides, results=results), cwd=ROOT)
-    if code or not file.is_file():
+    files = sorted(folder.glob("plans/*/plan.json") if is_sweep(overrides) else folder.glob("plan.json"))
+    if code or not files:
         raise LaunchError(
             f"plan=first; the plan ended with exit code {code} and says why above; mend it, plan on Linux "
             f"(bash launch/local.sh python launch/tpu.py ...), or rent without one: plan=skip."
         )
+    found = [_read(file, spot=spot) for file in files]
+    return found[0] if not is_sweep(overrides) else _together(found, at_once=points_at_once(overrides))
+
+
+def _read(file: Path, *, spot: bool) -> Promise:
     content = json.loads(file.read_text(encoding="utf-8"))
     usd = (content.get("usd") or {}).get("spot" if spot else "on_demand")
     found = Promise(bool(content.get("fits")), content.get("hours"), usd, str(content.get("method")))
@@ -57,3 +69,10 @@ def promise(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: P
             f"plan=first; the run does not fit; {file.with_suffix('.md')} has what would; nothing was rented."
         )
     return found
+
+
+def _together(points: list[Promise], *, at_once: int) -> Promise:
+    """The whole sweep; its price is that of the machine, which the points may share."""
+    hours = [point.hours for point in points if point.hours is not None]
+    whole = sum(hours) / at_once if len(hours) == len(points) else None
+    return Promise(True, whole, None, f"{points[0].method}, {len(points)} points")

@@ -3,6 +3,7 @@
 Every remote command ends with a line of its own, so that a failing command is told from ssh that failed.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -22,6 +23,9 @@ SETUP_SECONDS, STOP_SECONDS, COPY_SECONDS = 2400.0, 240.0, 900.0
 MAX_LOG_BYTES = 262144
 """Of one look, as launch/worker.sh has it."""
 RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "adapter")
+SWEEP_FILES = r"[^/]+/(result\.json|test_results\.json|README\.md|config\.yaml|adapter/.*)|sweep\.json|leaderboard\..*"
+SWEEP_FILES += r"|(tensorboard|logs)/.*"
+"""Names in the folder of a sweep, as launch/worker.sh packs them; a point lies in a folder of its own."""
 LINE = re.compile(r"^tpuexp worker=(\d+) run=(\w+) code=(\S+) stop=(\w+) preempted=(\w+) bytes=(\d+)\s*$", re.MULTILINE)
 MARK = re.compile(r"^tpuexp-code=(\d+)\s*$", re.MULTILINE)
 # A set-up that takes longer than the watchdog waits is no idle machine.
@@ -178,6 +182,25 @@ class Vm:
         local = self._scratch / packed
         self._copied(self._run(commands.copy_from(target, packed, str(local)), timeout=COPY_SECONDS))
         return self._files.unpack(local, into)
+
+    def fetch_sweep(self, target: Target, run_folder: str, into: Path) -> list[str]:
+        """As `fetch`, for every point of a sweep, with its leaderboard and TensorBoard's session of each point."""
+        if "://" not in run_folder:
+            return self.fetch(target, run_folder, into)
+        self._files.make_dirs(into)
+        there = self._run(commands.bucket_look(f"{run_folder}/sweep.json"))
+        if there.code and kind_of(there.err) == "absent":
+            return []
+        done = self._run(commands.bucket_part(run_folder, str(into), kept=SWEEP_FILES), timeout=COPY_SECONDS)
+        if done.code:
+            raise UnreachableError(in_one_line(done.err))
+        return self._files.names(into)
+
+    def is_sweep_finished(self, run_folder: str) -> bool:
+        """Whether every point that is written down has come to its end; one that failed would be tried again."""
+        done = self._run(commands.bucket_read(f"{run_folder}/sweep.json"))
+        rows = json.loads(done.out or "{}").get("points", []) if done.code == 0 else []
+        return bool(rows) and all(row.get("status") in ("finished", "pruned") for row in rows)
 
     def is_finished(self, run_folder: str) -> bool:
         """Whether a run in a bucket has written its result, which it does last."""

@@ -54,8 +54,16 @@ elif "scp" in words:
 """
 RUN_PY = """
 import os, pathlib, signal, sys, time
-given = dict(word.split("=", 1) for word in sys.argv[1:])
+given = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
 folder = pathlib.Path(given["output_dir"]) / given["name"]
+if "-m" in sys.argv:
+    folder = pathlib.Path(given["output_dir"]) / "sweeps" / given["name"]
+    for value in given["lora.r"].split(","):
+        (folder / f"lora.r={value}" / "checkpoints").mkdir(parents=True)
+        (folder / f"lora.r={value}" / "result.json").write_text(value)
+    for name in ("leaderboard.md", "sweep.json"):
+        (folder / name).write_text("all of them")
+    sys.exit()
 folder.mkdir(parents=True, exist_ok=True)
 print("step 1/2  token", len(os.environ["HF_TOKEN"]), "prompt", given["sample.prompt"], flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(75)))
@@ -75,7 +83,7 @@ case $address in
     *) exit 22 ;;
 esac
 """
-STARTUP = '[[ "$*" == "output_dir=outputs hw=v6e1" ]] && echo "made ready" >~/ready\n'
+STARTUP = '[[ "$*" == "hw=v6e1 output_dir=outputs" ]] && echo "made ready" >~/ready\n'
 PROMPT = "Ce 'este' \"Dunărea\" $HOME; ?"
 
 
@@ -110,12 +118,12 @@ def laptop(tmp_path: Path) -> Path:
     return root
 
 
-def started(root: Path, seed: int) -> subprocess.Popen[str]:
+def started(root: Path, seed: int, *more: str) -> subprocess.Popen[str]:
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "WANDB_API_KEY")}
     env |= {"TPUEXP_HOME": str(root.parent / "lib")}
     env |= {"PATH": f"{root.parent / 'bin'}:{env['PATH']}", "TPUEXP_PYTHON": sys.executable, "HF_TOKEN": "it's $hush!"}
     words = ["hw=v6e1", "name=e2e", "plan=skip", "yes=true", "project=p", "zones=z-a", "poll_seconds=0.2"]
-    overrides = ["output_dir=outputs", f"sample.prompt={PROMPT}", f"seed={seed}"]
+    overrides = [*more, "output_dir=outputs", f"sample.prompt={PROMPT}", f"seed={seed}"]
     command = [sys.executable, "launch/tpu.py", "train", *words, "--", *overrides]
     return subprocess.Popen(command, cwd=root, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -131,6 +139,17 @@ def test_train_from_the_command_line_to_the_results(laptop: Path) -> None:
     assert not (laptop.parent / "resource").exists()
     state = (laptop / "outputs" / "launch" / "e2e.json").read_text()
     assert "hush!" not in said + state + (laptop.parent / "calls").read_text()
+
+
+def test_a_sweep_brings_every_point_and_its_leaderboard(laptop: Path) -> None:
+    with started(laptop, 0, "-m", "lora.r=8,16") as process:
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    sweep = laptop / "outputs" / "sweeps" / "e2e"
+    assert {path.name for path in sweep.iterdir()} == {"leaderboard.md", "logs", "lora.r=16", "lora.r=8", "sweep.json"}
+    assert [(sweep / f"lora.r={value}" / "result.json").read_text() for value in (8, 16)] == ["8", "16"]
+    assert not (sweep / "lora.r=8" / "checkpoints").exists()
+    assert "results in outputs/sweeps/e2e: leaderboard.md, lora.r=16, lora.r=8, sweep.json" in said
 
 
 def test_a_vm_that_may_not_delete_itself_is_given_back(laptop: Path) -> None:

@@ -1,0 +1,117 @@
+"""Results on their way here: the real gcloud from an emulated bucket, and tar from a machine's disk; a sweep's too."""
+
+import os
+import shutil
+import subprocess
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import gcsfs
+import pytest
+
+from launch.tpu_vm.commands import Target
+from launch.tpu_vm.job import is_grid, is_sweep, job_of
+from launch.tpu_vm.local_files import LocalFiles
+from launch.tpu_vm.running import Completed
+from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.vm import Vm
+
+pytest_plugins = ("tests.gcs",)
+WORKER = Path(__file__).parents[2] / "launch" / "worker.sh"
+SETTINGS = Settings(name="ranks", hw="v6e8")
+TARGET = Target(SETTINGS, "p", "z-a", "r-000000")
+POINTS = ("lora.r=16,optim.lr=0.001", "lora.r=8,optim.lr=0.001")
+OF_A_RUN = ("README.md", "adapter/adapter_config.json", "config.yaml", "result.json", "test_results.json")
+OF_A_SWEEP = ("leaderboard.csv", "leaderboard.md", "logs/lora.r=8,optim.lr=0.001.log", "sweep.json", "tensorboard/p/ev")
+STAYS = ("checkpoints/step_1/adapter/x", "identity.json", "metrics.jsonl", "tensorboard/ev")
+FETCHED = sorted([*OF_A_SWEEP, *(f"{point}/{name}" for point in POINTS for name in OF_A_RUN)])
+SWEEP = '{"points": [{"status": "finished"}, {"status": "%s"}]}'
+
+
+def contents(*, last: str = "pruned") -> dict[str, str]:
+    """Files of a sweep of two points, as run.py leaves them."""
+    names = [*OF_A_SWEEP, *(f"{point}/{name}" for point in POINTS for name in (*OF_A_RUN, *STAYS))]
+    return {name: name for name in names} | {"sweep.json": SWEEP % last}
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def bucket(gcs_bucket: str, gcs_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run folders in gs://bkt/runs, and a gcloud without an account that asks the emulator."""
+    if shutil.which("gcloud") is None:
+        pytest.skip("gcloud is not installed")
+    host, port = gcs_server._api._httpd.server_address
+    monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE", f"http://{host}:{port}/storage/v1/")
+    monkeypatch.setenv("CLOUDSDK_AUTH_DISABLE_CREDENTIALS", "true")
+    monkeypatch.setenv("CLOUDSDK_CORE_DISABLE_PROMPTS", "1")
+    for name in ("CLOUDSDK_CONFIG", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "gcloud"))
+    there = gcsfs.GCSFileSystem()
+    for name, text in contents().items():
+        there.pipe(f"bkt/runs/sweeps/ranks/{name}", text.encode())
+    return tmp_path
+
+
+def real_vm() -> Vm:
+    def run(words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
+        done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=timeout)
+        return Completed(done.returncode, done.stdout, done.stderr)
+
+    return Vm(run, settings=SETTINGS, num_workers=1, say=print, scratch=Path(), files=LocalFiles())
+
+
+def test_every_point_of_a_sweep_comes_from_the_bucket(bucket: Path) -> None:
+    vm, into = real_vm(), bucket / "here"
+    names = vm.fetch_sweep(TARGET, "gs://bkt/runs/sweeps/ranks", into)
+    assert files_below(into) == FETCHED
+    assert {"leaderboard.md", "sweep.json", *POINTS} <= set(names)
+    assert (into / POINTS[0] / "result.json").read_text() == f"{POINTS[0]}/result.json"
+    assert vm.is_sweep_finished("gs://bkt/runs/sweeps/ranks")
+    assert vm.fetch_sweep(TARGET, "gs://bkt/runs/sweeps/none", bucket / "nothing") == []
+    assert not vm.is_sweep_finished("gs://bkt/runs/sweeps/none")
+
+
+def test_a_sweep_with_a_point_that_failed_is_not_finished(bucket: Path) -> None:
+    gcsfs.GCSFileSystem().pipe("bkt/runs/sweeps/ranks/sweep.json", (SWEEP % "failed").encode())
+    assert not real_vm().is_sweep_finished("gs://bkt/runs/sweeps/ranks")
+
+
+def test_every_point_of_a_sweep_comes_from_a_disk(tmp_path: Path) -> None:
+    for name, text in contents().items():
+        file = tmp_path / "ranks" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    env = os.environ | {"TPUEXP_STATE": str(tmp_path / "state")}
+    command = ["bash", str(WORKER), "pack", "ranks"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True, timeout=60)
+    with tarfile.open(fileobj=BytesIO(done.stdout)) as tar:
+        tar.extractall(tmp_path / "here", filter="data")
+    assert files_below(tmp_path / "here") == FETCHED
+
+
+@pytest.mark.parametrize(
+    ("words", "sweep", "grid"),
+    [
+        (["lora.r=8"], False, True),
+        (["-m", "lora.r=8,16"], True, True),
+        (["--multirun", "lora.r=8,16"], True, True),
+        (["sweep=lora_rank_alpha"], True, False),
+        (["sweep=null"], False, False),
+        (["sweep=lora_rank_alpha", "hydra.mode=RUN"], False, False),
+        (["-m", "hydra/sweeper=optuna"], True, False),
+    ],
+)
+def test_a_sweep_is_told_by_the_words_of_its_command(words: list[str], sweep: bool, grid: bool) -> None:
+    assert (is_sweep(words), is_grid(words)) == (sweep, grid)
+    job = job_of([*words, "output_dir=gs://b/runs"], SETTINGS, local_file=Path("none"))
+    assert job.folder == ("gs://b/runs/sweeps/ranks" if sweep else "gs://b/runs/ranks")
+
+
+def test_points_side_by_side_name_the_chip_that_each_has() -> None:
+    words = ["-m", "hw=v6e1", "lora.r=8,16", "sweeping.points_at_once=8", "output_dir=gs://b/runs"]
+    assert job_of(words, SETTINGS, local_file=Path("none")).overrides == (*words, "name=ranks")
