@@ -4,6 +4,7 @@
 #     start ID [WORD ...]     run.py with these words as a systemd unit; ID again is not started again
 #     look OFFSET             a line of state, then what the log has after OFFSET bytes
 #     stop                    SIGTERM to the run, and wait until it has saved and ended
+#     ask-stop                SIGTERM to the run
 #     pack FOLDER             the results of a run, or of every point of a sweep, as a tar stream
 #     mount DISK FOLDER       the attached disk, read-only
 set -euo pipefail
@@ -32,6 +33,8 @@ start() {
     if [[ $(cat "$state/id" 2>/dev/null) == "$id" ]] && { is_running || [[ -e $state/exit ]]; }; then
         return
     fi
+    # Of a slice one VM may have been restarted while the run of before goes on elsewhere.
+    ! is_running || sudo systemctl stop "$unit"
     rm -f "$state/exit" "$state/stop"
     printf '%s\0' "$@" >"$state/words"
     : >"$state/log"
@@ -78,10 +81,10 @@ unit() {
 }
 
 look() {
-    local run=none code=- stop=no preempted worker bytes
+    local run=none code=- at=- stop=no preempted worker bytes
     touch "$state/lease"
     if [[ -e $state/exit ]]; then
-        run=exited code=$(cat "$state/exit")
+        run=exited code=$(cat "$state/exit") at=$(stat -c %.3Y "$state/exit")
     elif is_running; then
         run=running
     elif [[ -e $state/id ]]; then
@@ -91,8 +94,8 @@ look() {
     preempted=$(metadata preempted)
     worker=$(metadata attributes/agent-worker-number)
     bytes=$(stat -c %s "$state/log" 2>/dev/null || echo 0)
-    printf 'tpuexp worker=%s run=%s code=%s stop=%s preempted=%s bytes=%s\n' "${worker:-0}" "$run" "$code" "$stop" \
-        "${preempted:-FALSE}" "$bytes"
+    printf 'tpuexp worker=%s run=%s code=%s stop=%s preempted=%s bytes=%s at=%s\n' "${worker:-0}" "$run" "$code" "$stop" \
+        "${preempted:-FALSE}" "$bytes" "$at"
     if [[ $1 != none ]] && ((bytes > $1)); then
         # head ends first where the log has grown since, which is no failure.
         { tail -c "+$(($1 + 1))" "$state/log" || true; } | head -c $((bytes - $1 < max_log_bytes ? bytes - $1 : max_log_bytes))
@@ -107,6 +110,13 @@ metadata() {
 stop() {
     touch "$state/stop"
     ! is_running || sudo systemctl stop "$unit"
+    # Killed after its time, it has left no code, as if the machine had been restarted; and would be started again.
+    [[ ! -e $state/id || -e $state/exit ]] || printf '137\n' >"$state/exit"
+}
+
+ask_stop() {
+    touch "$state/stop"
+    ! is_running || sudo systemctl stop --no-block "$unit"
 }
 
 pack() {
@@ -136,7 +146,8 @@ case ${1:-} in
     unit) unit ;;
     look) look "${2:-none}" ;;
     stop) stop ;;
+    ask-stop) ask_stop ;;
     pack) pack "$2" ;;
     mount) mount_disk "$2" "$3" ;;
-    *) sed -n '2,9p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    *) sed -n '2,10p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

@@ -12,6 +12,8 @@ from launch.tpu_vm.slices import Slice
 LABEL = "tpu-experiments"
 CHECKOUT = "tpu_experiments"
 """Folder of the code in the home directory of the VM."""
+TUNNELS = 8
+"""Workers that are spoken to at a time through IAP."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ def _tpu_vm(target: Target) -> list[str]:
 
 
 def _tunnel(target: Target, *, worker: str) -> list[str]:
-    """Through IAP; 8 workers at a time, since sshd refuses more than ten handshakes."""
+    """Through IAP; not all workers at a time, since sshd refuses more than ten handshakes."""
     if target.settings.network != "internal":
         return []
-    return ["--tunnel-through-iap", *(["--batch-size=8"] if worker == "all" else [])]
+    return ["--tunnel-through-iap", *([f"--batch-size={TUNNELS}"] if worker == "all" else [])]
 
 
 def bucket_copy(source: str, local: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Does what machine.decide says, one action after the other, and keeps the record before what cannot be undone."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -8,15 +9,16 @@ from launch.tpu_vm import money
 from launch.tpu_vm.clock import Clock
 from launch.tpu_vm.cloud import Cloud, CloudError
 from launch.tpu_vm.commands import Target
+from launch.tpu_vm.errors import RemoteError, UnreachableError
 from launch.tpu_vm.failures import advice_for
 from launch.tpu_vm.follow import Progress
-from launch.tpu_vm.job import is_grid, is_sweep
 from launch.tpu_vm.machine import Action, Seen, decide
 from launch.tpu_vm.money import Limits
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.slices import Slice
 from launch.tpu_vm.state import Record, Store, noted
-from launch.tpu_vm.vm import RemoteError, UnreachableError, Vm
+from launch.tpu_vm.vm import Look, Vm
+from launch.tpu_vm.workers import ENDING_SECONDS
 
 MAX_FETCHES = 4
 MAX_STUMBLES = 8
@@ -119,7 +121,7 @@ class Driver:
 
     def do_create(self, action: Action, seen: Seen) -> None:
         """Ask for a machine, unless the run has meanwhile finished without us."""
-        if self.record.was_started and self.record.is_remote and self.is_finished_there():
+        if self.record.was_started and self.vm.is_finished(self.record):
             self.do_close(replace(action, outcome="finished", why="its result was in the bucket"), seen)
             return
         now, limits = self.clock.now(), self._limits()
@@ -141,12 +143,6 @@ class Driver:
                 raise
             else:
                 self.abandon("refused", f"{error}: {advice_for(str(error))}")
-
-    def is_finished_there(self) -> bool:
-        """Whether the bucket has a result, or one of every point."""
-        if is_sweep(self.record.overrides):
-            return is_grid(self.record.overrides) and self.vm.is_sweep_finished(self.record.run_folder)
-        return self.vm.is_finished(self.record.run_folder)
 
     def do_delete(self, action: Action, seen: Seen) -> None:
         """Delete; what is gone already is settled."""
@@ -198,11 +194,7 @@ class Driver:
             self.save(f"{self.record.resource} is set up", is_set_up=True, setup_failures=0, unreachable_since=None)
 
     def ends_itself(self) -> bool:
-        """Whether the VM's watchdog can delete it, or need not; where it cannot, the machine is given back.
-
-        Raises:
-            UnreachableError, RemoteError: there is no answer, which is a set-up that failed.
-        """
+        """Whether the VM's watchdog can delete it, or need not; else it is given back. No answer is a failed set-up."""
         verdict = self.vm.ask_watchdog(self.target)
         sentence = verdict.sentence(self.record.project)
         if verdict.kind == "granted":
@@ -219,7 +211,7 @@ class Driver:
         """Start the run; its id stands for this machine and this attempt, so a repeated start is none."""
         if self.record.is_started or self.record.attempts == 0:
             attempts = self.record.attempts + 1
-            self.save(attempts=attempts, is_started=False, run_state="none", exit_code=None)
+            self.save(attempts=attempts, is_started=False, run_state="none", exit_code=None, ending_since=None)
         run_id = f"{self.record.launch_id}-{self.record.machines}-{self.record.attempts}"
         try:
             self.vm.start(self.target, run_id, self.record.overrides)
@@ -243,17 +235,30 @@ class Driver:
         self.progress.show(
             look.text, bill=money.bill(self.record, now=self.clock.now(), limits=self._limits()), say=self.say
         )
-        has_ended = look.state == "exited" and look.is_all
+        has_ended = look.state != "running" and look.is_all and (look.is_over or self.has_waited(look))
         self.save(
+            look.why if has_ended and self.record.ending_since is None else "",
             log_offset=look.offset,
-            run_state=look.state if has_ended or look.state == "lost" else "running",
+            run_state=look.state if has_ended else "running",
             exit_code=look.code if has_ended else None,
             is_preempted=look.is_preempted,
             is_stop_asked=look.is_stop_asked,
             unreachable_since=self.clock.now() if look.is_preempted else None,
         )
-        if look.state != "exited":
+        if look.is_all and not has_ended:
             self.clock.sleep(self.settings.poll_seconds)
+
+    def has_waited(self, look: Look) -> bool:
+        """A worker of several has failed: the others see it within seconds and end; one that does not is stopped."""
+        now, since = self.clock.now(), self.record.ending_since
+        if since is None:
+            self.save(look.why, ending_since=now)
+        if since is None or now - since < ENDING_SECONDS:
+            return False
+        self.say(f"the other workers have not ended within {ENDING_SECONDS:.0f} s and are stopped")
+        with suppress(UnreachableError, RemoteError):
+            self.vm.stop(self.target)
+        return True
 
     def do_close(self, action: Action, seen: Seen) -> None:
         """The launch has its outcome; what follows is fetching, and deleting unless the machine is kept."""
@@ -272,8 +277,7 @@ class Driver:
                 self.save(run_state="exited")
             if is_there:
                 self.vm.fetch_logs(self.target, self.results)
-            fetch = self.vm.fetch_sweep if is_sweep(self.record.overrides) else self.vm.fetch
-            names = fetch(self.target, self.record.run_folder, self.results)
+            names = self.vm.fetch(self.target, self.record, self.results)
         except (UnreachableError, RemoteError) as error:
             failures = self.record.fetch_failures + 1
             self.save(f"fetching: {error}", fetch_failures=failures, is_fetched=failures >= MAX_FETCHES)

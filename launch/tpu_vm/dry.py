@@ -65,7 +65,7 @@ class DryRun:
         count = self._num_workers if "--worker=all" in words else 1
         command = next((word for word in words if word.startswith("--command=")), "")
         if re.search(r"worker\.sh look", command):
-            state = "run=exited code=0 stop=no preempted=FALSE bytes=0"
+            state = "run=exited code=0 stop=no preempted=FALSE bytes=0 at=1"
             return Completed(0, "".join(f"tpuexp worker={worker} {state}\n" for worker in range(count)))
         if re.search(r"watchdog\.sh check", command):
             return Completed(0, "tpuexp-watchdog=granted\ntpuexp-code=0\n" * count)

@@ -3,6 +3,14 @@
 REFUSED, FAILED, STOPPED = 2, 1, 75
 
 
+class UnreachableError(Exception):
+    """ssh or the bucket did not get through; the machine may be gone, or busy."""
+
+
+class RemoteError(Exception):
+    """The command ran on the VM and failed."""
+
+
 class LaunchError(Exception):
     """One sentence for the user, and an exit code: 2 refused with nothing done, 1 failed, 75 stopped on request."""
 

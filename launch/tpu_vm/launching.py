@@ -129,6 +129,7 @@ def with_job(record: Record, job: Job, *, then: str) -> Record:
         fetch_failures=0,
         run_state="none",
         exit_code=None,
+        ending_since=None,
         log_offset=0,
         attempts=record.attempts + 1 if record.was_started else 0,
     )

@@ -4,7 +4,7 @@ import os
 
 from launch.tpu_vm import commands, dry, launching
 from launch.tpu_vm.cloud import Cloud
-from launch.tpu_vm.errors import FAILED, LaunchError
+from launch.tpu_vm.errors import FAILED, LaunchError, UnreachableError
 from launch.tpu_vm.follow import Progress
 from launch.tpu_vm.known import known_driver, settings_of
 from launch.tpu_vm.launching import World
@@ -12,7 +12,6 @@ from launch.tpu_vm.remains import Remaining, remaining, table
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.slices import load_slice, rentable
 from launch.tpu_vm.state import Store
-from launch.tpu_vm.vm import UnreachableError
 
 
 def logs(world: World, words: list[str], overrides: list[str]) -> int:

@@ -11,11 +11,11 @@ from typing import Literal
 from launch.tpu_vm.failures import advice_for, in_one_line, kind_of
 from launch.tpu_vm.money import HOUR, Limits, hours_used, seconds_left
 from launch.tpu_vm.state import Record
+from launch.tpu_vm.workers import STOPPED_EXIT_CODE
 
 WAITING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES")
 UNDELETABLE = ("PROVISIONING", "DELETING", "SUSPENDING")
 LOST_NODE = ("PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "HIDING", "HIDDEN", "DELETING", "ABSENT")
-STOPPED_EXIT_CODE = 75
 MAX_SETUP_FAILURES = 2
 MAX_ATTEMPTS = 20
 """Starts of the run on one machine, after which it has failed."""

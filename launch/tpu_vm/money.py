@@ -67,6 +67,7 @@ def ended(record: Record, *, now: float, limits: Limits) -> Record:
         attempts=0,
         run_state="none",
         exit_code=None,
+        ending_since=None,
         log_offset=0,
         unreachable_since=None,
     )

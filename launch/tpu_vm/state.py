@@ -75,6 +75,8 @@ class Record:
     run_state: str = "none"
     """As last seen: none, running, lost (its machine was restarted) or exited."""
     exit_code: int | None = None
+    ending_since: float | None = None
+    """When a worker of several was first seen to have failed while others ran."""
     attempts: int = 0
     """Starts of the run on the present machine."""
     log_offset: int = 0

@@ -3,7 +3,6 @@
 Every remote command ends with a line of its own, so that a failing command is told from ssh that failed.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Callable
@@ -11,22 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.tpu_vm import code_sync, commands
+from launch.tpu_vm.bucket import COPY_SECONDS, Bucket
 from launch.tpu_vm.commands import CHECKOUT, Target
-from launch.tpu_vm.failures import in_one_line, kind_of
+from launch.tpu_vm.errors import RemoteError, UnreachableError
+from launch.tpu_vm.failures import in_one_line
 from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.rights import ASK, ASK_SECONDS, Verdict, verdict_of
 from launch.tpu_vm.running import Completed, Run
 from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.state import Record
+from launch.tpu_vm.workers import LINE, together, workers_of
 
 WORKER = f"cd ~/{CHECKOUT} && bash launch/worker.sh"
-SETUP_SECONDS, STOP_SECONDS, COPY_SECONDS = 2400.0, 240.0, 900.0
+SETUP_SECONDS, STOP_SECONDS = 2400.0, 240.0
 MAX_LOG_BYTES = 262144
 """Of one look, as launch/worker.sh has it."""
-RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "adapter")
-SWEEP_FILES = r"[^/]+/(result\.json|test_results\.json|README\.md|config\.yaml|adapter/.*)|sweep\.json|leaderboard\..*"
-SWEEP_FILES += r"|(tensorboard|logs)/.*"
-"""Names in the folder of a sweep, as launch/worker.sh packs them; a point lies in a folder of its own."""
-LINE = re.compile(r"^tpuexp worker=(\d+) run=(\w+) code=(\S+) stop=(\w+) preempted=(\w+) bytes=(\d+)\s*$", re.MULTILINE)
 MARK = re.compile(r"^tpuexp-code=(\d+)\s*$", re.MULTILINE)
 # A set-up that takes longer than the watchdog waits is no idle machine.
 ALIVE = (
@@ -36,14 +34,6 @@ ALIVE = (
 )
 
 
-class UnreachableError(Exception):
-    """ssh did not get through; the machine may be gone, or busy."""
-
-
-class RemoteError(Exception):
-    """The command ran on the VM and failed."""
-
-
 @dataclass(frozen=True)
 class Look:
     """The run on all workers."""
@@ -51,6 +41,10 @@ class Look:
     state: str
     """running, exited (on all, or with a failure on one), or lost: a machine was restarted."""
     code: int | None
+    is_over: bool
+    """No worker runs any more."""
+    why: str
+    """Of several workers, the one that the others cannot go on without."""
     is_stop_asked: bool
     is_preempted: bool
     offset: int
@@ -80,6 +74,7 @@ class Vm:
         self._say = say
         self._scratch = scratch
         self._files = files
+        self._bucket = Bucket(run, files)
 
     def ask_watchdog(self, target: Target) -> Verdict:
         """Whether every VM could delete the slice; nothing but the start-up script needs to be there.
@@ -121,8 +116,7 @@ class Vm:
         lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in secrets.items())
         self._each_worker(target, f"{WORKER} keep-secrets", stdin=lines)
         if self._settings.data_disk:
-            words = f"mount {shlex.quote(self._settings.data_disk)} {shlex.quote(self._settings.data_mount)}"
-            self.remote(target, f"{WORKER} {words}")
+            self._mount(target)
         self.remote(
             target,
             f"{ALIVE}cd ~/{CHECKOUT} && bash launch/startup.sh {shlex.join(where)} </dev/null",
@@ -130,7 +124,9 @@ class Vm:
         )
 
     def start(self, target: Target, run_id: str, words: tuple[str, ...]) -> None:
-        """run.py on every worker; a run of this id that is there is left alone."""
+        """run.py on every worker; a run of this id that is there is left alone, one of another id is stopped first."""
+        if self._settings.data_disk:
+            self._mount(target)  # a VM that was restarted has lost it
         self.remote(target, f"{WORKER} start {shlex.quote(run_id)} {shlex.join(words)}")
 
     def look(self, target: Target, offset: int) -> Look:
@@ -149,62 +145,49 @@ class Vm:
             lines = list(LINE.finditer(every.out))
             if len(lines) < self._num_workers:
                 raise UnreachableError(f"{len(lines)} of {self._num_workers} workers answered")
-        states = [line[2] for line in lines]
-        codes = [int(line[3]) for line in lines if line[3] != "-"]
-        failed = next((code for code in codes if code), None)
-        has_ended = failed is not None or all(state == "exited" for state in states)
+        workers = workers_of(lines)
+        verdict = together(workers)
         return Look(
-            state="exited" if has_ended else ("lost" if "lost" in states or "none" in states else "running"),
-            code=failed if failed is not None else (0 if has_ended else None),
-            is_stop_asked=any(line[4] == "asked" for line in lines),
-            is_preempted=any(line[5] == "TRUE" for line in lines),
+            state=verdict.state,
+            code=verdict.code,
+            is_over=verdict.is_over,
+            why=verdict.why,
+            is_stop_asked=any(worker.is_stop_asked for worker in workers),
+            is_preempted=any(worker.is_preempted for worker in workers),
             offset=min(int(match[6]), offset + MAX_LOG_BYTES),
             is_all=int(match[6]) <= offset + MAX_LOG_BYTES,
             text=first.out[match.end() :].removeprefix("\n"),
         )
 
     def stop(self, target: Target) -> None:
-        """SIGTERM to the run on every worker; returns when it has saved and ended."""
+        """SIGTERM to the run on every worker; returns when it has saved and ended.
+
+        gcloud is at all workers at once, but for a tunnel, where the ninth waits for the first eight: so all are
+        asked before any is waited for.
+        """
+        if self._num_workers > commands.TUNNELS and self._settings.network == "internal":
+            self.remote(target, f"{WORKER} ask-stop")
         self.remote(target, f"{WORKER} stop", timeout=STOP_SECONDS)
 
-    def fetch(self, target: Target, run_folder: str, into: Path) -> list[str]:
-        """Results to a folder here, and the log of every worker where the machine answers; names of what came.
+    def fetch(self, target: Target, record: Record, into: Path) -> list[str]:
+        """Results to a folder here; names of what came.
 
         Raises:
             UnreachableError, RemoteError: nothing was fetched.
         """
         self._files.make_dirs(into)
-        if "://" in run_folder:
-            return [name for name in RESULTS if self._from_bucket(f"{run_folder}/{name}", into)]
-        packed = f"tpuexp-{target.resource}.tar.gz"
-        folder = run_folder if run_folder.startswith("/") else f"~/{CHECKOUT}/{shlex.quote(run_folder)}"
+        if record.is_remote:
+            return self._bucket.fetch(record, into)
+        packed, folder = f"tpuexp-{target.resource}.tar.gz", shlex.quote(record.run_folder)
+        folder = folder if record.run_folder.startswith("/") else f"~/{CHECKOUT}/{folder}"
         self.remote(target, f"{WORKER} pack {folder} >~/{packed}", worker="0", timeout=COPY_SECONDS)
         local = self._scratch / packed
         self._copied(self._run(commands.copy_from(target, packed, str(local)), timeout=COPY_SECONDS))
         return self._files.unpack(local, into)
 
-    def fetch_sweep(self, target: Target, run_folder: str, into: Path) -> list[str]:
-        """As `fetch`, for every point of a sweep, with its leaderboard and TensorBoard's session of each point."""
-        if "://" not in run_folder:
-            return self.fetch(target, run_folder, into)
-        self._files.make_dirs(into)
-        there = self._run(commands.bucket_look(f"{run_folder}/sweep.json"))
-        if there.code and kind_of(there.err) == "absent":
-            return []
-        done = self._run(commands.bucket_part(run_folder, str(into), kept=SWEEP_FILES), timeout=COPY_SECONDS)
-        if done.code:
-            raise UnreachableError(in_one_line(done.err))
-        return self._files.names(into)
-
-    def is_sweep_finished(self, run_folder: str) -> bool:
-        """Whether every point that is written down has come to its end; one that failed would be tried again."""
-        done = self._run(commands.bucket_read(f"{run_folder}/sweep.json"))
-        rows = json.loads(done.out or "{}").get("points", []) if done.code == 0 else []
-        return bool(rows) and all(row.get("status") in ("finished", "pruned") for row in rows)
-
-    def is_finished(self, run_folder: str) -> bool:
-        """Whether a run in a bucket has written its result, which it does last."""
-        return self._run(commands.bucket_look(f"{run_folder}/result.json")).code == 0
+    def is_finished(self, record: Record) -> bool:
+        """Whether a bucket has all that the run writes."""
+        return record.is_remote and self._bucket.is_finished(record)
 
     def fetch_logs(self, target: Target, into: Path) -> None:
         """What each worker's run has printed, as `logs/worker-N.log`."""
@@ -234,16 +217,14 @@ class Vm:
             raise UnreachableError(in_one_line(done.err) or f"exit code {done.code}")
         return MARK.sub("", done.out)
 
+    def _mount(self, target: Target) -> None:
+        words = f"mount {shlex.quote(self._settings.data_disk)} {shlex.quote(self._settings.data_mount)}"
+        self.remote(target, f"{WORKER} {words}")
+
     def _each_worker(self, target: Target, command: str, *, stdin: str) -> None:
         """One after the other: gcloud gives stdin to one ssh alone."""
         for worker in range(self._num_workers):
             self.remote(target, command, worker=str(worker), stdin=stdin)
-
-    def _from_bucket(self, address: str, into: Path) -> bool:
-        done = self._run(commands.bucket_copy(address, str(into)), timeout=COPY_SECONDS)
-        if done.code and kind_of(done.err) != "absent":
-            raise UnreachableError(in_one_line(done.err))
-        return done.code == 0
 
     def _copied(self, done: Completed) -> None:
         if done.code:

@@ -123,7 +123,7 @@ class FakeCloud:
             raise Killed
         if trouble == "refuse":
             return Completed(1, err=SSH_LOST if "ssh" in words else UNAVAILABLE)
-        done = self.answer(words, stdin)
+        done = self.answer([word for word in words if word != "alpha"], stdin)
         if trouble == "kill_after":
             raise Killed
         if trouble == "interrupt":
@@ -273,7 +273,7 @@ class FakeCloud:
         code = "-" if machine.ended is None else str(machine.ended)
         asked = "asked" if machine.stop_asked else "no"
         lines = (
-            f"tpuexp worker={worker} run={state} code={code} stop={asked} preempted=FALSE bytes=0\n"
+            f"tpuexp worker={worker} run={state} code={code} stop={asked} preempted=FALSE bytes=0 at=1\n"
             for worker in range(count)
         )
         return Completed(0, "".join(lines))

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,17 @@ from typing import Any
 import gcsfs
 import pytest
 
-from launch.tpu_vm.commands import Target
+from launch.tpu_vm.bucket import Bucket
 from launch.tpu_vm.job import is_grid, is_sweep, job_of
 from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.running import Completed
 from launch.tpu_vm.settings import Settings
-from launch.tpu_vm.vm import Vm
+from launch.tpu_vm.state import Record
 
 pytest_plugins = ("tests.gcs",)
 WORKER = Path(__file__).parents[2] / "launch" / "worker.sh"
 SETTINGS = Settings(name="ranks", hw="v6e8")
-TARGET = Target(SETTINGS, "p", "z-a", "r-000000")
+GRID = ("-m", "lora.r=8,16")
 POINTS = ("lora.r=16,optim.lr=0.001", "lora.r=8,optim.lr=0.001")
 OF_A_RUN = ("README.md", "adapter/adapter_config.json", "config.yaml", "result.json", "test_results.json")
 OF_A_SWEEP = ("leaderboard.csv", "leaderboard.md", "logs/lora.r=8,optim.lr=0.001.log", "sweep.json", "tensorboard/p/ev")
@@ -34,6 +35,12 @@ def contents(*, last: str = "pruned") -> dict[str, str]:
     """Files of a sweep of two points, as run.py leaves them."""
     names = [*OF_A_SWEEP, *(f"{point}/{name}" for point in POINTS for name in (*OF_A_RUN, *STAYS))]
     return {name: name for name in names} | {"sweep.json": SWEEP % last}
+
+
+def record(name: str, *overrides: str) -> Record:
+    folder = f"gs://bkt/runs/sweeps/{name}"
+    new = Record(name="r", launch_id="a", hw="v6e8", spot=True, project="p", zones=("z",), run_folder=folder)
+    return replace(new, overrides=overrides or GRID)
 
 
 def files_below(folder: Path) -> list[str]:
@@ -57,28 +64,30 @@ def bucket(gcs_bucket: str, gcs_server: Any, tmp_path: Path, monkeypatch: pytest
     return tmp_path
 
 
-def real_vm() -> Vm:
+def real_bucket() -> Bucket:
     def run(words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=timeout)
         return Completed(done.returncode, done.stdout, done.stderr)
 
-    return Vm(run, settings=SETTINGS, num_workers=1, say=print, scratch=Path(), files=LocalFiles())
+    return Bucket(run, LocalFiles())
 
 
 def test_every_point_of_a_sweep_comes_from_the_bucket(bucket: Path) -> None:
-    vm, into = real_vm(), bucket / "here"
-    names = vm.fetch_sweep(TARGET, "gs://bkt/runs/sweeps/ranks", into)
+    results, into = real_bucket(), bucket / "here"
+    into.mkdir()
+    names = results.fetch(record("ranks"), into)
     assert files_below(into) == FETCHED
     assert {"leaderboard.md", "sweep.json", *POINTS} <= set(names)
     assert (into / POINTS[0] / "result.json").read_text() == f"{POINTS[0]}/result.json"
-    assert vm.is_sweep_finished("gs://bkt/runs/sweeps/ranks")
-    assert vm.fetch_sweep(TARGET, "gs://bkt/runs/sweeps/none", bucket / "nothing") == []
-    assert not vm.is_sweep_finished("gs://bkt/runs/sweeps/none")
+    assert results.is_finished(record("ranks"))
+    assert not results.is_finished(record("ranks", "sweep=optuna_lora"))
+    assert results.fetch(record("none"), into) == []
+    assert not results.is_finished(record("none"))
 
 
 def test_a_sweep_with_a_point_that_failed_is_not_finished(bucket: Path) -> None:
     gcsfs.GCSFileSystem().pipe("bkt/runs/sweeps/ranks/sweep.json", (SWEEP % "failed").encode())
-    assert not real_vm().is_sweep_finished("gs://bkt/runs/sweeps/ranks")
+    assert not real_bucket().is_finished(record("ranks"))
 
 
 def test_every_point_of_a_sweep_comes_from_a_disk(tmp_path: Path) -> None:

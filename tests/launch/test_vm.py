@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from launch.tpu_vm.commands import Target
+from launch.tpu_vm.errors import RemoteError, UnreachableError
 from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.running import Completed
 from launch.tpu_vm.settings import Settings
-from launch.tpu_vm.vm import RemoteError, UnreachableError, Vm
+from launch.tpu_vm.vm import Vm
 
 TARGET = Target(Settings(name="r"), "p", "z-a", "r-000000")
 
@@ -25,8 +26,9 @@ def vm_that_answers(*answers: Completed, num_workers: int = 4) -> Vm:
     )
 
 
-def line(worker: int, run: str = "running", code: str = "-", stop: str = "no", preempted: str = "FALSE") -> str:
-    return f"tpuexp worker={worker} run={run} code={code} stop={stop} preempted={preempted} bytes=7\n"
+def line(worker: int, run: str = "running", code: str = "-", *, at: str = "-", **given: str) -> str:
+    stop, preempted = given.get("stop", "no"), given.get("preempted", "FALSE")
+    return f"tpuexp worker={worker} run={run} code={code} stop={stop} preempted={preempted} bytes=7 at={at}\n"
 
 
 def looked(*lines: str) -> tuple[str, int | None]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm.vm import LINE, MAX_LOG_BYTES
+from launch.tpu_vm.vm import MAX_LOG_BYTES
+from launch.tpu_vm.workers import LINE
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 RUN_PY = """
@@ -82,7 +83,7 @@ def vm(tmp_path: Path) -> Vm:
 
 
 def test_a_run_gets_its_words_and_secrets_and_leaves_its_code(vm: Vm) -> None:
-    assert vm.look()[0] == ("0", "none", "-", "no", "FALSE", "0")
+    assert vm.look()[0] == ("0", "none", "-", "no", "FALSE", "0", "-")
     vm("keep-secrets", stdin=b"HF_TOKEN='it'\"'\"'s secret'\n")
     assert oct((vm.state / "secrets").stat().st_mode)[-3:] == "600"
     vm("start", "a-1-1", "name=x y", "fail", "data=[a,b]")
@@ -111,6 +112,33 @@ def test_stop_lets_the_run_save_and_is_remembered(vm: Vm) -> None:
     facts, text = vm.look()
     assert facts[:4] == ("0", "exited", "75", "asked")
     assert text.endswith("saved\n")
+
+
+def test_another_run_is_stopped_before_the_next_is_started(vm: Vm) -> None:
+    """Of a slice: one VM was restarted, and here the run of before goes on."""
+    vm("start", "a-1-1", "wait")
+    while "training" not in vm.look()[1]:
+        time.sleep(0.05)
+    first = int((vm.root.parent / "pid").read_text())
+    vm("start", "a-1-2", "fail")
+    facts, text = vm.until("exited")
+    assert (facts[2], facts[3]) == ("3", "no")
+    assert float(facts[6]) == pytest.approx((vm.state / "exit").stat().st_mtime, abs=0.01)
+    assert "saved" not in text
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_a_run_that_stop_had_to_kill_has_ended_with_137(vm: Vm) -> None:
+    vm("start", "a-1-1", "wait")
+    pid = int((vm.root.parent / "pid").read_text())
+    while "training" not in vm.look()[1]:
+        time.sleep(0.05)
+    (child,) = map(int, subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split())
+    kill = f"kill -KILL {pid} {child}; while kill -0 {pid} 2>/dev/null; do sleep 0.05; done"
+    vm.fake("systemctl", f"case $1 in is-active) kill -0 {pid} 2>/dev/null ;; stop) {kill} ;; esac")
+    vm("stop")
+    assert vm.look()[0][:4] == ("0", "exited", "137", "asked")
 
 
 def test_a_machine_that_was_restarted_has_lost_its_run(vm: Vm) -> None:
