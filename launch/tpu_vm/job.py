@@ -76,11 +76,16 @@ def name_for(overrides: list[str], hw: str) -> str:
 
 
 def check_outlives(job: Job, settings: Settings, *, num_workers: int) -> None:
-    """A machine that can be taken away, or that deletes itself, must not hold the only copy.
+    """A machine that can be taken away, or that deletes itself, must not hold the only copy; a sweep is of one host.
 
     Raises:
         LaunchError
     """
+    if is_sweep(job.overrides) and num_workers > 1:
+        raise LaunchError(
+            f"hw={settings.hw} with a sweep; each of its {num_workers} VMs would run all of it into one folder; use "
+            "one host, as hw=v6e8."
+        )
     if job.is_remote:
         return
     if settings.spot or num_workers > 1:

@@ -86,7 +86,10 @@ def look_ahead(run: Run, settings: Settings, project: str) -> str:
     done = run(commands.policy(project, settings))
     if done.code:
         return _not_checked(done.err)
-    roles = _roles(json.loads(done.out or "{}"), f"serviceAccount:{account}")
+    try:
+        roles = _roles(json.loads(done.out), f"serviceAccount:{account}")
+    except ValueError as error:
+        return _not_checked(f"gcloud's answer: {error}")
     if roles & set(SUFFICIENT):
         return ""
     grant = shlex.join(commands.grant(project, account))

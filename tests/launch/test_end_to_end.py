@@ -4,54 +4,15 @@ What stands here and nowhere else: that every remote command is a command, with 
 """
 
 import json
-import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm.code_sync import ROOT
+from tests.launch.laptop import launched, make_laptop
 
-GCLOUD = """#!{python}
-import json, os, pathlib, shutil, subprocess, sys
-here = pathlib.Path({folder!r})
-words = sys.argv[1:]
-with (here / "calls").open("a") as calls:
-    calls.write(json.dumps(words) + "\\n")
-there = here / "resource"
-home = here / "home"
-flag = lambda name: next((w.split("=", 1)[1] for w in words if w.startswith(name + "=")), "")
-def gone():
-    print("NOT_FOUND: it was not found", file=sys.stderr)
-    sys.exit(1)
-if "create" in words:
-    subprocess.run(["bash", flag("--metadata-from-file").split("=")[1]], check=True)
-    there.write_text("0")
-elif not there.exists():
-    gone()
-elif "delete" in words:
-    there.unlink()
-elif "queued-resources" in words:
-    looks = int(there.read_text()) + 1
-    there.write_text(str(looks))
-    print(json.dumps({{"state": {{"state": ["PROVISIONING", "ACTIVE"][looks > 1]}}}}))
-elif "describe" in words:
-    print('{{"state": "READY"}}')
-elif "ssh" in words:
-    os.environ["HOME"] = str(home)
-    os.chdir(home)
-    sys.exit(subprocess.call(["bash", "-c", flag("--command")]))
-elif "scp" in words:
-    source, target = [w for w in words[4:] if not w.startswith("-")]
-    if ":" in target:
-        shutil.copy(source, home / target.split(":")[1])
-    else:
-        shutil.copy(home / source.split(":")[1], target)
-"""
 RUN_PY = """
 import os, pathlib, signal, sys, time
 given = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -71,61 +32,17 @@ if given["seed"] == "1":
     time.sleep(60)
 (folder / "result.json").write_text('{"finished": true}')
 """
-# The metadata host, and the API that is asked whether the VM may delete what does not exist.
-CURL = """#!/bin/sh
-for word; do address=$word; done
-case $address in
-    */default/email) printf vm@p ;;
-    */default/token) printf '{{"access_token":"ya29.x","expires_in":3599}}' ;;
-    */attributes/tpuexp-*) printf x ;;
-    */queuedResources/x-none*)
-        printf '{{\n "error": {{\n  "message": "it is denied."\n }}\n}}\n%s' "$(cat {folder}/http_code)" ;;
-    *) exit 22 ;;
-esac
-"""
 STARTUP = '[[ "$*" == "hw=v6e1 output_dir=outputs" ]] && echo "made ready" >~/ready\n'
 PROMPT = "Ce 'este' \"Dunărea\" $HOME; ?"
 
 
 @pytest.fixture
 def laptop(tmp_path: Path) -> Path:
-    """A checkout of the launcher with a run of a few lines, and the fakes."""
-    root = tmp_path / "code"
-    ignored = shutil.ignore_patterns("__pycache__", "*.lock")
-    shutil.copytree(ROOT / "launch", root / "launch", ignore=ignored)
-    shutil.copytree(ROOT / "conf" / "hw", root / "conf" / "hw")
-    (root / "run.py").write_text(RUN_PY)
-    (root / "launch" / "startup.sh").write_text(STARTUP)
-    (root / ".gitignore").write_text("outputs/\n__pycache__/\n")
-    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
-    (tmp_path / "home").mkdir()
-    (tmp_path / "bin").mkdir()
-    pid, watchdog = tmp_path / "pid", tmp_path / "lib" / "watchdog.sh"
-    (tmp_path / "http_code").write_text("404")
-    stop = f"kill -TERM $(cat {pid}); while kill -0 $(cat {pid}) 2>/dev/null; do sleep 0.05; done"
-    fakes = {
-        "gcloud": GCLOUD.format(python=sys.executable, folder=str(tmp_path)),
-        "sudo": '#!/bin/sh\nexec "$@"\n',
-        "curl": CURL.format(folder=tmp_path),
-        "systemd-run": f'#!/bin/sh\ncase "$*" in *watchdog*) exit ;; esac\n'
-        f'while [ "$1" != bash ]; do shift; done; "$@" >/dev/null 2>&1 & echo $! >{pid}\n',
-        "systemctl": f'#!/bin/sh\ncase "$*" in is-active*watchdog) test -e {watchdog} ;; '
-        f"is-active*) kill -0 $(cat {pid}) 2>/dev/null ;; stop*) {stop} ;; esac\n",
-    }
-    for name, text in fakes.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    return root
+    return make_laptop(tmp_path, run_py=RUN_PY, startup=STARTUP)
 
 
-def started(root: Path, seed: int, *more: str) -> subprocess.Popen[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "WANDB_API_KEY")}
-    env |= {"TPUEXP_HOME": str(root.parent / "lib")}
-    env |= {"PATH": f"{root.parent / 'bin'}:{env['PATH']}", "TPUEXP_PYTHON": sys.executable, "HF_TOKEN": "it's $hush!"}
-    words = ["hw=v6e1", "name=e2e", "plan=skip", "yes=true", "project=p", "zones=z-a", "poll_seconds=0.2"]
-    overrides = [*more, "output_dir=outputs", f"sample.prompt={PROMPT}", f"seed={seed}"]
-    command = [sys.executable, "launch/tpu.py", "train", *words, "--", *overrides]
-    return subprocess.Popen(command, cwd=root, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def started(root: Path, seed: int, *more: str) -> "subprocess.Popen[str]":
+    return launched(root, "hw=v6e1", run=[*more, "output_dir=outputs", f"sample.prompt={PROMPT}", f"seed={seed}"])
 
 
 def test_train_from_the_command_line_to_the_results(laptop: Path) -> None:

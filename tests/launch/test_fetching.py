@@ -13,7 +13,8 @@ import gcsfs
 import pytest
 
 from launch.tpu_vm.bucket import Bucket
-from launch.tpu_vm.job import is_grid, is_sweep, job_of
+from launch.tpu_vm.errors import LaunchError
+from launch.tpu_vm.job import check_outlives, is_grid, is_sweep, job_of
 from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.running import Completed
 from launch.tpu_vm.settings import Settings
@@ -119,6 +120,13 @@ def test_a_sweep_is_told_by_the_words_of_its_command(words: list[str], sweep: bo
     assert (is_sweep(words), is_grid(words)) == (sweep, grid)
     job = job_of([*words, "output_dir=gs://b/runs"], SETTINGS, local_file=Path("none"))
     assert job.folder == ("gs://b/runs/sweeps/ranks" if sweep else "gs://b/runs/ranks")
+
+
+def test_a_sweep_is_refused_on_several_hosts() -> None:
+    job = job_of([*GRID, "output_dir=gs://b/runs"], SETTINGS, local_file=Path("none"))
+    check_outlives(job, SETTINGS, num_workers=1)
+    with pytest.raises(LaunchError, match="each of its 4 VMs would run all of it"):
+        check_outlives(job, SETTINGS, num_workers=4)
 
 
 def test_points_side_by_side_name_the_chip_that_each_has() -> None:

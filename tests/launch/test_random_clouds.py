@@ -23,14 +23,23 @@ TROUBLE = st.dictionaries(
     st.sampled_from(["refuse", "refuse", "refuse_after", "kill", "kill_after", "interrupt"]),
     max_size=12,
 )
+WATCHDOGS = ["granted", "granted", "granted", "granted", "refused", "unanswered"]
 PHASES = (Phase.explicit, Phase.generate)  # a failing example is short enough as it is, and shrinking takes minutes
 PRICE, MAX_USD = 12.0, 60.0
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, phases=PHASES)
-@given(fates=st.lists(FATES, max_size=6), trouble=TROUBLE, code=st.sampled_from([0, 0, 0, 1, 2]))
-def test_nothing_is_left_and_the_limit_is_kept(fates: list[Fate], trouble: dict[int, str], code: int) -> None:
+@given(
+    fates=st.lists(FATES, max_size=6),
+    trouble=TROUBLE,
+    code=st.sampled_from([0, 0, 0, 1, 2]),
+    watchdog=st.sampled_from(WATCHDOGS),
+)
+def test_nothing_is_left_and_the_limit_is_kept(
+    fates: list[Fate], trouble: dict[int, str], code: int, watchdog: str
+) -> None:
     cloud = FakeCloud(SimulatedClock(), fates=list(fates), code=code)
+    cloud.watchdog = f"{watchdog} account=vm@p code=404 said"
     cloud.trouble = trouble
     with tempfile.TemporaryDirectory() as folder:
         launcher = Launcher(cloud, Path(folder))
@@ -47,10 +56,10 @@ def test_nothing_is_left_and_the_limit_is_kept(fates: list[Fate], trouble: dict[
         # The launcher never believes that less was paid than was.
         assert record.usd_before >= cloud.billed_seconds / 3600 * PRICE - 0.01
         if ended == 0:
-            assert record.outcome == "finished"
+            assert (record.outcome, watchdog) == ("finished", "granted")
             assert (Path(folder) / "ro1" / "result.json").is_file()
         troubles = set(trouble.values())
-        if code == 0 and not troubles and not any(fate.failure == QUOTA for fate in fates):
+        if code == 0 and watchdog == "granted" and not troubles and not any(fate.failure == QUOTA for fate in fates):
             assert ended == 0
 
 
