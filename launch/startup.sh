@@ -113,17 +113,6 @@ install_cpu_torch() {
     mv -f "$venv/.tpu_experiments.new" "$venv/.tpu_experiments"
 }
 
-# Of a slice of several hosts the devices start on all of them at once or on none: that is left to run.py, whose hosts wait
-# for each other.
-has_several_hosts() {
-    local word hw=''
-    for word in ${overrides[@]+"${overrides[@]}"}; do
-        [[ $word != hw=* ]] || hw=${word#hw=}
-    done
-    [[ -n $hw && -f $root/conf/hw/$hw.yaml ]] || return 1
-    grep -Eq '^num_hosts: *([2-9]|[1-9][0-9])' "$root/conf/hw/$hw.yaml"
-}
-
 prepare() {
     local started=$SECONDS hw='' word
     ensure_python
@@ -138,7 +127,6 @@ prepare() {
         say "this machine is hw=$hw"
         overrides=("hw=$hw" ${overrides[@]+"${overrides[@]}"})
     fi
-    ! has_several_hosts || checks=${checks/devices,/}
     started=$SECONDS
     inside python -m launch.on_vm pull "${overrides[@]}" >&2
     say "compile cache looked after in $((SECONDS - started)) s"

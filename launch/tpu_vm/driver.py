@@ -209,6 +209,7 @@ class Driver:
 
     def do_start(self, action: Action, seen: Seen) -> None:
         """Start the run; its id stands for this machine and this attempt, so a repeated start is none."""
+        self.progress.reset()
         if self.record.is_started or self.record.attempts == 0:
             attempts = self.record.attempts + 1
             self.save(attempts=attempts, is_started=False, run_state="none", exit_code=None, ending_since=None)
@@ -237,7 +238,7 @@ class Driver:
         )
         has_ended = look.state != "running" and look.is_all and (look.is_over or self.has_waited(look))
         self.save(
-            look.why if has_ended and self.record.ending_since is None else "",
+            self.progress.once(look.why) if has_ended and self.progress.is_new(look.why) else "",
             log_offset=look.offset,
             run_state=look.state if has_ended else "running",
             exit_code=look.code if has_ended else None,
@@ -252,7 +253,7 @@ class Driver:
         """A worker of several has failed: the others see it within seconds and end; one that does not is stopped."""
         now, since = self.clock.now(), self.record.ending_since
         if since is None:
-            self.save(look.why, ending_since=now)
+            self.save(self.progress.once(look.why), ending_since=now)
         if since is None or now - since < ENDING_SECONDS:
             return False
         self.say(f"the other workers have not ended within {ENDING_SECONDS:.0f} s and are stopped")

@@ -33,6 +33,9 @@ if first == "wait":
 if first and home == first.split(":")[0]:
     (place / "broken").write_text("")
     print("the cause", flush=True)
+    if first.endswith(":restart"):
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(first.split(":")[1]))
 while first and not (place / "broken").exists():
     time.sleep(0.02)
@@ -54,7 +57,7 @@ def laptop(tmp_path: Path) -> Path:
 
 
 def outcome(root: Path, plan: str, *, stop: bool = False) -> tuple[int, str]:
-    """Exit code and output; `plan` has for each life of the run who ends first and with which code, or `wait`."""
+    """Exit code and output; `plan` has for each life of the run who ends first and with which code, or `restart`s."""
     (root.parent / "bucket" / "plan").write_text(plan)
     with launched(root, "hw=v6e16", run=["output_dir=gs://b/runs"]) as process:
         logs = [home / ".tpu_experiments" / "log" for home in root.parent.glob("home*")]
@@ -82,12 +85,13 @@ def test_one_that_fails_ends_the_run_and_is_named(laptop: Path) -> None:
     assert all("another host is gone" in log_of(laptop, worker) for worker in (0, 1, 3))
 
 
-def test_one_that_was_stopped_has_the_run_go_on_on_all(laptop: Path) -> None:
-    code, said = outcome(laptop, "home-1:75,")
+@pytest.mark.parametrize(("end", "words"), [("75", "ended first, with 75"), ("restart", "was restarted")])
+def test_one_that_was_stopped_or_restarted_has_the_run_go_on_on_all(laptop: Path, end: str, words: str) -> None:
+    code, said = outcome(laptop, f"home-1:{end},")
     assert code == 0, said
     assert len(list((laptop.parent / "bucket" / "life-2").glob("home*"))) == 4
     assert (laptop / "outputs" / "e2e" / "result.json").is_file()
-    assert "worker 1 of 4 ended first, with 75" in said
+    assert f"worker 1 of 4 {words}" in said
 
 
 def test_a_request_to_stop_reaches_all_of_them(laptop: Path) -> None:

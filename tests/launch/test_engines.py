@@ -34,8 +34,7 @@ def config_of(text: str, **variables: str) -> Config:
     (line,) = re.findall(r"bash launch/startup\.sh -- python run\.py (.+)", text)
     for name, value in variables.items():
         line = line.replace(f"${name}", value)
-    words = shlex.split(line)
-    return composed(*words, *(["task=plan"] if "hw=v6e16" in words else []))
+    return composed(*shlex.split(line))
 
 
 @pytest.mark.parametrize("file", ALL, ids=lambda file: file.name)
