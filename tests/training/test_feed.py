@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.training.feeding import NUM_STEPS
-from tests.training.runs import REPOSITORY, finished, losses, run
+from tests.training.runs import REPOSITORY, SAME_SUMS, finished, losses, run
 
 pytestmark = pytest.mark.xla
 COMMON = (
@@ -45,7 +45,7 @@ class Breaking(Trainer):
 def test_losses_and_programs_are_those_of_put(parallel, num_devices):
     command = [sys.executable, "-m", "tests.training.feeding", parallel, str(num_devices)]
     # With several threads XLA's CPU matrix products sum in an order of their own: one ulp differed on a busy machine.
-    env = os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    env = os.environ | SAME_SUMS
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

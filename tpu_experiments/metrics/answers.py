@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from rouge_score.rouge_scorer import RougeScorer
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 SCORES = (*ROUGE, "exact_match")
@@ -29,6 +28,8 @@ def answer_scores(written: Sequence[str], references: Sequence[str]) -> NDArray[
 
     F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin, ROUGE, 2004), and exact match with blanks at the ends left out.
     """
+    from rouge_score.rouge_scorer import RougeScorer  # brings nltk and scipy: 0.6 s of every start
+
     scorer = RougeScorer(list(ROUGE), tokenizer=UnicodeWords())
     found = np.zeros((len(references), len(SCORES)))
     for row, (text, reference) in enumerate(zip(written, references, strict=True)):
