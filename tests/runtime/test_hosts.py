@@ -1,5 +1,6 @@
 """What hosts tell each other, in processes of their own, and how each finds its place."""
 
+import contextlib
 import http.server
 import os
 import socket
@@ -12,12 +13,14 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.hosts import Place, _place, meet
+from tpu_experiments.runtime.host_watch import KEEPALIVE, HostWatch
+from tpu_experiments.runtime.hosts import HostLost, Place, _place, meet
 
 HOST = """
 import os, sys
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.host_watch import KEEPALIVE, HostWatch
 from tpu_experiments.runtime.hosts import HostLost, meet
 
 hosts = meet(HwConfig(num_hosts=3))
@@ -75,13 +78,85 @@ def test_three_hosts_tell_each_other() -> None:
     assert len(lines[2]) == 5
 
 
+WAITING = """
+import os, time
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.host_watch import KEEPALIVE, HostWatch
+from tpu_experiments.runtime.hosts import meet
+
+hosts = meet(HwConfig(num_hosts=3), lost_seconds=0.5)
+hosts.barrier()
+time.sleep(0.2)
+if hosts.rank == 2:
+    hosts.part() if os.environ["END"] == "alike" else None
+    os._exit(9)
+time.sleep(60 if os.environ["END"] == "lost" else 3)
+print("waited")
+"""
+
+
+@pytest.mark.parametrize("end", ["lost", "alike"])
+def test_a_host_that_is_gone_ends_those_that_wait_for_something_else(end: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "END": end}
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", WAITING],
+            env=ENVIRONMENT | place | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [host.communicate(timeout=50) for host in hosts]
+    codes = [host.returncode for host in hosts]
+    if end == "alike":
+        assert codes == [0, 0, 9], outputs
+        assert all("waited" in out for out, _ in outputs[:2])
+        return
+    assert codes == [1, 1, 9], outputs
+    # The second sees the third through the first.
+    for rank, lost in ((0, 2), (1, 0)):
+        assert f"error: host {rank} of 3 lost host {lost}; that host's log says why. The same" in outputs[rank][1]
+
+
+def test_a_machine_that_is_gone_is_asked_for() -> None:
+    """A VM that is taken away ends no connection: the kernel asks, and after 90 s reports the connection dead."""
+    watch, other = HostWatch(0, 2, lost_seconds=1.0), HostWatch(1, 2, lost_seconds=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = watch.listen(taken.getsockname()[1])
+        assert port != taken.getsockname()[1]
+    thread = threading.Thread(target=watch.accept, kwargs={"seconds": 20.0})
+    thread.start()
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1")
+        stranger.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):  # it has not read all of it
+            assert stranger.recv(1) == b""
+    other.connect("127.0.0.1", port, seconds=20.0)
+    thread.join()
+    for peer in (*watch._peers, *other._peers):
+        assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        asked = [peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEPALIVE]
+        assert asked[0] + asked[1] * asked[2] == 90
+    watch.part()
+    other.part()
+    for thread in threading.enumerate():
+        if thread.name.startswith("host "):
+            thread.join(20)
+    for peer in (*watch._peers, *other._peers):
+        peer.close()
+
+
 def test_nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"hw.num_hosts=2; host 0 did not meet the others at 127.0.0.1:{port} \("):
+    with pytest.raises(HostLost, match=rf"hw.num_hosts=2; host 0 did not meet the others at 127.0.0.1:{port} \("):
         meet(HwConfig(num_hosts=2), seconds=1)
 
 

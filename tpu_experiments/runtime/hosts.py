@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.host_watch import LOST_SECONDS, HostWatch
 
 PORT = 29500  # torch.distributed's own default
 MEET_SECONDS = 900.0
@@ -42,8 +43,8 @@ class Place:
 class Hosts:
     """The hosts of a run as one of them sees them; every method must be called by all, in the same order."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, *, watch: HostWatch | None = None) -> None:
+        self.rank, self.size, self._watch = rank, size, watch
 
     def any(self, flag: bool) -> bool:
         """True on every host when it is True on one."""
@@ -89,10 +90,17 @@ class Hosts:
         """Do it on the first host while the others wait; where it fails, no host goes on. Raises as `together`."""
         self.together(action if self.rank == 0 else lambda: None)
 
+    def part(self) -> None:
+        """Say that the run ends on every host alike, so that none takes another's end for a loss."""
+        if self._watch is not None:
+            self._watch.part()
+
     def _told(self, exchange: Callable[[], object]) -> None:
         try:
             exchange()
         except RuntimeError as error:
+            if self._watch is not None:
+                self._watch.stand_down()
             raise HostLost(
                 f"host {self.rank} of {self.size} lost another ({_first_line(error)}); that host's log says why."
             ) from error
@@ -106,36 +114,43 @@ def joined() -> Hosts:
     return _joined
 
 
-def meet(hw: HwConfig, *, seconds: float = MEET_SECONDS) -> Hosts:
-    """Wait for the other hosts of the run, so long at most; no device is touched.
+def meet(hw: HwConfig, *, seconds: float = MEET_SECONDS, lost_seconds: float = LOST_SECONDS) -> Hosts:
+    """Wait so long for the other hosts of the run; no device is touched. One that is gone later ends this process.
 
     Raises:
-        ConfigError: this machine does not know its place, or the others do not come.
+        ConfigError: this machine does not know its place.
+        HostLost: the others do not come, which a slice that waits for capacity may yet do.
     """
     global _joined
     if hw.num_hosts == 1 or _joined.size > 1:
         return _joined
     place = _place(hw)
     try:
-        store = dist.TCPStore(
-            place.address,
-            place.port,
-            hw.num_hosts,
-            is_master=place.rank == 0,
-            timeout=timedelta(seconds=seconds),
-        )
-        dist.init_process_group(
-            "gloo", store=store, rank=place.rank, world_size=hw.num_hosts, timeout=timedelta(seconds=ANSWER_SECONDS)
-        )
-    except RuntimeError as error:
-        raise ConfigError(
+        watch = _connected(place, hw.num_hosts, seconds=seconds, lost_seconds=lost_seconds)
+    except (RuntimeError, OSError) as error:
+        raise HostLost(
             f"hw.num_hosts={hw.num_hosts}; host {place.rank} did not meet the others at {place.address}:{place.port} "
-            f"({_first_line(error)}); start the same command on every host at about the same time, and let them reach "
-            f"port {place.port} of the first (the default network of a project does)."
+            f"({_first_line(error)}); they start within {seconds / 60:.0f} min of each other and reach that port and "
+            "the next of the first (the default network of a project lets them)."
         ) from error
     atexit.register(dist.destroy_process_group)  # else gloo's threads may abort the process at its end
-    _joined = Hosts(place.rank, hw.num_hosts)
+    _joined = Hosts(place.rank, hw.num_hosts, watch=watch)
     return _joined
+
+
+def _connected(place: Place, num_hosts: int, *, seconds: float, lost_seconds: float) -> HostWatch:
+    """Gloo's connections, and those that tell of a host that is gone: on the next port, or any where that is taken."""
+    is_first, wait = place.rank == 0, timedelta(seconds=seconds)
+    store = dist.TCPStore(place.address, place.port, num_hosts, is_master=is_first, timeout=wait)
+    answer = timedelta(seconds=ANSWER_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=num_hosts, timeout=answer)
+    watch = HostWatch(place.rank, num_hosts, lost_seconds=lost_seconds)
+    if is_first:
+        store.set("watch", str(watch.listen(place.port + 1)))
+        watch.accept(seconds=seconds)
+    else:
+        watch.connect(place.address, int(store.get("watch")), seconds=seconds)
+    return watch
 
 
 def _place(hw: HwConfig) -> Place:

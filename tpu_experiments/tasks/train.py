@@ -11,6 +11,7 @@ from typing import Any
 
 from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.build import locate
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import grace, lease
 from tpu_experiments.io.folder import RunFolder, open_run
@@ -44,12 +45,22 @@ def run(config: Config) -> None:
     Raises:
         ConfigError: something the user can mend; nothing was written.
     """
+    hosts = Hosts()
     try:
-        train(config, meet(config.hw))
+        hosts = meet(config.hw)
+        train(config, hosts)
     except HostLost as error:
         print(f"error: {error} The same command, on every host, goes on.", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # a program that runs over all hosts would be waited for
+    except ConfigError:
+        hosts.part()
+        raise
+    except SystemExit as ending:
+        if ending.code == STOPPED_EXIT_CODE:
+            hosts.part()
+        raise
+    hosts.part()
 
 
 def train(config: Config, hosts: Hosts) -> None:
