@@ -162,11 +162,16 @@ def test_nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_must_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meet(HwConfig()).size == 1
-    with pytest.raises(
-        ConfigError, match=r"hw.num_hosts=2 with hw.device=cpu; nobody says which host this is; set RANK"
-    ):
+    nobody = r"hw.num_hosts=2 with hw.device=cpu; nobody says which host this is \(it is no worker of a slice\); set"
+    with pytest.raises(ConfigError, match=nobody):
         meet(HwConfig(num_hosts=2, device="cpu"))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"nobody says which host this is \('RANK'\)"):
+        meet(HwConfig(num_hosts=2))
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(ConfigError, match=r"nobody says which host this is \(invalid literal"):
+        meet(HwConfig(num_hosts=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match=r"hw.num_hosts=2; this is host 3 of 4; choose the hw= of this slice"):
@@ -209,6 +214,8 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def test_workers_of_a_vm_are_in_its_metadata(metadata: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"nobody says which host this is \(404 Client Error"):
+        _place(HwConfig(num_hosts=4, device="tpu"))
     metadata["tpu-env"] = "ACCELERATOR_TYPE: 'v6e-16'\nWORKER_ID: '3'\n"
     metadata["worker-network-endpoints"] = ",".join(f"unknown:unknown:10.164.0.{n}" for n in (7, 5, 9, 6))
     assert _place(HwConfig(num_hosts=4, device="tpu")) == Place(3, "10.164.0.7")

@@ -159,20 +159,13 @@ def _place(hw: HwConfig) -> Place:
     Raises:
         ConfigError: neither says it, or says another number of hosts.
     """
-    given = os.environ
-    if "MASTER_ADDR" in given:
-        size, rank = int(given.get("WORLD_SIZE", hw.num_hosts)), int(given.get("RANK", 0))
-        place = Place(rank, given["MASTER_ADDR"], int(given.get("MASTER_PORT", PORT)))
-    elif hw.device == "tpu":
-        from tpu_experiments.runtime.xla_hosts import workers
-
-        rank, addresses = workers()
-        size, place = len(addresses), Place(rank, addresses[0])
-    else:
+    try:
+        size, place = _of_torchrun(hw) if "MASTER_ADDR" in os.environ else _of_slice(hw)
+    except (OSError, KeyError, ValueError) as error:  # requests' errors are OSErrors
         raise ConfigError(
-            f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; nobody says which host this is; set RANK, "
-            "MASTER_ADDR and MASTER_PORT, as torchrun does."
-        )
+            f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; nobody says which host this is "
+            f"({_first_line(error)}); set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does."
+        ) from error
     if size != hw.num_hosts or not 0 <= place.rank < size:
         raise ConfigError(
             f"hw.num_hosts={hw.num_hosts}; this is host {place.rank} of {size}; choose the hw= of this slice, or start "
@@ -181,5 +174,24 @@ def _place(hw: HwConfig) -> Place:
     return place
 
 
+def _of_torchrun(hw: HwConfig) -> tuple[int, Place]:
+    given = os.environ
+    size, rank, port = (
+        int(given.get("WORLD_SIZE", hw.num_hosts)),
+        int(given["RANK"]),
+        int(given.get("MASTER_PORT", PORT)),
+    )
+    return size, Place(rank, given["MASTER_ADDR"], port)
+
+
+def _of_slice(hw: HwConfig) -> tuple[int, Place]:
+    if hw.device != "tpu":
+        raise ValueError("it is no worker of a slice")
+    from tpu_experiments.runtime.xla_hosts import workers
+
+    rank, addresses = workers()
+    return len(addresses), Place(rank, addresses[0])
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]
