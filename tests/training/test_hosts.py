@@ -117,9 +117,6 @@ def test_two_hosts_stopped_and_killed_end_as_one(tmp_path, lab):
         assert (together / "run" / kind).read_bytes() == (alone / "run" / kind).read_bytes(), kind
     assert measured(together) == measured(alone)
     assert whole["num_compiles"] == 3
-    codes, outputs = on_two_hosts(together)
-    assert codes == [0, 0], outputs
-    assert "was finished before" in outputs[0]
 
 
 def measured(output_dir: Path) -> list[dict[str, object]]:
