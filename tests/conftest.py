@@ -25,11 +25,6 @@ REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker a core, and a third on two: tests of storage that is away and of runs that are stopped mostly wait."""
-    return max(3, len(os.sched_getaffinity(0)))
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Touch the XLA device before any CPU backward: torch 2.9 sizes its autograd queues at the first one."""
     if item.get_closest_marker("xla"):
