@@ -3,9 +3,13 @@
 Nothing here or in tpu_experiments/config imports torch: torch_xla fixes its flags when it is imported.
 """
 
+from tpu_experiments.runtime.interrupts import INTERRUPTED, INTERRUPTED_EXIT_CODE  # isort: split
+
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,32 +25,66 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from tpu_experiments.config.bugs import bug_sentence
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.help import help_text
 from tpu_experiments.config.load import require_single_choices, to_config
 from tpu_experiments.config.overlay import overlay_file, with_overlay
-from tpu_experiments.config.refusals import null_group, sentence, unreadable_yaml
+from tpu_experiments.config.places import place_problem
+from tpu_experiments.config.redaction import redacted_text
+from tpu_experiments.config.refusals import is_of_composition, sentence, uncomposable, unreadable_yaml
 from tpu_experiments.config.schema import Config, register
+from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.io import paths
+from tpu_experiments.io.retry import StorageFailed
 from tpu_experiments.runtime.env import prepare_environment
 from tpu_experiments.sweeping.launcher import PointLauncher
 
 register()
+REPOSITORY = Path(__file__).parent
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> None:
     """Check the composed config and run it; a sweep's points come here in processes of their own."""
-    try:
+    with ending_in_words():  # as SystemExit it passes through Hydra, which would print a report of its own
         require_single_choices(HydraConfig.get().runtime.choices)
-        run(to_config(composed))
-    except ConfigError as error:  # as SystemExit it passes through Hydra, which would print a report of its own
+        config = to_config(composed)
+        with ending_in_words(config):
+            run(config)
+
+
+@contextmanager
+def ending_in_words(config: Config | None = None) -> Iterator[None]:
+    """End with one sentence: exit code 2 for what the user can mend, 1 for what nobody foresaw.
+
+    Args:
+        config: of the run, whose log takes the traceback.
+    """
+    try:
+        yield
+    except ConfigError as error:
         refuse(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        refuse(sentence(error))
+    except MarkedYAMLError as error:
+        refuse(unreadable_yaml(error))
+    except StorageFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    except Exception as error:
+        if is_of_composition(error):
+            refuse(uncomposable(error, sys.argv[1:]))
+        print(redacted_text(f"error: {bug_sentence(error, config=config)}"), file=sys.stderr)
+        sys.exit(1)
 
 
 def refuse(problems: str) -> NoReturn:
     """End with exit code 2 and one message, a line for every problem."""
-    print("error: " + problems.replace("\n", "\n       "), file=sys.stderr)
+    print("error: " + redacted_text(problems).replace("\n", "\n       "), file=sys.stderr)
     sys.exit(2)
 
 
@@ -80,29 +118,43 @@ def laid_under(arguments: list[str]) -> list[str]:
     file = overlay_file(arguments)
     if file is None:
         return arguments
+    wrong = place_problem("+plan", file, kind="file")
+    if wrong is not None:
+        raise ConfigError(wrong)
     if not paths.exists(file):
         raise ConfigError(
             f"+plan={file}; there is no such file; task=plan task.explore=search writes one, best.yaml beside the plan."
         )
-    return with_overlay(arguments, text=paths.read_text(file), file=file)
+    try:
+        text = paths.read_text(file)
+    except (OSError, UnicodeDecodeError) as error:  # a folder, bytes of anything
+        raise ConfigError(f"+plan={file}; it cannot be read ({error}); give a plan's best.yaml.") from error
+    return with_overlay(arguments, text=text, file=file)
+
+
+def check_yaml(arguments: list[str]) -> None:
+    """Refuse YAML that would fill the memory, before Hydra reads the files of conf/ and of folders named here.
+
+    Raises:
+        ConfigError: a file is too large, written out.
+    """
+    options = {"--config-dir", "-cd", "--config-path", "-cp"}
+    folders = [REPOSITORY / "conf"]
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        option, _, value = argument.partition("=")
+        if option in options:
+            folders.append(REPOSITORY / (value or following))
+    for folder in folders:
+        require_bounded_folder(folder)
 
 
 if __name__ == "__main__":
     if {"-h", "--help"}.intersection(sys.argv[1:]):
         print(help_text())
         sys.exit(0)
-    try:
+    with ending_in_words():
+        check_yaml(sys.argv[1:])
         sys.argv[1:] = laid_under(sys.argv[1:])
         main()
         if PointLauncher.latest is not None:
             sys.exit(PointLauncher.latest.finish())
-    except ConfigError as error:
-        refuse(str(error))
-    except (HydraException, OmegaConfBaseException) as error:
-        refuse(sentence(error))
-    except MarkedYAMLError as error:
-        refuse(unreadable_yaml(error))
-    except ValueError as error:
-        if "Config group override must be" not in str(error):
-            raise
-        refuse(null_group(sys.argv[1:]))

@@ -1,5 +1,6 @@
 """faulty://: fsspec's memory file system whose n-th operation goes wrong, in one of the ways a bucket does."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-Fault = Literal["fails", "answer_lost", "refused", "truncates", "delays", "dies"]
+Fault = Literal["fails", "answer_lost", "refused", "truncates", "delays", "dies", "hangs"]
 FAULTS: tuple[Fault, ...] = ("fails", "answer_lost", "refused", "truncates", "delays", "dies")
 
 
@@ -26,6 +27,8 @@ class FaultyFileSystem(MemoryFileSystem):
     fault: Fault | None = None
     at = -1
     """Number of the operation that goes wrong, counted from 0."""
+    released = threading.Event()
+    """Set where what hangs is to end, as a request that nobody waits for any more."""
     down = False
     """Whether every operation fails as an unreachable bucket does."""
     count = 0
@@ -67,6 +70,9 @@ class FaultyFileSystem(MemoryFileSystem):
         fault = kind.fault if number == kind.at else None
         if kind.fault == "dies" and number > kind.at:
             raise Died
+        if fault == "hangs" or (kind.fault == "hangs" and number > kind.at):
+            kind.released.wait(60)
+            raise ConnectionResetError(104, "connection reset by peer")
         if fault == "fails":
             raise ConnectionResetError(104, "connection reset by peer")
         if fault == "refused":
@@ -92,10 +98,12 @@ def going_wrong(fault: Fault | None, at: int) -> Iterator[type[FaultyFileSystem]
     """Count operations from 0; number `at` goes wrong, and after the block none does."""
     kind = FaultyFileSystem
     kind.fault, kind.at, kind.count = fault, at, 0
+    kind.released.clear()
     try:
         yield kind
     finally:
         kind.fault, kind.at = None, -1
+        kind.released.set()
 
 
 def wipe() -> None:

@@ -12,7 +12,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io.folder import open_run
 from tpu_experiments.tasks.setup import check_data, make_inputs
 from tpu_experiments.tasks.train import run
-from tpu_experiments.training.progress import Progress
+from tpu_experiments.training.progress import Progress, StageRecord
 
 pytestmark = pytest.mark.usefixtures("root_logger")
 SAMPLES = Path(__file__).parents[1] / "tpu_experiments" / "samples"
@@ -141,9 +141,11 @@ def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path
     config = composed(*overrides)
     folder = open_run(config)
     folder.create(config)
-    progress = Progress(step=7, data=make_inputs(config).audit_hashes).to_dict()
+    inputs = make_inputs(config)
+    records = [StageRecord(inputs.stages[0].name, steps=7)]
+    progress = Progress(stage_step=7, step=7, stages=records, data=inputs.audit_hashes).to_dict()
     save_checkpoint(folder.path("checkpoints"), step=7, groups={}, progress=progress, keep_last=1)
-    check_data(folder, make_inputs(config))
+    check_data(folder, inputs, config=config)
     (tmp_path / "a.jsonl").write_text("".join(lines[1:]), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"name=grown; its checkpoint of step 7 .* other data .*sample_text@128") as e:
         run(config)

@@ -32,7 +32,7 @@ XLA_FILES = (
     "xla_hosts",
     "xla_probe",
     "xla_programs",
-    "xla_recording",
+    "xla_replay",
     "xla_reading",
     "launch",
 )

@@ -27,7 +27,7 @@ from tpu_experiments.io.spool import Spool
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.runtime.reading import host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names
-from tpu_experiments.training.progress import Progress
+from tpu_experiments.training.progress import Progress, StageRecord
 from tpu_experiments.training.proof import Answers, Start
 from tpu_experiments.training.saved import read_state, snapshot, zero_state
 from tpu_experiments.training.saving import Saver
@@ -126,7 +126,7 @@ def saving(args: argparse.Namespace, runtime: Any, held: dict[str, Any]) -> dict
     settings = CheckpointConfig(max_copy_gib=copy_gib, max_shard_gib=shard_gib)
     spool = Spool(args.folder, key="large_state", marker=COMMIT)
     saver = Saver(settings, spool, runtime=runtime, start=Start(marks, is_adapter=False), answers=answers)
-    progress = Progress(step=1, peak_lr=1e-4)
+    progress = Progress(stage_step=1, step=1, peak_lr=1e-4, stages=[StageRecord("main", steps=1)])
     before, started = trimmed(), time.perf_counter()
     with peak_above(before) as peak:
         saver.save(lambda: snapshot(progress, **held), step=1, is_interval=False, ends_stage=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.test_store import save
 from tpu_experiments.checkpoint.manifest import COMMIT, PROGRESS
-from tpu_experiments.checkpoint.store import load_latest
+from tpu_experiments.checkpoint.store import latest_step, load_latest
 from tpu_experiments.config.errors import ConfigError
 
 TENSORS = "parameters.safetensors"
@@ -101,3 +101,12 @@ def test_it_is_refused_in_one_sentence_and_nothing_runs(case, tmp_path):
     assert len(message.splitlines()) == 1
     assert "find out who wrote it" in message
     assert not (target / "ran").exists()
+
+
+def test_a_folder_for_a_file_and_a_file_for_a_folder_are_one_sentence(tmp_path):
+    (tmp_path / "step_00000002" / "COMMIT.json").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"COMMIT\.json; it is a folder where a file belongs"):
+        latest_step(str(tmp_path))
+    (tmp_path / "step_00000003").write_text("a")
+    with pytest.raises(ConfigError, match="step_00000003; it is a file where a checkpoint's folder belongs"):
+        latest_step(str(tmp_path))

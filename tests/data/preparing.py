@@ -31,9 +31,9 @@ def chat_source(path, **values):
     return DataSourceConfig(path=str(path), kind="chat", **values)
 
 
-def prepared(sources, *, folder, tokenizer, seq_lens=(64,), data_size="full", readers=None, **settings):
+def prepared(sources, *, folder, tokenizer, seq_lens=(64,), data_size="full", readers=None, verify="rows", **settings):
     """`prepare` with the settings of `prepare.*` as keywords."""
-    how = Preparation(PrepareConfig(**settings), str(folder), tokenizer, readers or {})
+    how = Preparation(PrepareConfig(**settings), str(folder), tokenizer, readers or {}, verify=verify)
     return prepare(sources, data_size=data_size, seq_lens=seq_lens, how=how)
 
 
@@ -51,7 +51,7 @@ def digests(folder):
     }
     for path in folder.rglob("manifest.json"):
         manifest = json.loads(path.read_text())
-        for name in ("seconds", "peak_rss_gib", "tokens_per_second"):
+        for name in ("seal", "seconds", "peak_rss_gib", "tokens_per_second"):
             manifest.pop(name, None)
         found[str(path.relative_to(folder))] = manifest
     return found

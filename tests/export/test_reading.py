@@ -125,3 +125,27 @@ def complaint(folder: Path) -> str:
     assert text.endswith(".")
     assert "\n" not in text
     return text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    written(tmp_path)
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(tmp_path / ADAPTER_FILE).items()}
+    tensors[A_OF_FIRST][1, 2:4] = value
+    save_file(tensors, tmp_path / ADAPTER_FILE)
+    told = f"{tmp_path / ADAPTER_FILE}; it has 2 of 10 values of {A_OF_FIRST} that are NaN or infinite; "
+    assert complaint(tmp_path).startswith(told)
+
+
+def test_an_adapter_of_nothing_but_nan_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(tmp_path / ADAPTER_FILE).items()}
+    save_file(tensors, tmp_path / ADAPTER_FILE)
+    assert f"it has 10 of 10 values of {A_OF_FIRST} that are NaN or infinite" in complaint(tmp_path)
+
+
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    save_file({}, tmp_path / ADAPTER_FILE)
+    assert complaint(tmp_path).startswith(f"{tmp_path / ADAPTER_FILE}; it holds no tensors")

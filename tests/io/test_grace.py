@@ -99,7 +99,7 @@ def test_no_other_try_begins_without_time(asked):
         raise ConnectionError("reset")
 
     with pytest.raises(ConnectionError):
-        retried(fails, place=PLACE)
+        retried(fails, place=PLACE, operation="read")
     assert len(tries) == 1
 
 

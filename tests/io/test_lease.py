@@ -1,6 +1,7 @@
 """One process holds a run folder; a dead one does not hold it for long, and no clock of a machine is asked."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -184,3 +185,31 @@ def test_hosts_of_one_slice_are_one_run(tmp_path, monkeypatch):
 
 def test_the_content_is_plain():
     assert set(asdict(Owner.me())) == {"id", "host", "machine", "pid", "pid_ticks", "started", "renewals"}
+
+
+def test_after_a_long_stop_a_lease_that_is_gone_was_anothers(tmp_path, monkeypatch, caplog):
+    """Another took it, finished the run and gave it back: this process may not write as if nothing had been."""
+    told = []
+    mine = Lease(str(tmp_path), name="x", on_lost=lambda: told.append(1), renew_seconds=3600).acquire()
+    paths.remove_tree(mine.path)
+    mine.look()
+    assert lease.read(str(tmp_path)).id == mine._owner.id, "removed by accident: taken again"
+    paths.remove_tree(mine.path)
+    monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
+    mine.look()
+    assert told
+    assert mine.is_lost
+    assert lease.read(str(tmp_path)) is None
+    assert "the same command goes on" in caplog.text
+    mine.release()
+
+
+def test_a_process_that_was_stopped_looks_at_its_lease_first(tmp_path):
+    told = []
+    with lease.held(str(tmp_path), name="x", on_lost=lambda: told.append(1)):
+        signal.raise_signal(signal.SIGCONT)
+        assert not told
+        write(str(tmp_path), replace(Owner.me(), **ELSEWHERE))
+        signal.raise_signal(signal.SIGCONT)
+        assert told, "before the next statement"
+    assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL

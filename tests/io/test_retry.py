@@ -66,7 +66,7 @@ def tries(error: Exception, *, place: str, count: int = 2) -> tuple[int, list[fl
     waits: list[float] = []
     call = Failing(*[error] * count)
     try:
-        assert retried(call, place=place, wait=waits.append) == "done"
+        assert retried(call, place=place, operation="read", wait=waits.append) == "done"
     except type(error):
         pass
     return call.calls, waits

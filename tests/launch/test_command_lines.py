@@ -60,9 +60,9 @@ def every_command() -> dict[str, list[str]]:
     lines |= {"share": loading.share_disk(full), "VMs": loading.list_vms(full), "disks": loading.list_disks(full)}
     lines |= {"number": commands.project_number("p", PLAIN), "policy": commands.policy("p", FULL)}
     lines |= {"grant": commands.grant("p", "sa@p.iam.gserviceaccount.com")}
-    lines |= {"part": commands.bucket_part("gs://b/r", "/tmp", kept="a|b"), "cat": commands.bucket_read("gs://b/r")}
-    lines |= {"bucket cp": commands.bucket_copy("gs://b/r/adapter", "/tmp"), "ls": commands.bucket_look("gs://b/r")}
-    return lines | {"bucket fill": commands.bucket_fill("/tmp", "gs://b/prepared")}
+    lines |= {"part": commands.bucket_part("gs://bkt/r", "/tmp", kept="a|b"), "cat": commands.bucket_read("gs://bkt/r")}
+    lines |= {"bucket cp": commands.bucket_copy("gs://bkt/r/adapter", "/tmp"), "ls": commands.bucket_look("gs://bkt/r")}
+    return lines | {"bucket fill": commands.bucket_fill("/tmp", "gs://bkt/prepared")}
 
 
 @pytest.fixture(scope="module")

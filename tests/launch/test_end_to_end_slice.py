@@ -59,7 +59,7 @@ def laptop(tmp_path: Path) -> Path:
 def outcome(root: Path, plan: str, *, stop: bool = False) -> tuple[int, str]:
     """Exit code and output; `plan` has for each life of the run who ends first and with which code, or `restart`s."""
     (root.parent / "bucket" / "plan").write_text(plan)
-    with launched(root, "hw=v6e16", run=["output_dir=gs://b/runs"]) as process:
+    with launched(root, "hw=v6e16", run=["output_dir=gs://bkt/runs"]) as process:
         logs = [home / ".tpu_experiments" / "log" for home in root.parent.glob("home*")]
         while stop and not all(log.exists() and "met" in log.read_text() for log in logs):
             assert process.poll() is None

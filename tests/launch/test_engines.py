@@ -47,7 +47,7 @@ def test_it_says_that_it_was_never_run_and_holds_no_secret(file: Path) -> None:
 @pytest.mark.parametrize("file", SKY, ids=lambda file: file.name)
 def test_skypilot_rents_what_the_run_needs(file: Path) -> None:
     job = read(file)
-    config = config_of(job["run"], EXPERIMENT=job["envs"]["EXPERIMENT"], BUCKET="gs://b/runs")
+    config = config_of(job["run"], EXPERIMENT=job["envs"]["EXPERIMENT"], BUCKET="gs://bkt/runs")
     rent = config.hw.rent
     assert rent is not None
     assert (file.stem, config.name) == (config.hw.name, job["name"])
@@ -55,13 +55,13 @@ def test_skypilot_rents_what_the_run_needs(file: Path) -> None:
     assert job["resources"]["accelerator_args"]["runtime_version"] == rent.runtime_version
     assert job["resources"]["use_spot"] is True
     assert f"hw={config.hw.name} " in job["setup"]
-    assert config.output_dir == "gs://b/runs"
+    assert config.output_dir == "gs://bkt/runs"
 
 
 @pytest.mark.parametrize("file", DSTACK, ids=lambda file: file.name)
 def test_dstack_rents_what_the_run_needs(file: Path) -> None:
     job = read(file)
-    config = config_of("\n".join(job["commands"]), BUCKET="gs://b/runs")
+    config = config_of("\n".join(job["commands"]), BUCKET="gs://bkt/runs")
     assert config.hw.rent is not None
     assert job["resources"]["gpu"] == config.hw.rent.accelerator_type
     assert file.name.split(".")[0] == config.hw.name
@@ -75,7 +75,7 @@ def test_gke_has_a_pod_for_every_host_of_the_slice(file: Path) -> None:
     job = slices["template"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    config = config_of(container["args"][0], BUCKET="gs://b/runs")
+    config = config_of(container["args"][0], BUCKET="gs://bkt/runs")
     topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
     generation = re.sub(r"tpu-(\w+)-slice", r"\1", pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"])
     assert config.hw.topology == f"{generation}:{topology}"
@@ -99,7 +99,7 @@ def test_xpk_is_asked_for_the_slice_and_starts_again_what_can_go_on(tmp_path: Pa
     xpk = tmp_path / "xpk"
     xpk.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
     xpk.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REPOSITORY": "https://x", "BUCKET": "gs://b/runs", "HW": hw}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REPOSITORY": "https://x", "BUCKET": "gs://bkt/runs", "HW": hw}
     more = ["--cluster=c", f"--tpu-type={hw[:3]}-{hw[3:]}"]
     done = subprocess.run(["bash", str(XPK), *more], env=env, capture_output=True, text=True, check=True, timeout=60)
     words = done.stdout.split("\0")
@@ -107,7 +107,7 @@ def test_xpk_is_asked_for_the_slice_and_starts_again_what_can_go_on(tmp_path: Pa
     variables = dict(word.split("=", 2)[1:] for word in words if word.startswith("--env="))
     config = config_of(given["command"], **variables)
     assert config.hw.rent is not None
-    assert (given["tpu-type"], config.output_dir) == (config.hw.rent.accelerator_type, "gs://b/runs")
+    assert (given["tpu-type"], config.output_dir) == (config.hw.rent.accelerator_type, "gs://bkt/runs")
     assert "\n" not in given["command"]  # the block of YAML it is pasted into would end there
     assert not {"2", "0"} & set(given["restart-on-exit-codes"].split(","))
     assert "75" in given["restart-on-exit-codes"].split(",")

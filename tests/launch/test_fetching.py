@@ -118,17 +118,17 @@ def test_every_point_of_a_sweep_comes_from_a_disk(tmp_path: Path) -> None:
 )
 def test_a_sweep_is_told_by_the_words_of_its_command(words: list[str], sweep: bool, grid: bool) -> None:
     assert (is_sweep(words), is_grid(words)) == (sweep, grid)
-    job = job_of([*words, "output_dir=gs://b/runs"], SETTINGS, local_file=Path("none"))
-    assert job.folder == ("gs://b/runs/sweeps/ranks" if sweep else "gs://b/runs/ranks")
+    job = job_of([*words, "output_dir=gs://bkt/runs"], SETTINGS, local_file=Path("none"))
+    assert job.folder == ("gs://bkt/runs/sweeps/ranks" if sweep else "gs://bkt/runs/ranks")
 
 
 def test_a_sweep_is_refused_on_several_hosts() -> None:
-    job = job_of([*GRID, "output_dir=gs://b/runs"], SETTINGS, local_file=Path("none"))
+    job = job_of([*GRID, "output_dir=gs://bkt/runs"], SETTINGS, local_file=Path("none"))
     check_outlives(job, SETTINGS, num_workers=1)
     with pytest.raises(LaunchError, match="each of its 4 VMs would run all of it"):
         check_outlives(job, SETTINGS, num_workers=4)
 
 
 def test_points_side_by_side_name_the_chip_that_each_has() -> None:
-    words = ["-m", "hw=v6e1", "lora.r=8,16", "sweeping.points_at_once=8", "output_dir=gs://b/runs"]
+    words = ["-m", "hw=v6e1", "lora.r=8,16", "sweeping.points_at_once=8", "output_dir=gs://bkt/runs"]
     assert job_of(words, SETTINGS, local_file=Path("none")).overrides == (*words, "name=ranks")

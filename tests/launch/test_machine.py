@@ -13,7 +13,7 @@ LIMITS = Limits(usd_per_hour=12.0, max_usd=60.0, max_hours=24.0, queue_seconds=2
 NEW = Record(name="r", launch_id="a", hw="v6e8", spot=True, project="p", zones=("z-a", "z-b"), goal="run", then="gone")
 ASKED = replace(NEW, created_at=1000.0, queued_at=1000.0, idle_at=1000.0)
 UP = replace(ASKED, ready_at=1200.0, queued_at=None, machines=1, is_set_up=True)
-TRAINING = replace(UP, is_started=True, was_started=True, run_state="running", attempts=1, run_folder="gs://b/r")
+TRAINING = replace(UP, is_started=True, was_started=True, run_state="running", attempts=1, run_folder="gs://bkt/r")
 ENDED = replace(TRAINING, run_state="exited", exit_code=0)
 LEAVING = replace(TRAINING, goal="gone", outcome="interrupted", reason="Ctrl-C")
 READY, GONE = Seen("ACTIVE", "READY"), Seen("ABSENT")

@@ -32,14 +32,14 @@ def test_only_what_is_missing_or_other_is_copied(gcs_bucket: str, tmp_path: Path
 
 def test_where_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
-    recipe = ("experiment=mistral7b_ro", "output_dir=gs://b/runs")
+    recipe = ("experiment=mistral7b_ro", "output_dir=gs://bkt/runs")
     folder, url = on_vm.places_of(composed(*recipe)) or ("", "")
     assert folder == "/home/me/cache/tpu_experiments/compile_cache"
-    assert url.startswith("gs://b/runs/compile_cache/v6e8/torch_xla-2.9.0_libtpu-")
+    assert url.startswith("gs://bkt/runs/compile_cache/v6e8/torch_xla-2.9.0_libtpu-")
     spawned = composed(*recipe, "hw.parallel=spawn", "sharding=replicated")
     assert on_vm.places_of(spawned) == (folder, url)  # the processes' folders lie in it
     assert on_vm.places_of(composed("experiment=mistral7b_ro")) is None
-    assert on_vm.places_of(composed("output_dir=gs://b/runs")) is None  # a CPU keeps none
+    assert on_vm.places_of(composed("output_dir=gs://bkt/runs")) is None  # a CPU keeps none
 
 
 def test_a_bucket_out_of_reach_keeps_nothing_from_training(
@@ -50,8 +50,8 @@ def test_a_bucket_out_of_reach_keeps_nothing_from_training(
 
     monkeypatch.setattr(on_vm, "push", refuse)
     command = [sys.executable, "-c", "raise SystemExit(7)"]
-    assert on_vm.run(command, (str(tmp_path), "gs://b/cache")) == 7
-    assert "push of gs://b/cache failed (OSError: no network)" in capfd.readouterr().err
+    assert on_vm.run(command, (str(tmp_path), "gs://bkt/cache")) == 7
+    assert "push of gs://bkt/cache failed (OSError: no network)" in capfd.readouterr().err
 
 
 def test_a_machine_nobody_knows_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,11 +138,11 @@ def test_a_plan_that_does_not_fit_or_costs_too_much_rents_nothing(
 
 def test_shards_go_to_a_bucket_or_to_a_disk_whose_loader_is_always_deleted(launcher: Launcher) -> None:
     launcher.cloud.answer = lambda words, stdin: Completed(0)  # type: ignore[method-assign]
-    assert launcher("load_data", "source=outputs/prepared", "bucket=gs://b/prepared") == 0
+    assert launcher("load_data", "source=outputs/prepared", "bucket=gs://bkt/prepared") == 0
     assert launcher.cloud.calls == [
-        ["gcloud", "storage", "rsync", "--recursive", "outputs/prepared", "gs://b/prepared"]
+        ["gcloud", "storage", "rsync", "--recursive", "outputs/prepared", "gs://bkt/prepared"]
     ]
-    disk = ("source=gs://b/prepared", "data_disk=shards", "zones=z-a", "hw=v6e8")
+    disk = ("source=gs://bkt/prepared", "data_disk=shards", "zones=z-a", "hw=v6e8")
     assert launcher("load_data", *disk) == 0
     verbs = [" ".join(call[2:4]) for call in launcher.cloud.calls[1:]]
     assert verbs == ["disks create", "instances create", "ssh shards-loader", "instances delete", "disks update"]
@@ -184,7 +184,7 @@ def test_a_dry_run_of_the_others_changes_nothing(launcher: Launcher, command: st
     words = {
         "up": (*MACHINE, "code=clone", "repo=git@github.com:me/x.git"),
         "status": ("zones=z-a",),
-        "load_data": ("source=gs://b/x", "data_disk=d", "zones=z-a", "hw=v6e8"),
+        "load_data": ("source=gs://bkt/x", "data_disk=d", "zones=z-a", "hw=v6e8"),
     }[command]
     launcher.env_file()
     before = sorted(launcher.folder.rglob("*"))

@@ -25,7 +25,7 @@ for point in points:
     (point / "plan.json").write_text(json.dumps(content))
 """
 LIMITS = Limits(usd_per_hour=12.0, max_usd=None, max_hours=24.0, queue_seconds=1.0, zone_seconds=1.0)
-ONE = ("experiment=x", "name=ranks", "output_dir=gs://b/runs")
+ONE = ("experiment=x", "name=ranks", "output_dir=gs://bkt/runs")
 
 
 @pytest.fixture

@@ -84,3 +84,28 @@ def test_the_stopwatch_is_exclusive_and_tells_compilation_apart(monkeypatch):
         now[0] = 10.0
     assert watch.seconds == {"train": 7.0, "eval": 2.0}
     assert watch.compiled == {"train": 3.0, "eval": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("owed_steps", "3"),
+        ("owed_steps", [""]),
+        ("step", float("nan")),
+        ("step", 10**30),
+        ("seconds", 2),
+        ("seconds", {"step": {}}),
+        ("usd_per_hour", {"on_demand": "1"}),
+        ("ended", ["failed"]),
+        ("started", ""),
+        ("num_devices", True),
+    ],
+)
+def test_an_entry_of_another_kind_makes_no_life(name, value):
+    stored = life(1000.0, step=50.0).to_dict()
+    assert Life.of(stored) == life(1000.0, step=50.0)
+    assert Life.of(stored | {"of a later version": 1}) == life(1000.0, step=50.0)
+    with pytest.raises(ValueError, match=name):
+        Life.of(stored | {name: value})
+    with pytest.raises(ValueError, match="no JSON object"):
+        Life.of([stored])

@@ -189,6 +189,34 @@ def test_a_wrong_shape(whole):
     assert "has model.norm.weight as (7,), its config.json says (64,)" in refused(whole)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("r", [0, 2])
+def test_weights_that_are_no_numbers_are_named(qwen, dtype, value, r):
+    """By file, tensor and how many, whether they are trained or not."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    shard = qwen / json.loads((qwen / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    tensors[name][3, :5] = value
+    save_file(tensors, shard, metadata={"format": "pt"})
+    told = f"{shard.name} has 5 of {tensors[name].numel():,} values of {name} that are NaN or infinite as {dtype}; "
+    assert told in refused(qwen, dtype=dtype, r=r)
+
+
+def test_a_number_that_the_chosen_type_cannot_hold_is_named(whole):
+    rewrite(whole, lambda tensors: tensors.update({"model.norm.weight": torch.full((64,), 1e300, dtype=torch.float64)}))
+    assert f"{WHOLE} has 64 of 64 values of model.norm.weight that are NaN or infinite as float32" in refused(whole)
+
+
+def test_a_start_that_is_drawn_without_bounds_is_named(tiny_arch):
+    config = tiny_arch("qwen05b").to_dict()
+    kept = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    arch = {key: config[key] for key in kept} | {"initializer_range": 1e39}
+    source = HuggingFaceModel(ModelConfig(name="x", path="nowhere", init="random", arch=arch, dtype="float32"), seed=0)
+    with pytest.raises(ConfigError, match=r"^model=x; drawn at random, .* are NaN or infinite as float32; .*\.$"):
+        list(source.weights(["model.embed_tokens.weight"]))
+
+
 def test_quantised_weights(whole):
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(whole, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from tpu_experiments.runtime.replay import NUM_FIRST, Calls, Change, Reader
+from tpu_experiments.runtime.xla_replay import NUM_FIRST, Calls, Change, Reader
 
 
 def calls_of(graphs: str, *, every: int) -> tuple[str, list[Change]]:
     """A program whose graph at each call is a letter: `t` for each call that was traced, and what was told."""
-    calls: Calls[str] = Calls(every=every, differ=lambda a, b: None if a == b else f"{a} to {b}")
+    calls = Calls(every=every, differ=lambda a, b: None if a == b else f"{a} to {b}")
     done, told = "", []
     for graph in graphs:
         if calls.replayable() is None:
@@ -22,9 +22,25 @@ def calls_of(graphs: str, *, every: int) -> tuple[str, list[Change]]:
     return done, told
 
 
-def test_the_first_calls_and_then_every_nth_are_traced():
-    assert calls_of("a" * 14, every=5) == ("ttt....t....t.", [])
-    assert NUM_FIRST == 3
+def gaps(done: str) -> list[int]:
+    """Calls from one trace to the next, behind the first traces."""
+    return [len(part) + 1 for part in done[NUM_FIRST:].split("t")[:-1]]
+
+
+def test_the_first_calls_are_traced_and_then_one_in_n_at_irregular_intervals():
+    done, told = calls_of("a" * 2000, every=10)
+    assert done.startswith("ttt.")
+    assert told == []
+    found = gaps(done)
+    assert set(found) == set(range(5, 16)), "from half of the interval to three halves"
+    assert sum(found) / len(found) == pytest.approx(10, abs=0.5)
+
+
+@pytest.mark.parametrize("period", [2, 5, 7, 10, 25, 50])
+def test_a_change_with_a_period_is_met(period):
+    """With traces at a fixed distance of 50, one that divides it would never be."""
+    _, told = calls_of("".join("b" if (i + 1) % period == 0 else "a" for i in range(20_000)), every=50)
+    assert len(told) == 1
 
 
 def test_every_call_is_traced_where_that_is_asked_for():
@@ -35,8 +51,8 @@ def test_every_call_is_traced_where_that_is_asked_for():
     ("graphs", "traced", "told"),
     [
         ("abcdefgh", "tttttttt", Change("a to b", 0)),
-        ("aaaaaaab" + "b" * 6, "ttt....ttttttt", Change("a to b", 4)),
-        ("aaaaabbbbb", "ttt....ttt", Change("a to b", 4)),
+        ("aaaaaaab" + "b" * 6, "ttt...t.....tt", Change("a to b", 5)),
+        ("aaaaabbbbb", "ttt...tttt", Change("a to b", 3)),
     ],
 )
 def test_a_program_that_changed_is_traced_from_then_on_and_told_once(graphs, traced, told):
@@ -44,7 +60,7 @@ def test_a_program_that_changed_is_traced_from_then_on_and_told_once(graphs, tra
 
 
 def test_what_cannot_be_kept_is_traced_every_time():
-    calls: Calls[str] = Calls(every=5, differ=lambda a, b: None)
+    calls = Calls(every=5, differ=lambda a, b: None)
     for _ in range(6):
         assert calls.replayable() is None
         assert calls.traced(None) is None

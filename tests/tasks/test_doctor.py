@@ -74,8 +74,8 @@ def test_lock_file(make_config, monkeypatch, lock, expected, words):
 @pytest.mark.parametrize(
     ("storage", "expected", "words"),
     [
-        (places.Storage("gs://b/runs", 0.08, 0.03, "overwrites"), "ok", "append overwrites, which no run does there"),
-        (places.Storage("gs://b/runs", 3.0, 0.1, "overwrites"), "warning", "region of the TPU"),
+        (places.Storage("gs://bkt/runs", 0.08, 0.03, "overwrites"), "ok", "append overwrites, which no run does there"),
+        (places.Storage("gs://bkt/runs", 3.0, 0.1, "overwrites"), "warning", "region of the TPU"),
         (places.Storage("/content/drive", 0.1, 0.1, "overwrites"), "failed", "give the bucket itself"),
         (places.Storage("/runs", 0.001, 0.001), "ok", "append adds"),
         (places.Storage("gs://b", complaint="gs://b; Forbidden: this account may not write there; give it a role."),
@@ -162,7 +162,7 @@ def test_model(make_config, model, expected, words):
     ("rows", "expected", "words"),
     [
         (sources.Rows("/d/a.jsonl", "here"), "ok", "data.a.path=/d/a.jsonl"),
-        (sources.Rows("gs://b/a.jsonl", "missing"), "failed", "is not there"),
+        (sources.Rows("gs://bkt/a.jsonl", "missing"), "failed", "is not there"),
         (sources.Rows("lab/rows", "hub", "gives it"), "ok", "lab/rows"),
         (sources.Rows("lab/rows", "hub", "missing"), "failed", "the Hub shows none of that name"),
         (sources.Rows("lab/rows", "hub", "gated"), "failed", "accept its terms"),

@@ -101,7 +101,7 @@ def test_the_run_folder(make_config, tmp_path):
 
 
 def test_several_hosts_need_a_place_that_all_see(make_config):
-    for place, verdict in (("outputs", "warning"), ("gs://b/runs", "ok")):
+    for place, verdict in (("outputs", "warning"), ("gs://bkt/runs", "ok")):
         config = make_config("task=doctor", "experiment=mistral7b_ro", "hw=v6e16", f"output_dir={place}")
         finding = places.judge_settings(places.look_at_settings(config), config)
         assert finding.verdict == verdict

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.training.runs import finished, run
 from tpu_experiments.config.errors import ConfigError
@@ -165,6 +166,35 @@ def test_a_run_that_trained_every_weight(make_config, answers, tmp_path):
     assert expected != of_transformers(is_chat=False)
     assert texts(answers(f"task.run={tmp_path / 'run'}", "task.format=text")) == expected
     assert texts(answers(f"task.base={tmp_path / 'run' / 'model'}", "task.format=text")) == expected
+
+
+NORM = "model.norm.weight"
+SPOILT = {
+    "nothing": (lambda tensors: {}, r"/model; it holds no tensors of a model; .*\.$"),
+    "some": (
+        lambda tensors: {name: t for name, t in tensors.items() if name != NORM},
+        rf"/model; it lacks 1 of the \d+ tensors of a whole model, first {NORM}; .*\.$",
+    ),
+    "no numbers": (
+        lambda tensors: tensors | {NORM: torch.full_like(tensors[NORM], torch.nan)},
+        rf"/model; it has (\d+) of \1 values of {NORM} that are NaN or infinite; .*\.$",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_model_that_is_not_whole_is_not_filled_up_from_the_base(make_config, tmp_path, kind):
+    config = make_config("lora=none")
+    source = HuggingFaceModel(config.model, seed=0)
+    spoilt, told = SPOILT[kind]
+    tensors = {w.name: w.tensor for w in source.weights(list(dict(source.empty().named_parameters())))}
+    folder = tmp_path / "run"
+    (folder / "model").mkdir(parents=True)
+    (folder / "config.yaml").write_text(config_yaml(config))
+    shutil.copy(f"{BASE}/config.json", folder / "model")
+    save_file(spoilt(tensors), folder / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=told):
+        generate.run(make_config(*SMALL, f"task.run={folder}", "task.prompt=a", "task.format=text"))
 
 
 def test_the_command_on_xla(trained, tmp_path):

@@ -51,7 +51,6 @@ COMMON = (
     "trainer.max_stage_steps=12",
     "trainer.log_every_steps=2",
     "trainer.eval_every_steps=6",
-    "trainer.trace_every_steps=4",
     "trainer.max_eval_rows=8",
     "checkpoint.every_steps=3",
     "plugins=[host_lab]",

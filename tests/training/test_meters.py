@@ -132,7 +132,7 @@ def test_means_are_over_all_measured_steps(made, clock):
 
 @pytest.mark.parametrize(
     ("trace", "wait", "said"),
-    [(0.9, 0.1, []), (2.6, 0.1, ["tracing-bound"]), (0.9, 0.6, ["input-bound"]), (2.6, 0.6, ["tracing", "input"])],
+    [(3.9, 0.1, []), (4.2, 0.1, ["tracing-bound"]), (0.9, 0.6, ["input-bound"]), (4.2, 0.6, ["tracing", "input"])],
 )
 def test_a_step_that_waits_for_the_host_is_told_once(made, clock, caplog, trace, wait, said):
     device, meters = made

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from tests.training.runs import run
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.tasks.resume_check import clear_place, plan_kills, shortened
+from tpu_experiments.tasks.resume_check import MIN_STEPS, clear_place, kills_inside, plan_kills, shortened
 from tpu_experiments.tasks.resume_check import run as check
-from tpu_experiments.tasks.resume_check.children import Kill, Life, kept_overrides
+from tpu_experiments.tasks.resume_check.children import LOG_EVERY_STEPS, Kill, Life, kept_overrides
 from tpu_experiments.tasks.resume_check.compare import (
     check_once,
     check_position,
@@ -27,14 +27,24 @@ SMALL = ("model=qwen05b", "data=[sample_text,sample_chat]", "lora=all_linear_r8"
 
 def test_a_run_is_killed_resumed_and_equal(tmp_path):
     overrides = (*SMALL, "task=resume_check", "hw.runtime=eager", "lora.dropout=0.1", "logger=[console,tensorboard]")
-    done = run(*overrides, "sample.max_new_tokens=0", output_dir=tmp_path)
+    done = run(*overrides, "sample.max_new_tokens=0", "checkpoint.keep_last=9", output_dir=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     place = tmp_path / "resume_check" / "mine"
     found = json.loads((place / "resume_check.json").read_text())
     assert found["equal"]
     assert found["steps"] == 12
     assert [check["name"] for check in found["checks"] if not check["equal"]] == []
-    assert [(r["killed_after_step"], r["resumed_from_step"]) for r in found["resumes"]] == [(4, 3), (7, 6)]
+    resumes = [(r["killed_after_step"], r["resumed_from_step"]) for r in found["resumes"]]
+    assert resumes == [(6, 4), (6, 5), (9, 6)]
+    assert [r["checkpoint_was_in_background"] for r in found["resumes"]] == [True, False, False]
+    folders = {step: place / "killed" / "checkpoints" / f"step_{step:08d}" for step in (4, 5, 6)}
+    proofs = {step: json.loads((folder / "COMMIT.json").read_text())["proof"] for step, folder in folders.items()}
+    answered = [step for step, proof in proofs.items() if "answer" in proof]
+    assert answered == [5, 6], "the model answers to a save in front of the loop, not to one in the background"
+    opened = {
+        step: json.loads((folder / "progress.json").read_text())["open_losses"] for step, folder in folders.items()
+    }
+    assert {step: [done for done, _ in losses] for step, losses in opened.items()} == {4: [4], 5: [4, 5], 6: []}
     assert all(r["bytes_read"] > 0 and r["seconds_to_first_step"] > 0 for r in found["resumes"])
     assert done.stdout.count(" equal ") == len(found["checks"])
     assert {path.name for path in place.iterdir()} == {"whole", "killed", "resume_check.json"}
@@ -42,7 +52,7 @@ def test_a_run_is_killed_resumed_and_equal(tmp_path):
 
 
 ROWS = {1: ["a:1", "a:2"], 2: ["a:3", "a:4"], 3: ["b:1", "b:2"], 4: ["b:3", "a:5"]}
-KILL = Kill(checkpoint=2, after=3, where="inside stage text")
+KILL = Kill(checkpoint=2, after=3, where="inside stage text", every_steps=1)
 
 
 def lives() -> tuple[Life, Life, Life]:
@@ -93,13 +103,29 @@ def test_one_bit_of_a_tensor_is_found(tmp_path):
 def test_stages_are_cut_and_too_short_ones_refused(make_config, tmp_path):
     common = (*SMALL, "task=resume_check", f"output_dir={tmp_path}")
     config = shortened(make_config(*common, "task.steps=8", "trainer.max_stage_steps=null"))
-    assert [(kill.checkpoint, kill.after) for kill in plan_kills(config)] == [(4, 5), (8, 9)]
+    assert [(kill.checkpoint, kill.after) for kill in plan_kills(config)] == [(4, 5), (5, 6), (8, 9)]
     one_stage = (*common, "curriculum=single", "curriculum.stages.main.steps=5")
-    assert [(kill.checkpoint, kill.after) for kill in plan_kills(shortened(make_config(*one_stage)))] == [(2, 3)]
+    kills = plan_kills(shortened(make_config(*one_stage)))
+    assert [(kill.checkpoint, kill.after) for kill in kills] == [(2, 3), (3, 4)]
     short = shortened(make_config(*common, "curriculum.stages.text.steps=3"))
     with pytest.raises(ConfigError, match=r"stage text has 3 steps .* takes 4; give it more") as error:
         plan_kills(short)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("steps", range(MIN_STEPS, 60))
+def test_each_kill_comes_at_a_record_between_its_checkpoint_and_the_next_save(steps):
+    """By the rules of the trainer: a record every third step and at the stage's end, saves by steps but at its end."""
+    start = 0
+    for kill, number in zip(kills_inside(steps, where=""), (2, 1), strict=True):
+        saves = [step for step in range(start + 1, steps) if step % kill.every_steps == 0]
+        records = [step for step in range(start + 1, steps + 1) if step % LOG_EVERY_STEPS == 0 or step == steps]
+        killed = min(step for step in records if step >= kill.after)
+        assert [step for step in saves if step < killed] == saves[:number]
+        assert saves[number - 1] == kill.checkpoint
+        assert kill.is_second_save == (number == 2)
+        assert not kill.is_second_save or kill.checkpoint % LOG_EVERY_STEPS
+        start = kill.checkpoint
 
 
 def test_a_place_of_one_process_is_refused(make_config):

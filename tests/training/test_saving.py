@@ -20,7 +20,7 @@ from tpu_experiments.io.spool import Spool
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training.evaluate import Evaluator
-from tpu_experiments.training.progress import Progress
+from tpu_experiments.training.progress import Progress, StageRecord
 from tpu_experiments.training.proof import Answers, Start, UnprovenError
 from tpu_experiments.training.saved import read_state, snapshot
 from tpu_experiments.training.saving import Saver
@@ -54,7 +54,7 @@ class Run:
         self.runtime, self.model = RUNTIME, model
         self.parameters = {name: t.clone() for name, t in model.trainable.items()}
         self.state = {name: {"mean": torch.zeros_like(t)} for name, t in self.parameters.items()}
-        self.progress = Progress(step=1, peak_lr=1e-3)
+        self.progress = Progress(peak_lr=1e-3, stages=[StageRecord("main")])
         is_adapter = any("lora_" in name for name in self.parameters)
         start = Start(self.model.fingerprints, self.model.initial, is_adapter=is_adapter)
         parts = {"runtime": self.runtime, "parameters": self.parameters}
@@ -71,7 +71,7 @@ class Run:
             tensor += 0.01 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
 
     def save(self, step: int, **how: bool) -> None:
-        self.progress.step = step
+        self.progress.advance(step)
         take = lambda: snapshot(self.progress, parameters=self.parameters, state=self.state)  # noqa: E731
         self.saver.save(take, step=step, **{"is_interval": True} | how)
 
@@ -225,3 +225,49 @@ def test_steps_and_evaluations(model, tmp_path):
     run = Run(model, str(tmp_path), every_steps=4, keep_best=1)
     due = {step: run.saver.is_due(step, is_evaluated=step == 6, agrees=False) for step in (4, 5, 6, 8)}
     assert due == {4: True, 5: False, 6: True, 8: True}
+
+
+@pytest.mark.parametrize("place", ["in front", "in the background"])
+@pytest.mark.parametrize("group", ["parameters", "optimizer"])
+def test_what_nobody_could_go_on_from_is_not_saved(run, group, place):
+    run.train()
+    if place == "in the background":
+        run.save(1)
+    before = latest_step(run.folder)
+    name = "model.layers.0.self_attn.q_proj.lora_A"
+    shown, tensor = {
+        "parameters": (name, run.parameters[name]),
+        "optimizer": (f"{name}/mean", run.state[name]["mean"]),
+    }[group]
+    tensor.fill_(torch.nan)
+
+    def save() -> None:
+        run.save(2)
+        run.saver.join()
+
+    words = rf"stopped instead of saving: 512 of 512 values of {group} {shown} are NaN or infinite"
+    with pytest.raises(TrainingStopped, match=words):
+        save()
+    assert latest_step(run.folder) == before
+
+
+@pytest.mark.parametrize("group", ["parameters", "optimizer"])
+@pytest.mark.parametrize("max_held_bytes", [0, float("inf")], ids=["one by one", "held"])
+def test_a_checkpoint_with_values_that_are_no_numbers_is_refused(model, tmp_path, group, max_held_bytes):
+    """Of another program: this one's proof does not let it count."""
+    run = Run(model, str(tmp_path), prove=False)
+    run.train()
+    name = "model.layers.1.mlp.up_proj.lora_B"
+    run.parameters[name][0, 0] = torch.inf if group == "parameters" else 0.0
+    run.state[name]["mean"][0, 0] = torch.nan if group == "optimizer" else 0.0
+    run.save(3, is_interval=False)
+    shown = name if group == "parameters" else f"{name}/mean"
+    told = rf"step_00000003; it has 1 of [0-9,]+ values of {group} {shown} that are NaN or infinite; .*\.$"
+    with pytest.raises(ConfigError, match=told):
+        read_state(
+            run.folder,
+            parameters=run.parameters,
+            state=run.state,
+            place=run.runtime.place,
+            max_held_bytes=max_held_bytes,
+        )

@@ -7,7 +7,7 @@ import torch
 
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.replay import NUM_FIRST
+from tpu_experiments.runtime.xla_replay import NUM_FIRST
 
 pytestmark = pytest.mark.xla
 TINY = ("model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "hw.runtime=eager")

@@ -15,7 +15,7 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import State
 from tpu_experiments.training.saved import flat
-from tpu_experiments.training.step import TrainStep, commit
+from tpu_experiments.training.step import RowLoss, TrainStep, commit, next_token_loss
 
 ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
 
@@ -62,7 +62,9 @@ def random_batch(
 class Run:
     """A model, an optimizer state and the step, driven batch by batch on one runtime."""
 
-    def __init__(self, config: Config, runtime: Any, *, clip_norm: float | None = 1.0) -> None:
+    def __init__(
+        self, config: Config, runtime: Any, *, clip_norm: float | None = 1.0, row_loss: RowLoss = next_token_loss
+    ) -> None:
         self.runtime, self.model = runtime, built(config, runtime)
         optimizer = AdamW(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
         self.parameters: dict[str, Tensor] = self.model.trainable
@@ -75,6 +77,7 @@ class Run:
             optimizer=optimizer,
             clip_norm=clip_norm,
             sum_over_processes=runtime.sum_over_processes,
+            row_loss=row_loss,
             loop=runtime.loop,
         )
         self.program = runtime.program(self._in_place, name="train", held=self._held)

@@ -57,8 +57,9 @@ def step_of(name: str) -> int | None:
 
 
 def steps_in(folder: str) -> list[int]:
-    """Steps of which there is a folder, complete or not, in order."""
-    return sorted(step for step in map(step_of, paths.list_names(folder)) if step is not None)
+    """Steps of which there is a folder, complete or not, in order; a link to one elsewhere is none."""
+    named = ((step_of(name), name) for name in paths.list_names(folder))
+    return sorted(step for step, name in named if step is not None and not paths.is_link(paths.join(folder, name)))
 
 
 def read_manifest(target: str) -> Manifest:
@@ -69,9 +70,14 @@ def read_manifest(target: str) -> Manifest:
         ValueError: it is torn.
         ConfigError: it, or a file beside it, cannot come from this program.
     """
-    refuse_executables(target)
     place = paths.join(target, COMMIT)
-    content = paths.read_bytes(place)
+    try:
+        refuse_executables(target)
+        content = paths.read_bytes(place)
+    except NotADirectoryError as error:
+        raise hostile(target, "it is a file where a checkpoint's folder belongs") from error
+    except IsADirectoryError as error:
+        raise hostile(place, "it is a folder where a file belongs") from error
     try:
         fields = strict_json.loads(content)
     except strict_json.NotStrictError as error:

@@ -83,7 +83,6 @@ class Retention:
 def remove(target: str) -> None:
     """Remove a checkpoint, its marker first; what goes wrong is logged, since the run can go on."""
     try:
-        paths.remove_tree(paths.join(target, COMMIT))
-        paths.remove_tree(target)
+        paths.remove_marked(target, COMMIT)
     except Exception as error:  # file systems raise types of their own
         log.warning("%s could not be removed (%s); it is left, and takes room", target, error)

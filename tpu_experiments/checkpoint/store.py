@@ -21,6 +21,7 @@ from tpu_experiments.checkpoint.manifest import (
     FileFacts,
     Manifest,
     folder_name,
+    hostile,
     read_manifest,
     steps_in,
     strict_object,
@@ -57,10 +58,9 @@ class Draft:
 def begin(folder: str, *, step: int, progress: Mapping[str, Any]) -> Draft:
     """An empty checkpoint folder with what is no tensor."""
     target = paths.join(folder, folder_name(step))
-    if paths.exists(target):
+    if paths.exists(target) or paths.is_link(target):
         # An earlier life wrote it without a commit, or it is being repeated from before it. The marker goes first.
-        paths.remove_tree(paths.join(target, COMMIT))
-        paths.remove_tree(target)
+        paths.remove_marked(target, COMMIT)
     forget(target)
     paths.make_dirs(target)
     draft = Draft(target, step)
@@ -153,8 +153,7 @@ def read_latest(
     for target in _newest_first(folder, before=before):
         with _passing_over(target):
             manifest = read_manifest(target)
-            content = content_of(target, PROGRESS, manifest.files[PROGRESS])
-            progress = strict_object(content, place=paths.join(target, PROGRESS))
+            progress = _progress(target, manifest)
             is_held = sum(facts.num_bytes for facts in manifest.files.values()) <= max_held_bytes
             return use(progress, held_groups(target, manifest) if is_held else located_groups(target, manifest))
     return None
@@ -184,8 +183,7 @@ def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dic
         with _passing_over(target):
             manifest = read_manifest(target)
             verify(target, manifest)
-            content = content_of(target, PROGRESS, manifest.files[PROGRESS])
-            return manifest.step, strict_object(content, place=paths.join(target, PROGRESS))
+            return manifest.step, _progress(target, manifest)
     return None
 
 
@@ -200,9 +198,18 @@ def remove_after(folder: str, step: int) -> None:
     for later in steps_in(folder):
         if later > step:
             target = paths.join(folder, folder_name(later))
-            paths.remove_tree(paths.join(target, COMMIT))
-            paths.remove_tree(target)
+            paths.remove_marked(target, COMMIT)
             forget(target)
+
+
+def _progress(target: str, manifest: Manifest) -> dict[str, Any]:
+    """The content of progress.json; where it has a step, that of its checkpoint."""
+    place = paths.join(target, PROGRESS)
+    progress = strict_object(content_of(target, PROGRESS, manifest.files[PROGRESS]), place=place)
+    step = progress.get("step", manifest.step)
+    if type(step) is not int or step != manifest.step:
+        raise hostile(place, f"it says step={str(step)[:80]!r}, unlike its folder's name")
+    return progress
 
 
 def _write(draft: Draft, name: str, chunks: Iterator[memoryview]) -> None:
@@ -231,6 +238,6 @@ def _passing_over(target: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, IsADirectoryError, ValueError) as error:
         forget(target)
         log.warning("%s is incomplete (%s); passing over it", target, error)

@@ -6,17 +6,25 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from tpu_experiments.config.build import target_problems
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.doctoring import doctoring_problems
-from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.generating import GenerateTaskConfig, generating_problems
 from tpu_experiments.config.hardware_checks import hardware_problems
 from tpu_experiments.config.mesh import mesh_of
+from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import AXES, SAVABLE
+from tpu_experiments.config.tracing import tracing_problems
+
+KINDS = {str: "a text", int: "a whole number", float: "a number"}
+UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
+"""NUL, and halves of a character: what the terminal gave is not UTF-8."""
+
+MAX_NAME_LENGTH = 200  # a folder's name may have 255 bytes, and files are called after it with up to 30 more
 
 
 def check(config: Config) -> None:
@@ -25,6 +33,9 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: at least one value is out of range or does not go with another.
     """
+    misplaced = list(_kind_problems(config))
+    if misplaced:
+        raise ConfigError("\n".join(misplaced))  # every rule below takes the kinds for granted
     problems = list(_field_problems(config))
     if not problems:
         problems = _stages(config)  # divides by the values, so they must be in range
@@ -32,6 +43,32 @@ def check(config: Config) -> None:
         problems += rule(config)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _kind_problems(node: Any, prefix: str = "") -> Iterator[str]:
+    """Items of lists and mappings that are not of the kind which the schema states; OmegaConf lets some pass."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _kind_problems(value, f"{prefix}{name}.")
+    if not dataclasses.is_dataclass(node):
+        return
+    for name, hint in get_type_hints(type(node)).items():
+        key, value = f"{prefix}{name}", getattr(node, name)
+        yield from _kind_problems(value, f"{key}.")
+        if get_origin(hint) in (list, dict) and value is not None:
+            kind = get_args(hint)[-1]
+            items = value.values() if isinstance(value, dict) else value
+            is_whole = isinstance(value, get_origin(hint))
+            wrong = [item for item in items if not _is_of(item, kind)] if is_whole else [value]
+            if wrong:
+                yield f"{key}={value}; {wrong[0]!r} stands where {KINDS.get(kind, 'another kind of value')} belongs."
+
+
+def _is_of(item: Any, kind: Any) -> bool:
+    plain = get_origin(kind) or kind
+    if plain is float:
+        return isinstance(item, int | float) and not isinstance(item, bool)
+    return plain is Any or (isinstance(item, plain) and not (plain is int and isinstance(item, bool)))
 
 
 def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
@@ -45,12 +82,39 @@ def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
         key, value = f"{prefix}{spec.name}", getattr(node, spec.name)
         yield from _field_problems(value, f"{key}.")
         allowed = spec.metadata.get("allowed")
+        place = spec.metadata.get("place")
+        yield from _place_problems(key, value, kind=place)
         if allowed and value is not None and value not in allowed:
             yield f"{key}={value}; it is not a choice. {suggest(str(value), allowed)}"
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{key}={value}; it must be a finite number."
         elif isinstance(value, int | float):
             yield from _range_problems(key, value, spec.metadata)
+        if place is None and not dataclasses.is_dataclass(value):
+            yield from _value_problems(key, value)
+
+
+def _value_problems(key: str, value: Any) -> Iterator[str]:
+    """What no field may hold at any depth: texts that no file can hold, numbers beyond 64 bits."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not dataclasses.is_dataclass(item):
+                yield from _value_problems(key, name)
+                yield from _value_problems(f"{key}.{name}", item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _value_problems(key, item)
+    elif isinstance(value, str) and UNWRITABLE.search(value):
+        yield f"{key}={value!r}; it holds {UNWRITABLE.findall(value)[0]!r}, which no file can hold; leave it out."
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        digits = str(value)
+        yield f"{key}={digits[:20]}... ({len(digits)} digits); it is beyond 64 bits; use less than 2^63."
+
+
+def _place_problems(key: str, value: Any, *, kind: Kind | None) -> Iterator[str]:
+    if kind is not None and value is not None:
+        listed = value if isinstance(value, list) else [value]
+        yield from filter(None, (place_problem(key, str(one), kind=kind) for one in listed))
 
 
 def _range_problems(key: str, value: float, bounds: Any) -> Iterator[str]:
@@ -74,17 +138,26 @@ def _task(config: Config) -> list[str]:
 
 
 def _name(config: Config) -> list[str]:
-    if config.name is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*", config.name):
+    if config.name is None:
+        return []
+    if len(config.name) > MAX_NAME_LENGTH:
+        return [f"name={config.name}; it has {len(config.name)} letters; use at most {MAX_NAME_LENGTH}."]
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*", config.name):
         return []
     return [
         f"name={config.name}; it names a folder: use letters, digits and . _ + = , - only, the first a letter or digit."
     ]
 
 
-def _output_dir(config: Config) -> list[str]:
-    if config.output_dir:
-        return []
-    return ["output_dir=; it is empty; name a folder, or write output_dir=. for this one."]
+def _entries(config: Config) -> list[str]:
+    """Sources and stages give folders of prepared data their names."""
+    names = {f"data.{name}": name for name in config.data}
+    names |= {f"curriculum.stages.{name}": name for name in config.curriculum.stages}
+    return [
+        f"{key}; its name is part of a folder's name: use letters, digits and . _ + = -."
+        for key, name in names.items()
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,99}", str(name))
+    ]
 
 
 def _stages(config: Config) -> list[str]:
@@ -129,8 +202,10 @@ def _model(config: Config) -> list[str]:
         )
     arch = {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
     limit = arch.get("max_position_embeddings")
-    if limit is not None:
-        problems += _length_problems(config, int(limit))
+    if isinstance(limit, int):
+        problems += _length_problems(config, limit)
+    elif limit is not None:
+        problems.append(f"model.arch.max_position_embeddings={limit}; it must be a whole number.")
     if config.lora.r > 0 and not config.lora.targets:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     problems += [
@@ -211,7 +286,10 @@ def _targets(config: Config) -> list[str]:
                 f"'plugins=[...]'."
             )
         else:
-            problems += target_problems(target, key=key)
+            try:
+                problems += target_problems(target, key=key)
+            except Exception as error:  # the source is no Python, or an __init__ of its packages raised
+                problems.append(f"{key}._target_={target}; {failure_of(error)}")
     return problems
 
 
@@ -240,13 +318,14 @@ def _generating(config: Config) -> list[str]:
 RULES: tuple[Callable[[Config], list[str]], ...] = (
     _task,
     _name,
-    _output_dir,
+    _entries,
     _data,
     hardware_problems,
     _sharding,
     _model,
     _sample,
     _packing,
+    tracing_problems,
     _targets,
     _checkpoint,
     _generating,

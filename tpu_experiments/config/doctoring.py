@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from tpu_experiments.config.errors import suggest
 from tpu_experiments.config.fields import number
+from tpu_experiments.config.places import place
 from tpu_experiments.config.planning import TaskConfig
 
 CHECKS = (
@@ -32,7 +33,7 @@ class DoctorTaskConfig(TaskConfig):
 
     checks: list[str] = field(default_factory=list)
     """Names of the checks that are made; empty makes all of them."""
-    json: str | None = None
+    json: str | None = place("file", default=None)
     """JSON file that is written as well, local or gs://."""
     timeout_seconds: float = number(default=20.0, above=0)
     """Longest wait for an answer of storage, the Hub or gcloud; all of them are asked at once."""

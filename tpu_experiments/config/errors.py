@@ -1,11 +1,20 @@
 """The one exception for what a user can mend, and the near-miss suggestions it carries."""
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
     """Something the user can mend: key=value; what is wrong; the numbers; what to do. Exit code 2."""
+
+
+def failure_of(error: Exception) -> str:
+    """What went wrong in a module of the user's own when it was imported, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (place.filename, place.lineno)
+    text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"its module cannot be imported: {type(error).__name__}: {text} (line {line} of {file}); mend it."
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

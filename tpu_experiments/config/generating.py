@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.places import place
 from tpu_experiments.config.planning import TaskConfig
 
 
@@ -28,14 +29,14 @@ class ChoiceConfig:
 class GenerateTaskConfig(ChoiceConfig, TaskConfig):
     """task=generate."""
 
-    run: str | None = None
+    run: str | None = place("folder", default=None)
     """Folder of a run, local or gs://: its model, tokenizer, chat format and what it trained. null is `model`."""
     weights: str = choice("auto", "export", "checkpoint", "base", default="auto")
     """Of that run: `export` is what it wrote at its end, `checkpoint` the newest one, `auto` the export where there is
     one, `base` what it began with."""
-    adapter: str | None = None
+    adapter: str | None = place("folder", default=None)
     """Folder of a PEFT LoRA adapter, local or gs://, instead of what `weights` says."""
-    base: str | None = None
+    base: str | None = place("model", default=None)
     """Folder or Hub id of the base model, where it is not where the run had it."""
     dtype: str | None = field(default=None, metadata={"allowed": ("bfloat16", "float32")})
     """Data type of weights and arithmetic; null is the model's."""
@@ -45,14 +46,14 @@ class GenerateTaskConfig(ChoiceConfig, TaskConfig):
     """What the instruction in `prompt` is about; joined to it as rows of `instruction` data are."""
     system: str | None = None
     """System text before every prompt that has none of its own; conversations only."""
-    prompts_file: str | None = None
+    prompts_file: str | None = place("file", default=None)
     """.txt, a prompt a line, or .jsonl, an object a line with `prompt`, `messages`, or `instruction` and `input`."""
-    output: str | None = None
+    output: str | None = place("file", default=None)
     """JSONL file that is made, local or gs://: prompt, text, num_tokens, finished."""
     format: str = choice("auto", "chat", "text", default="auto")
     """`chat`: a prompt is a user's turn in the chat format. `text`: it is continued as it is. `auto`: `chat` where the
     run trained on conversations, and without a run where the tokenizer has a chat template."""
-    max_new_tokens: int = number(default=128, at_least=1)
+    max_new_tokens: int = number(default=128, at_least=1, at_most=2**24)
     """Tokens written at most."""
     num_return_sequences: int = number(default=1, at_least=1)
     """Answers drawn for each prompt."""

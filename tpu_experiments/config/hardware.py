@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.places import place
 
 
 @dataclass
@@ -116,7 +117,7 @@ class HwConfig:
     """Put into LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on a flag it does not know."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables, set before torch_xla is imported."""
-    compile_cache: str = "auto"
+    compile_cache: str = place("local", default="auto")
     """Local folder of compiled programs that later processes load instead of compiling; `none` keeps none. `auto`:
     `<output_dir>/compile_cache` on a TPU, none elsewhere: torch_xla 2.9's CPU device cannot read what it wrote."""
     attention_block: int = number(default=1024, at_least=128)

@@ -42,7 +42,7 @@ def _hosts(config: Config) -> list[str]:
             f"hw.num_devices={hw.num_devices} with hw.num_hosts={hw.num_hosts}; a host of v5e or v6e has at most "
             f"{CHIPS_OF_A_HOST} chips; write how many hosts there are, or use hw=v5e16 or hw=v6e16."
         )
-    if hw.num_hosts == 1:
+    if hw.num_hosts <= 1:
         return problems
     if hw.num_devices % hw.num_hosts:
         problems.append(

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.schema import Config
 
 # None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
@@ -56,8 +57,13 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """The flattened config without the keys that may change; what JSON has no number for (`inf`) as its name."""
-    return {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+    """The flattened config without the keys that may change; what JSON has no number for (`inf`) as its name.
+
+    Secrets are left out of it: another token for the same data is the same run.
+    """
+    kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+    found: dict[str, Any] = redacted(kept)
+    return found
 
 
 def _named(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from tpu_experiments.config.checks import check
+from tpu_experiments.config.checks import MAX_NAME_LENGTH, check
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.help import choices
 from tpu_experiments.config.schema import GROUPS, Config
@@ -30,6 +30,11 @@ def to_config(composed: DictConfig) -> Config:
     if config.name is None:
         model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
         config.name = "_".join([model, *config.data, config.hw.name])
+        if len(config.name) > MAX_NAME_LENGTH:
+            raise ConfigError(
+                f"name=null; the name made of model, {len(config.data)} sources and hw has {len(config.name)} letters "
+                f"and a folder's takes {MAX_NAME_LENGTH}; write name=."
+            )
     return config
 
 

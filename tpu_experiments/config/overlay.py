@@ -9,6 +9,7 @@ import yaml
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.yaml_bounds import require_bounded
 
 PLAIN = re.compile(r"[\w./:+-]+")
 OPTION = re.compile(r"\+{0,2}plan=(.+)")
@@ -44,11 +45,12 @@ def with_overlay(arguments: list[str], *, text: str, file: str) -> list[str]:
 
 def _entries(text: str, *, file: str) -> dict[str, Any]:
     advice = "give the best.yaml that task=plan task.explore=search wrote, or a file of lines `key: value`."
+    require_bounded(text, place=f"+plan={file}")
     try:
         found = yaml.safe_load(text)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(f"+plan={file}; YAML tags are not taken ({error.problem}); {advice}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February
         raise ConfigError(f"+plan={file}; it is not YAML ({str(error).splitlines()[0]}); {advice}") from error
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(f"+plan={file}; it holds no overrides; {advice}")

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.places import place
 
 
 @dataclass
@@ -42,7 +43,7 @@ class PlanTaskConfig(TaskConfig):
     fastest that fits to best.yaml beside the plan, which task=train takes as +plan=FILE."""
     compare: list[str] = field(default_factory=list)
     """Further machines (names of conf/hw) that the same run is planned for in the same call."""
-    compiled_folder: str | None = None
+    compiled_folder: str | None = place("folder", default=None)
     """Where compilations are remembered; null is `<output_dir>/plans/compiled`. The points of a sweep get the command's
     own, so that none compiles what another plan has compiled."""
     workers: int | None = number(default=None, at_least=1)

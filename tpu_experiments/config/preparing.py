@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.places import place
 
 
 @dataclass
 class PrepareConfig:
     """From documents to shuffled rows of one length; done once, on a CPU machine."""
 
-    folder: str | None = None
+    folder: str | None = place("folder", default=None)
     """Where prepared data lies, local or gs://; null is `<output_dir>/prepared`. Its folders are named by a hash of all
     that went in, so several runs and machines share it."""
     engine: str = choice("local", "ray", default="local")

@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -14,6 +16,8 @@ from tpu_experiments.config.errors import suggest
 from tpu_experiments.config.help import choices
 from tpu_experiments.config.schema import Config
 
+PACKAGE = Path(__file__).parents[1]
+MAX_SHOWN, MAX_OVERRIDES = 100, 4  # characters of an override, and overrides, that a sentence shows
 # What the library says, and what to do about it; {key} and {value} are the override's.
 COMPLAINTS = {
     r"could not be converted to Integer": "it must be a whole number.",
@@ -56,7 +60,27 @@ def unreadable_yaml(error: MarkedYAMLError) -> str:
     return f"{place} cannot be read: {error.problem}; mend it."
 
 
-def null_group(overrides: list[str]) -> str:
+def is_of_composition(error: Exception) -> bool:
+    """Whether Hydra raised it over the command line and its YAML files: no line of this package was at work."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return not any(Path(file).is_relative_to(PACKAGE) for file in files)
+
+
+def uncomposable(error: Exception, overrides: list[str]) -> str:
+    """What Hydra answers with Python's own exceptions, some without a text."""
+    if "Config group override must be" in str(error):
+        return _null_group(overrides)
+    said = "it is nested too deeply" if isinstance(error, RecursionError) else _plain(error).rstrip(".")
+    if "Unexpected type for root" in said:
+        said = "a key lies below one that is null"
+    shown = " ".join(o if len(o) <= MAX_SHOWN else f"{o[:MAX_SHOWN]}..." for o in overrides[-MAX_OVERRIDES:])
+    return (
+        f"{shown}; Hydra cannot make a config of this, or of a YAML file that it names ({said}); write each override "
+        "as KEY=VALUE or GROUP=CHOICE, and each YAML file as those of conf are."
+    )
+
+
+def _null_group(overrides: list[str]) -> str:
     """`lora=null`, which Hydra answers with a ValueError."""
     given = [o for o in overrides if re.fullmatch(r"[a-z_]+=(null|~|)", o, re.IGNORECASE)] or ["GROUP=null"]
     group = given[0].partition("=")[0]
@@ -98,7 +122,7 @@ def _unreadable(override: str) -> str:
 
 def _refused_value(error: OmegaConfBaseException, *, override: str, file: str) -> str:
     key = str(error.full_key or override.partition("=")[0].lstrip("+~"))
-    shown = override or (f"{key} in {file}.yaml" if file else key)
+    shown = override or (f"{key} in {file}.yaml".lstrip() if file else key)
     kind = error.object_type
     if "not in '" in str(error) and kind is not None and dataclasses.is_dataclass(kind):
         return f"{shown}; there is no key {key}. {_hint(key, get_type_hints(kind))}"

@@ -9,7 +9,7 @@ from tpu_experiments.config.planning import TaskConfig
 class ReportTaskConfig(TaskConfig):
     """task=report."""
 
-    runs: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list, metadata={"place": "folder"})
     """Run folders, folders of runs such as a sweep's, or patterns of either (`outputs/tiny_*`), local or URLs; empty
     takes every run in `output_dir`."""
     baseline: str | None = None

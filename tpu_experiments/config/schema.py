@@ -16,6 +16,7 @@ from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.generating import GenerateTaskConfig
 from tpu_experiments.config.guarding import CanaryConfig, GuardConfig
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.places import place
 from tpu_experiments.config.planning import PlanTaskConfig, TaskConfig
 from tpu_experiments.config.preparing import LoaderConfig, PrepareConfig
 from tpu_experiments.config.reporting import ReportTaskConfig
@@ -88,11 +89,11 @@ class TrainerConfig:
 
     _target_: str = "tpu_experiments.training.trainer.Trainer"
     """Swap point: a subclass of Trainer."""
-    seq_len: int = number(at_least=8)
+    seq_len: int = number(at_least=8, at_most=2**24)
     """Tokens per row."""
-    global_batch_rows: int = number(at_least=1)
+    global_batch_rows: int = number(at_least=1, at_most=2**24)
     """Rows per optimizer step over all devices."""
-    micro_batch_rows: int | None = number(default=None, at_least=1)
+    micro_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
     """Rows per device that pass through the model at once; null takes all of a device's rows. What is left of the
     global batch is accumulated inside the step."""
     loss_chunk_tokens: int | None = number(default=2048, at_least=1)
@@ -119,9 +120,10 @@ class TrainerConfig:
     """Steps that are not finite, and losses that jump."""
     canary: CanaryConfig = field(default_factory=CanaryConfig)
     """First gradients on several devices against a reference on the host."""
-    trace_every_steps: int = number(default=50, at_least=1)
-    """Calls of a program between two for which Python builds its graph anew (xla runtime); the others run the graph of
-    before. A value that Python computes and that changes is found that late; 1 builds it for every call."""
+    trace_every_steps: int | None = number(default=None, at_least=1)
+    """Mean number of calls from one trace of a program to the next (xla runtime); calls between them replay its
+    recorded graph. 1 traces every call and waits for nothing. null chooses: 1 where the trainer, optimizer, model or a
+    plugin is not of this project and for folded layers on a TPU, 200 for unrolled layers and on the CPU device."""
     on_recompile: str = choice("error", "warn", default="error")
     """When a program is compiled that the run was not known to need (xla runtime): `error` saves a checkpoint and stops
     with what changed, `warn` says it once and goes on."""
@@ -139,11 +141,11 @@ class SampleConfig:
     """Further prompts, answered beside it as rows of one batch."""
     at: str = choice("ends", "evaluations", default="evaluations")
     """`ends` of the training only, or at every evaluation as well."""
-    max_new_tokens: int = number(default=48, at_least=0)
+    max_new_tokens: int = number(default=48, at_least=0, at_most=2**24)
     """Tokens written; 0 writes no sample."""
     temperature: float = number(default=0.7, at_least=0)
     """Divides the logits before a token is drawn, seeded by `seed`; 0 takes the likeliest token."""
-    window: int = number(default=128, at_least=16)
+    window: int = number(default=128, at_least=16, at_most=2**24)
     """Tokens of prompt and answer together; one compiled program of this length."""
 
     @property
@@ -170,7 +172,7 @@ class Config:
     """Name of the run and of its folder; null derives it from model, data and hw."""
     seed: int = number(default=0, at_least=0)
     """Seed of data order, initialisation and dropout."""
-    output_dir: str = "outputs"
+    output_dir: str = place("folder", default="outputs")
     """Folder that holds the run folders."""
     data_size: str = choice("full", "sample", default="full")
     """`sample` reads every source's shipped sample instead of its path."""

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
+from tpu_experiments.config.places import place
 
 FORMATS = (
     "auto",
@@ -44,13 +45,17 @@ class ModelConfig:
     """Swap point: class that gives the empty module and its weights one by one (models/huggingface.py)."""
     name: str = MISSING
     """Name of the model; the file name in conf/model."""
-    path: str = MISSING
+    path: str = place("model")
     """Hub id, or a local Hugging Face checkpoint folder (single or sharded safetensors)."""
     revision: str | None = None
     """Hub revision (commit or tag); null is the newest."""
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = place("model", default=None)
     """Folder or Hub id of the tokenizer; null is `path`."""
-    chat_template_path: str | None = None
+    remote_code: str = choice("refuse", "ignore", "run", default="refuse")
+    """What happens with a checkpoint or tokenizer that brings Python code of its own (`auto_map`): it is refused; or
+    its code is ignored and transformers' own class of its type is taken; or its code is run, with your rights, which
+    transformers calls trust_remote_code."""
+    chat_template_path: str | None = place("local", default=None)
     """Jinja file used instead of the tokenizer's own chat template."""
     chat_format: str = choice("tokenizer", "chatml", "instruction_response", "llama2", "plain", default="tokenizer")
     """`tokenizer`: its own chat template, or `chat_template_path`. The others are templates shipped here, for base
@@ -134,7 +139,7 @@ class DataSourceConfig:
 
     _target_: str = "tpu_experiments.data.reading.sources.read_documents"
     """Swap point: callable that takes a `SourceSpec` and yields `Document`s."""
-    path: str = MISSING
+    path: str = place("input")
     """File, folder, glob, gs:// address of one of these, or a Hub id. Files are .jsonl, .json, .parquet, .csv, .tsv or
     .txt, each also as .gz, .bz2, .xz or .zst."""
     hub_config: str | None = None
@@ -143,7 +148,7 @@ class DataSourceConfig:
     """Split on the Hub."""
     revision: str | None = None
     """Hub revision; null is the newest."""
-    sample_path: str | None = None
+    sample_path: str | None = place("input", default=None)
     """Shipped sample in the same schema, read when `data_size: sample`."""
     kind: str = choice("text", "chat")
     """`text`: every token is learnt. `chat`: only assistant turns are."""

@@ -74,11 +74,11 @@ class StageConfig:
     """Tokens to train on, replayed ones and no padding counted: as many steps as make them with rows of mean length."""
     epochs: float | None = number(default=None, above=0)
     """Passes over the stage's own rows."""
-    seq_len: int | None = number(default=None, at_least=8)
+    seq_len: int | None = number(default=None, at_least=8, at_most=2**24)
     """Tokens per row."""
     shorter: int = number(default=1, at_least=1)
     """Rows are this many times shorter, and a batch has as many times more of them: the tokens of a step stay."""
-    global_batch_rows: int | None = number(default=None, at_least=1)
+    global_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
     """Rows per optimizer step over all devices."""
     lr: float | None = number(default=None, above=0)
     """Peak learning rate."""

@@ -16,7 +16,7 @@ from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import spec_of
 from tpu_experiments.data.prepare import Preparation
 from tpu_experiments.data.rows import Rows, padding
-from tpu_experiments.data.steps.blocks import read_index, read_tokens
+from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_tokens
 from tpu_experiments.data.steps.pack import FlatTokens, best_fit
 from tpu_experiments.data.steps.selection import select
 from tpu_experiments.data.steps.tokenized import TokenizedSource, tokenize_source
@@ -77,6 +77,7 @@ def held_out_documents(
 
     Raises:
         NotPrepared: the source is not prepared.
+        DamagedFile: a file of it is not what was written.
     """
     tokens = tokenize_source(
         spec_of(name, source, data_size=data_size),
@@ -94,20 +95,20 @@ def held_out_documents(
     if max_documents is not None and num_in_split > max_documents:
         generator = np.random.Generator(np.random.Philox(key=seed))
         members = np.sort(generator.choice(members, max_documents, replace=False))
-    lengths = [block.lengths_D for block in blocks]
-    return HeldOut(name, tokens.spec.kind, _read(tokens, members, lengths=lengths), num_in_split)
+    return HeldOut(name, tokens.spec.kind, _read(tokens, members, blocks=blocks), num_in_split)
 
 
-def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, lengths: list[NDArray[np.int64]]) -> FlatTokens:
+def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[BlockIndex]) -> FlatTokens:
     """The tokens of the documents with these indices in the source; a block without one is not read."""
     ids, flags, chosen = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
     first = 0
-    for name, lengths_D in zip(tokens.block_names, lengths, strict=True):
+    for block in blocks:
+        lengths_D = block.lengths_D
         inside = members[(members >= first) & (members < first + len(lengths_D))] - first
         first += len(lengths_D)
         if not len(inside):
             continue
-        ids_L, flags_L = read_tokens(tokens.folder, name)
+        ids_L, flags_L = read_tokens(tokens.folder, block.name, sha256=block.sha256["tokens"])
         ends_D = np.cumsum(lengths_D)
         for index in inside.tolist():
             part = slice(int(ends_D[index] - lengths_D[index]), int(ends_D[index]))

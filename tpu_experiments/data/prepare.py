@@ -4,13 +4,12 @@ Everything lies in folders that are named by a hash of what went in (data/steps/
 changed setting makes others, and a preparation that was killed goes on where it was.
 """
 
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +18,32 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.preparing import PrepareConfig
+from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.audit.summary import audit_hash
 from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
-from tpu_experiments.data.documents import spec_of
+from tpu_experiments.data.documents import SourceSpec, spec_of
 from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.report import write_report
 from tpu_experiments.data.steps.selection import Selection, select
-from tpu_experiments.data.steps.tokenized import Read, TokenizedSource, tokenize_source
+from tpu_experiments.data.steps.tokenized import Found, Read, TokenizedSource, tokenize_source
 from tpu_experiments.data.steps.windows import WindowMaker, WindowSettings, cut_windows, merged
 from tpu_experiments.data.steps.workers import map_jobs
-from tpu_experiments.data.store.stream import CacheSettings
+from tpu_experiments.data.store.shards import damaged_shards
+from tpu_experiments.data.store.stream import CacheSettings, Check
 from tpu_experiments.data.tokens.tokenizer import pad_id, require_chat_template, template_hash, tokenizer_hash
 from tpu_experiments.io import paths
 from tpu_experiments.io.find import shown_path
 from tpu_experiments.io.peak_memory import PeakMemory
+from tpu_experiments.io.sealed import DamagedFile, write_sealed_json
 
 log = logging.getLogger(__name__)
+
+START_BYTES = 16 * 2**30  # of one source and row length: at 1 GB/s a quarter of a minute, in which a chip is paid for
+TOLD_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,9 @@ class Preparation:
     cache: CacheSettings | None = None
     is_lookup: bool = False
     """Nothing is made; `NotPrepared` is raised where something is missing."""
+    verify: Literal["rows", "all"] = "rows"
+    """What is compared with its checksum of what was prepared before. `rows`: the shards, those of a source and length
+    with more than `START_BYTES` only when they are opened. `all`: every shard, and every block of tokens too."""
 
 
 def prepare(
@@ -60,8 +68,10 @@ def prepare(
     """Rows of every source at every length, in the order of `sources`, made now or found as they are.
 
     Raises:
-        ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
+        ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out; or links in the
+            folder.
     """
+    paths.require_no_links(how.folder, key=f"prepare.folder={how.folder}")
     lengths = sorted(set(seq_lens))
     specs = {name: spec_of(name, source, data_size=data_size) for name, source in sources.items()}
     for name, spec in specs.items():
@@ -70,15 +80,7 @@ def prepare(
             require_chat_template(how.tokenizer, source=name)
     prepared = {}
     for name, spec in specs.items():
-        tokens = tokenize_source(
-            spec,
-            source=sources[name],
-            tokenizer=how.tokenizer,
-            settings=how.settings,
-            folder=how.folder,
-            read=how.readers.get(name),
-            is_lookup=how.is_lookup,
-        )
+        tokens = _tokenized(spec, source=sources[name], how=how, found="taken" if how.verify == "rows" else "verified")
         rows = {n: _rows_of_length(tokens, source=sources[name], seq_len=n, how=how) for n in lengths}
         prepared[name] = PreparedSource(
             name=name,
@@ -86,8 +88,28 @@ def prepare(
             folders={n: folder for n, (folder, _) in rows.items()},
             manifests={n: manifest for n, (_, manifest) in rows.items()},
             cache=how.cache,
+            check=_left_check(manifest for _, manifest in rows.values()),
         )
     return prepared
+
+
+def _tokenized(spec: SourceSpec, *, source: DataSourceConfig, how: Preparation, found: Found) -> TokenizedSource:
+    return tokenize_source(
+        spec,
+        source=source,
+        tokenizer=how.tokenizer,
+        settings=how.settings,
+        folder=how.folder,
+        read=how.readers.get(spec.name),
+        is_lookup=how.is_lookup,
+        found=found,
+    )
+
+
+def _left_check(manifests: Iterable[Mapping[str, Any]]) -> Check:
+    """Whether shards are left to be looked at when they are opened: those of a length that has too many of them."""
+    shards = [[record for split in m["splits"].values() for record in split["shards"]] for m in manifests]
+    return "at_open" if any(sum(r["bytes"] for r in records) > START_BYTES for records in shards) else "none"
 
 
 def _rows_of_length(
@@ -97,13 +119,21 @@ def _rows_of_length(
     pad = pad_id(how.tokenizer)
     key = rows_key(tokens.key, source=source, settings=how.settings, seq_len=seq_len, pad_id=pad)
     folder = paths.join(how.folder, f"{tokens.spec.name}-rows-{seq_len}-{key}")
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, expected={"key": key}, is_lookup=how.is_lookup)
     if manifest is None and how.is_lookup:
         raise NotPrepared(tokens.spec.name)
+    if manifest is not None and not how.is_lookup and not _are_whole(manifest, folder=folder, verify=how.verify):
+        manifest = None
     if manifest is None:
         started = time.perf_counter()
         with PeakMemory() as memory:
-            manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
+            try:
+                manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
+            except DamagedFile as error:
+                log.warning("%s It is made again.", error)
+                tokens = _tokenized(tokens.spec, source=source, how=how, found="verified")
+                manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
+            manifest = {"key": key, **manifest}
         seconds = time.perf_counter() - started + tokens.seconds
         total = sum(split["tokens"] for split in manifest["splits"].values())
         manifest |= {
@@ -112,9 +142,25 @@ def _rows_of_length(
             "peak_rss_gib": round(max(memory.gib, tokens.peak_rss_gib), 3),
         }
         _require_rows(manifest, source=source, tokens=tokens)
-        paths.write_text_atomic(paths.join(folder, MANIFEST), json.dumps(manifest, indent=1, ensure_ascii=False))
+        write_sealed_json(paths.join(folder, MANIFEST), manifest, indent=1)
     _log_source(manifest, folder=folder)
     return folder, manifest
+
+
+def _are_whole(manifest: Mapping[str, Any], *, folder: str, verify: str) -> bool:
+    """Whether all shards are what the manifest says; others are named in the log."""
+    shards = [record for split in manifest["splits"].values() for record in split["shards"]]
+    num_bytes = sum(record["bytes"] for record in shards)
+    if verify == "rows" and num_bytes > START_BYTES:
+        return True
+    started = time.perf_counter()
+    damaged = damaged_shards(folder, shards, md5=manifest.get("md5", {}))
+    seconds = time.perf_counter() - started
+    for complaint in damaged:
+        log.warning("data.%s: %s It is made again.", manifest["source"], complaint)
+    if seconds > TOLD_SECONDS:
+        log.info("data.%s: checked %.0f MB of rows in %.1f s", manifest["source"], num_bytes / 1e6, seconds)
+    return not damaged
 
 
 def _make_rows(
@@ -142,6 +188,7 @@ def _make_rows(
         "packing_efficiency": splits["train"]["packing_efficiency"],
         "length_percentiles": _percentiles(blocks, chosen_D=selection.chosen("train")),
         "overlaps": selection.overlaps,
+        "md5": {r["shard"]["name"]: r["shard"]["md5"] for r in records if r["shard"]},
         "config": _settings_of(source, tokens=tokens),
     }
     assert manifest["documents_in"] == manifest["documents_out"] + sum(reported.values()), "a document was lost"
@@ -155,7 +202,7 @@ def _described(tokens: TokenizedSource, *, seq_len: int, how: Preparation) -> di
         "format": 1,
         "source": tokens.spec.name,
         "kind": tokens.spec.kind,
-        "path": shown_path(tokens.spec.path),
+        "path": redacted_text(shown_path(tokens.spec.path)),
         "files": tokens.num_files,
         "seq_len": seq_len,
         "packing": how.settings.packing,

@@ -5,15 +5,20 @@
                                       reported.jsonl  every row that is not in the data: reason, place, message
 """
 
-import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpu_experiments.data.store.shards import RowStore
-from tpu_experiments.data.store.stream import CacheSettings
+from tpu_experiments.data.store.stream import CacheSettings, Check
 from tpu_experiments.io import paths
+from tpu_experiments.io.sealed import DamagedFile, read_sealed_json
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+ADVICE = "Run task=prepare with the same settings: it is made again."
 
 
 class NotPrepared(Exception):
@@ -29,13 +34,17 @@ class PreparedSource:
     folders: dict[int, str]
     manifests: dict[int, dict[str, Any]] = field(repr=False)
     cache: CacheSettings | None = None
+    check: Check = "none"
+    """When a local shard is compared with its manifest, where that was not done before."""
 
     def store(self, split: str, seq_len: int) -> RowStore:
         """The rows of a split: `train`, `evaluation` or `test`."""
         manifest = self.manifests[seq_len]
         shards = manifest["splits"][split]["shards"]
         pad = manifest["pad_id"]
-        return RowStore.of_records(self.folders[seq_len], shards, seq_len=seq_len, pad_id=pad, cache=self.cache)
+        return RowStore.of_records(
+            self.folders[seq_len], shards, seq_len=seq_len, pad_id=pad, cache=self.cache, check=self.check
+        )
 
     @property
     def max_token_id(self) -> int:
@@ -48,10 +57,26 @@ class PreparedSource:
         return {f"{self.name}@{length}": str(m["audit_hash"]) for length, m in self.manifests.items()}
 
 
-def read_manifest(folder: str) -> dict[str, Any] | None:
-    """The manifest of a complete folder, else None."""
-    path = paths.join(folder, MANIFEST)
-    if not paths.exists(path):
+def read_manifest(folder: str, *, expected: Mapping[str, Any], is_lookup: bool = False) -> dict[str, Any] | None:
+    """Read the manifest of a complete folder; arguments, result and errors as of `read_record`."""
+    return read_record(paths.join(folder, MANIFEST), expected=expected, is_lookup=is_lookup)
+
+
+def read_record(path: str, *, expected: Mapping[str, Any], is_lookup: bool = False) -> dict[str, Any] | None:
+    """Read a sealed file of prepared data; None where there is none, or a damaged one, which is named in the log.
+
+    Args:
+        expected: entries that it must have, so that it is not another folder's.
+
+    Raises:
+        DamagedFile: it is damaged, and `is_lookup` says that it will not be made again.
+    """
+    try:
+        return read_sealed_json(path, expected=expected)
+    except FileNotFoundError:
         return None
-    manifest: dict[str, Any] = json.loads(paths.read_text(path))
-    return manifest
+    except DamagedFile as error:
+        if is_lookup:
+            raise DamagedFile(f"{error} {ADVICE}") from error
+        log.warning("%s It is made again.", error)
+        return None

@@ -1,6 +1,5 @@
 """A LoRA adapter in PEFT's layout, this project's or another's, from a folder to tensors under the model's names."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,8 @@ from torch import Tensor
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, read_layout
-from tpu_experiments.io import paths
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.finite import require_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 REFUSED = (
@@ -46,16 +46,17 @@ class Adapter:
 
 
 def read_adapter(folder: str) -> Adapter:
-    """The adapter in a folder, local or remote.
+    """Read the adapter in a folder, local or remote.
 
     Raises:
-        ConfigError: no adapter there, or one that is more than A and B.
+        ConfigError: no adapter there, one that is more than A and B, or one without tensors or with values that are NaN
+            or infinite.
     """
     try:
-        config: dict[str, Any] = json.loads(paths.read_text(paths.join(folder, ADAPTER_CONFIG)))
+        config: dict[str, Any] = strict_json.loads(paths.read_bytes(paths.join(folder, ADAPTER_CONFIG)))
         layout = load(paths.read_bytes(paths.join(folder, ADAPTER_FILE)))
         r, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ConfigError(
             f"{folder}; no {ADAPTER_CONFIG} or no {ADAPTER_FILE} there; name the folder of a LoRA adapter that PEFT or "
             "this program wrote."
@@ -68,6 +69,11 @@ def read_adapter(folder: str) -> Adapter:
             f"{folder}; it is more than a plain LoRA adapter ({', '.join(more)}); merge it into its base with PEFT's "
             "merge_and_unload, save that, and give its folder as model.path (of task=generate also as task.base)."
         )
+    place = paths.join(folder, ADAPTER_FILE)
+    if not layout:
+        raise ConfigError(f"{place}; it holds no tensors, so that nothing would be added; write or copy it again.")
+    for name, tensor in sorted(layout.items()):
+        require_finite(tensor, name=name, place=place)
     tensors = read_layout(layout, initial={})
     targets = sorted({name.rpartition(".")[0] for name in tensors})
     scaling = "alpha_over_sqrt_r" if config.get("use_rslora") else "alpha_over_r"

@@ -6,6 +6,7 @@ gone, which is how its temporary file is known and removed.
 """
 
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,20 @@ class FileCache:
     def holds(self, name: str, *, size: int) -> bool:
         """Whether the whole file is here."""
         return self.read(name, [], size=size) is not None
+
+    def is_whole(self, name: str, *, sha256: str | None) -> bool:
+        """Whether the file is here and has this digest, if one is given; one that has another is removed."""
+        path, digest = self._folder / name, hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while piece := file.read(2**20):
+                    digest.update(piece)
+        except FileNotFoundError:
+            return False
+        if sha256 not in (None, digest.hexdigest()):
+            path.unlink(missing_ok=True)
+            return False
+        return True
 
     def add(self, name: str, *, size: int, fill: Callable[[BinaryIO], object]) -> bool:
         """Let `fill` write the file's `size` bytes; True when the file is here afterwards.

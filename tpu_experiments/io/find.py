@@ -9,6 +9,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
+from tpu_experiments.io.answers import answered
 from tpu_experiments.io.paths import filesystem_of, is_remote
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,12 +63,12 @@ def remote_files(url: str) -> dict[str, str]:
     Raises:
         Exception: what the file system raises when it is out of reach; there are dozens of types.
     """
-    filesystem, key = filesystem_of(url)
+    filesystem, key = answered(lambda: filesystem_of(url), place=url, operation="list")
     if is_glob(key):
-        found = filesystem.glob(key, detail=True)
+        found = answered(lambda: filesystem.glob(key, detail=True), place=url, operation="list")
         fixed = _fixed_part(key)
     else:
-        found = filesystem.find(key, detail=True)
+        found = answered(lambda: filesystem.find(key, detail=True), place=url, operation="list")
         fixed = key.rstrip("/") + "/"
     names = [name for name, about in found.items() if about.get("type") == "file" and not name.endswith("/")]
     if names == [key]:
@@ -79,8 +80,9 @@ def remote_near_misses(url: str) -> str:
     """`Did you mean ...? ` when the remote folder holds a similar name; empty when it cannot be listed."""
     base, _, name = url.rstrip("/").rpartition("/")
     try:
-        filesystem, key = filesystem_of(base)
-        entries = [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(key, detail=False)]
+        filesystem, key = answered(lambda: filesystem_of(base), place=base, operation="list")
+        listed = answered(lambda: filesystem.ls(key, detail=False), place=base, operation="list")
+        entries = [str(entry).rstrip("/").rpartition("/")[2] for entry in listed]
     except Exception:  # a hint only; the caller has a sentence without it
         return ""
     return _did_you_mean(name, sorted(entries), folder=base)
@@ -92,8 +94,12 @@ def remote_info(url: str) -> dict[str, Any]:
     Raises:
         Exception: what the file system raises when there is no such file or it is out of reach.
     """
-    filesystem, key = filesystem_of(url)
-    return dict(filesystem.info(key))
+
+    def info() -> dict[str, Any]:
+        filesystem, key = filesystem_of(url)
+        return dict(filesystem.info(key))
+
+    return answered(info, place=url, operation="look up")
 
 
 def _candidates(path: str) -> tuple[Path, Path]:

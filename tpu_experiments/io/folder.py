@@ -6,17 +6,23 @@
 """
 
 import json
-from dataclasses import dataclass
+import logging
+import re
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, require_same
+from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.aside import put_aside
 
+log = logging.getLogger(__name__)
 RESULT = "result.json"
+INTERPOLATION = re.compile(r"(\\*)\$\{")
 WRITES = 2  # what belongs to whom must not be torn: it is read back, and written again where it differs
 
 
@@ -78,47 +84,53 @@ class RunFolder:
                 paths.write_text_atomic(self.identity_path, text)
                 if paths.read_text(self.identity_path) == text:
                     break
+        self.put_aside_unreadable_result()
         paths.write_text_atomic(self.config_path, config_yaml(config))
 
     def finished(self) -> dict[str, Any] | None:
-        """The result when the run is complete, else None."""
-        if not paths.exists(self.path(RESULT)):
+        """The result when the run is complete, else None; one that cannot be read counts as none."""
+        result = self._stored_result()
+        return result if isinstance(result, dict) and result.get("status") == "finished" else None
+
+    def put_aside_unreadable_result(self) -> None:
+        """Move a result that cannot be read out of the way of the next one, and say so; `create` does it."""
+        path = self.path(RESULT)
+        if paths.exists(path) and not isinstance(self._stored_result(), dict):
+            aside = put_aside(path, paths.read_bytes(path))
+            paths.remove_tree(path)
+            log.warning("%s cannot be read; moved to %s, and the run goes on from its last checkpoint", path, aside)
+
+    def _stored_result(self) -> Any:
+        """What result.json holds; None where there is none, or none that can be read."""
+        try:
+            return strict_json.loads(paths.read_bytes(self.path(RESULT)))
+        except (FileNotFoundError, ValueError):
             return None
-        result: dict[str, Any] = _read_json(self.path(RESULT))
-        return result if result.get("status") == "finished" else None
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    """A JSON object of a run folder.
-
-    Raises:
-        ConfigError: it is none, or says NaN, or a name twice.
-    """
-    try:
-        values = strict_json.loads(paths.read_bytes(path))
-    except ValueError as error:
-        raise ConfigError(
-            f"{path}; it cannot be read ({error}); it was changed since a run wrote it: restore it, or choose another "
-            "name=."
-        ) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}; it is no JSON object; restore it, or choose another name=.")
-    return values
 
 
 def config_yaml(config: Config) -> str:
-    """The resolved config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The resolved config as YAML, without secrets; a literal `${` is written so that it reads as one."""
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(redacted(asdict(config)))))
+
+
+def _literal(value: Any) -> Any:
+    """The same with OmegaConf's interpolations escaped: a resolved config holds none."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def open_run(config: Config) -> RunFolder:
     """The folder of this run, new or made by the same config.
 
     Raises:
-        ConfigError: the folder belongs to another config, or is no run folder.
+        ConfigError: the folder belongs to another config, is no run folder, or has links in it.
     """
     assert config.name is not None, "to_config names the run"
     folder = RunFolder(config.output_dir, config.name)
+    paths.require_no_links(folder.path(), key=f"name={config.name}")
     if folder.exists():
         stored = folder.stored_identity()
         if stored is not None:

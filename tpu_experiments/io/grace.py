@@ -44,7 +44,7 @@ class Grace:
         asked_at = self._asked_at()
         if asked_at is None:
             return None
-        if getattr(_own, "has_substitute", False):
+        if has_substitute():
             return asked_at + min(PATIENCE_SECONDS, self._seconds)
         if self._leaving_at is None:
             return None
@@ -67,14 +67,22 @@ def substituted() -> Iterator[None]:
         _own.has_substitute = False
 
 
-def bounded(call: Callable[[], Result]) -> Result:
+def has_substitute() -> bool:
+    """Whether this thread is inside `substituted`."""
+    return getattr(_own, "has_substitute", False)
+
+
+def bounded(call: Callable[[], Result], *, watch: Callable[[], None] | None = None) -> Result:
     """The result of `call`, which may go on by itself when its time is over.
 
+    Args:
+        watch: called again and again while it is waited for; what it raises ends the waiting.
+
     Raises:
-        TimeoutError: it is.
-        BaseException: what `call` raised.
+        TimeoutError: its time is over.
+        BaseException: what `call` or `watch` raised.
     """
-    if _grace is None:
+    if _grace is None and watch is None:
         return call()
     if is_over():
         raise TimeoutError(errno.ETIMEDOUT, "not tried: the process has to end")
@@ -93,6 +101,8 @@ def bounded(call: Callable[[], Result]) -> Result:
         thread.join(POLL_SECONDS)
         if thread.is_alive() and is_over():
             raise TimeoutError(errno.ETIMEDOUT, "no answer, and the process has to end")
+        if thread.is_alive() and watch is not None:
+            watch()
     if errors:
         raise errors[0]
     return results[0]

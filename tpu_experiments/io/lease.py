@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -22,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import paths
-from tpu_experiments.io.process import started_ticks
+from tpu_experiments.io import find, paths
+from tpu_experiments.io.answers import answered
+from tpu_experiments.io.process import boot_seconds, started_ticks
 from tpu_experiments.io.retry import shown, told
 
 NAME = ".lease.json"
 RENEW_SECONDS = 20.0
 VALID_SECONDS = 120.0  # six renewals: a bucket that is out for a minute costs nobody his run
+LOCK_SECONDS = 5.0
 PAUSE_SECONDS = 1.0  # two that create at the same moment have both written before either reads back
 
 log = logging.getLogger(__name__)
@@ -76,6 +79,7 @@ class Lease:
         self._owner = Owner.me()
         self._stop = threading.Event()
         self._writing = threading.Lock()
+        self._renewed_at = boot_seconds()
         self._renew_seconds = RENEW_SECONDS if renew_seconds is None else renew_seconds
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
@@ -115,30 +119,51 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._stop.wait(self._renew_seconds):
-            try:
-                self._renew()
-            except Exception as error:  # an outage: the lease is as old as it is, and the next try may find it ours
-                log.info("the lease of %s could not be renewed: %s", self._folder, shown(error))
+            self.look()
             if self.is_lost:
-                self._on_lost()
                 return
 
+    def look(self) -> None:
+        """Renew the lease, or end the process where another has taken it."""
+        try:
+            self._renew()
+        except Exception as error:  # an outage: the lease is as old as it is, and the next try may find it ours
+            log.info("the lease of %s could not be renewed: %s", self._folder, shown(error))
+        if self.is_lost:
+            self._on_lost()
+
     def _renew(self) -> None:
-        with self._writing:
+        if not self._writing.acquire(timeout=LOCK_SECONDS):
+            return  # a signal came in the middle of it; the thread looks soon
+        try:
             if self._stop.is_set():
                 return
             holder = read(self._folder)
+            silent = boot_seconds() - self._renewed_at
+            if holder is None and silent > VALID_SECONDS:
+                log.error(
+                    "name=%s was not renewed for %.0f s (was this process stopped?), and its lease is gone: others "
+                    "may have written the run; this process writes nothing more to it, and the same command goes on",
+                    self._name,
+                    silent,
+                )
+                self.is_lost = True
+                return
             if holder is None or holder.id == self._owner.id:
                 self._owner = replace(self._owner, renewals=self._owner.renewals + 1)
                 paths.write_text_atomic(self.path, _text(self._owner))
+                self._renewed_at = boot_seconds()
                 return
+            if not self.is_lost:
+                log.error(
+                    "name=%s was taken over by process %d on %s; this process writes nothing more to it",
+                    self._name,
+                    holder.pid,
+                    holder.host,
+                )
             self.is_lost = True
-            log.error(
-                "name=%s was taken over by process %d on %s; this process writes nothing more to it",
-                self._name,
-                holder.pid,
-                holder.host,
-            )
+        finally:
+            self._writing.release()
 
 
 @contextlib.contextmanager
@@ -153,9 +178,26 @@ def held(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[N
         return
     lease = Lease(folder, name=name, on_lost=on_lost).acquire()
     try:
-        yield
+        with _looking_after_a_stop(lease):
+            yield
     finally:
         lease.release()
+
+
+@contextlib.contextmanager
+def _looking_after_a_stop(lease: Lease) -> Iterator[None]:
+    """A process that was stopped (SIGSTOP, a suspended machine) looks at its lease before it goes on with anything.
+
+    Others may have taken it meanwhile, and even have finished the run. Python runs the handler in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGCONT, lambda *_: lease.look())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCONT, former)
 
 
 def refuse_if_held(folder: str, *, name: str) -> None:
@@ -240,8 +282,12 @@ def _create(path: str, text: str) -> None:
         FileExistsError: the bucket has one.
     """
     if path.startswith(("gs://", "gcs://")):
-        filesystem, key = paths.filesystem_of(path)
-        filesystem.pipe_file(key, text.encode(), mode="create")
+
+        def create() -> None:
+            filesystem, key = paths.filesystem_of(path)
+            filesystem.pipe_file(key, text.encode(), mode="create")
+
+        answered(create, place=path, operation="write")
     else:
         paths.write_text_atomic(path, text)
 
@@ -250,9 +296,8 @@ def _generation(path: str) -> str | None:
     """Number of the object's present content in a bucket; None elsewhere."""
     if not path.startswith(("gs://", "gcs://")):
         return None
-    filesystem, key = paths.filesystem_of(path)
     try:
-        return str(filesystem.info(key)["generation"])
+        return str(find.remote_info(path)["generation"])
     except (FileNotFoundError, KeyError):
         return None
 
@@ -262,11 +307,15 @@ def _remove(path: str, *, generation: str | None) -> None:
     if generation is None:
         paths.remove_tree(path)
         return
-    filesystem, key = paths.filesystem_of(path)
-    bucket, name, _ = filesystem.split_path(key)
-    with contextlib.suppress(FileNotFoundError, FileExistsError):  # 404 and 412: somebody was faster
-        filesystem.call("DELETE", "b/{}/o/{}", bucket, name, ifGenerationMatch=generation)
-    filesystem.invalidate_cache()
+
+    def remove() -> None:
+        filesystem, key = paths.filesystem_of(path)
+        bucket, name, _ = filesystem.split_path(key)
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # 404 and 412: somebody was faster
+            filesystem.call("DELETE", "b/{}/o/{}", bucket, name, ifGenerationMatch=generation)
+        filesystem.invalidate_cache()
+
+    answered(remove, place=path, operation="remove")
 
 
 @contextlib.contextmanager

@@ -14,10 +14,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.redaction import redacted_text
+from tpu_experiments.io.answers import is_seen, session_settings
 from tpu_experiments.io.retry import retried
 
 Result = TypeVar("Result")
 
+PROTOCOLS = frozenset(
+    ("file", "memory", "gs", "gcs", "s3", "s3a", "r2", "az", "abfs", "abfss", "adl", "oss", "hf", "http", "https")
+)
+"""Storage and web servers. Of fsspec's others some render templates, unpack, run or mount what an address names."""
 GCSFS_CHUNK_BYTES = 64 * 2**20  # gcsfs uploads in 5 MiB pieces otherwise, one request each
 
 
@@ -52,7 +59,7 @@ def exists(path: str) -> bool:
     if not is_remote(path):
         return _local(path).exists()
     try:
-        _remotely(path, lambda filesystem, key: filesystem.info(key))
+        _remotely(path, "look up", lambda filesystem, key: filesystem.info(key))
     except FileNotFoundError:
         return False
     return True
@@ -73,7 +80,7 @@ def list_names(folder: str) -> list[str]:
     try:
         if not is_remote(folder):
             return sorted(os.listdir(_local(folder)))
-        found = _remotely(folder, lambda filesystem, key: filesystem.ls(key, detail=False))
+        found = _remotely(folder, "list", lambda filesystem, key: filesystem.ls(key, detail=False))
     except FileNotFoundError:
         return []
     own = filesystem_of(folder)[1].strip("/")
@@ -89,7 +96,7 @@ def read_bytes(path: str) -> bytes:
     """
     if not is_remote(path):
         return _local(path).read_bytes()
-    return bytes(_remotely(path, lambda filesystem, key: filesystem.cat_file(key)))
+    return bytes(_remotely(path, "read", lambda filesystem, key: filesystem.cat_file(key)))
 
 
 def read_text(path: str) -> str:
@@ -109,9 +116,13 @@ def write_text_atomic(path: str, text: str) -> None:
 def write_bytes_atomic(path: str, data: bytes) -> None:
     """Replace the file by `data`; readers see the old file or the new one, also after a crash."""
     if is_remote(path):
-        _remotely(path, lambda filesystem, key: filesystem.pipe_file(key, data))
+        _remotely(path, "write", lambda filesystem, key: filesystem.pipe_file(key, data))
     else:
-        retried(lambda: _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data)), place=path)
+        retried(
+            lambda: _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data)),
+            place=path,
+            operation="write",
+        )
 
 
 def modified_seconds(path: str) -> float | None:
@@ -123,7 +134,7 @@ def modified_seconds(path: str) -> float | None:
     if not is_remote(path):
         return _local(path).stat().st_mtime
     try:
-        return float(_remotely(path, lambda filesystem, key: filesystem.modified(key)).timestamp())
+        return float(_remotely(path, "look up", lambda filesystem, key: filesystem.modified(key)).timestamp())
     except NotImplementedError:
         return None
 
@@ -158,19 +169,58 @@ def copy_file(local: str, destination: str) -> None:
     """
     if is_remote(destination):
         options = {"chunksize": GCSFS_CHUNK_BYTES} if destination.startswith(("gs://", "gcs://")) else {}
-        _remotely(destination, lambda filesystem, key: filesystem.put_file(local, key, **options))
+        _remotely(destination, "upload", lambda filesystem, key: filesystem.put_file(local, key, **options))
     else:
         _replace(_local(destination), fill=lambda temporary: shutil.copyfile(local, temporary))
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with everything below it, or one file; nothing there is fine."""
+    """Remove a folder with everything below it, or one file; nothing there is fine.
+
+    Of a symbolic link the link is removed, never what it leads to; the same holds for links below.
+    """
     if is_remote(path):
-        _remotely(path, _remove_remote)
-    elif _local(path).is_dir():
+        _remotely(path, "remove", _remove_remote)
+    elif _local(path).is_dir() and not is_link(path):
         shutil.rmtree(_local(path))
     else:
-        _local(path).unlink(missing_ok=True)
+        _link_of(path).unlink(missing_ok=True)
+
+
+def remove_marked(folder: str, marker: str) -> None:
+    """Remove a folder, first the file in it that says that it is complete; of a symbolic link the link alone."""
+    if not is_link(folder):
+        remove_tree(join(folder, marker))
+    remove_tree(folder)
+
+
+def is_link(path: str) -> bool:
+    """Whether a local path is a symbolic link itself; nothing remote is."""
+    return not is_remote(path) and _link_of(path).is_symlink()
+
+
+def require_no_links(folder: str, *, key: str) -> None:
+    """Check what lies directly in a folder that is written to and cleared; what a link leads to belongs to others.
+
+    Args:
+        key: key=value that the folder comes from.
+
+    Raises:
+        ConfigError: a symbolic link is among it.
+    """
+    if is_remote(folder) or not _local(folder).is_dir():
+        return
+    links = [name for name in list_names(folder) if is_link(join(folder, name))]
+    if links:
+        raise ConfigError(
+            f"{key}; {join(folder, links[0])} is a symbolic link, and files are written and removed there; move what "
+            "it leads to in its place, or link the whole output_dir."
+        )
+
+
+def _link_of(path: str) -> Path:
+    """Without a slash at the end, which would be followed."""
+    return _local(path.rstrip("/") or path)
 
 
 def _local(path: str) -> Path:
@@ -178,19 +228,31 @@ def _local(path: str) -> Path:
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The file system (fsspec caches one per process) and the key in it."""
+    """The file system (fsspec caches one per process) and the key in it.
+
+    Raises:
+        ConfigError: it is not of `PROTOCOLS` and nobody has registered it since, or it is a chain of several.
+    """
+    from fsspec.core import url_to_fs  # imports gcsfs only for a gs:// URL
+    from fsspec.registry import known_implementations, registry
+
+    protocol = url.partition("://")[0] if "://" in url else "file"
+    if "::" in url or protocol not in PROTOCOLS | (registry.keys() - known_implementations.keys()):
+        raise ConfigError(
+            f"{redacted_text(url)}; {'a chain of addresses' if '::' in url else protocol + '://'} is not opened; give "
+            f"a local path, or a URL of {', '.join(sorted(PROTOCOLS))}."
+        )
     # gcsfs 2026 asks for each bucket's type first and logs a failure when it may not.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    from fsspec.core import url_to_fs  # imports gcsfs only for a gs:// URL
-
-    filesystem, key = url_to_fs(url, use_listings_cache=False)
+    options = {"session_kwargs": session_settings()} if is_seen(url) else {}
+    filesystem, key = url_to_fs(url, use_listings_cache=False, **options)
     filesystem.invalidate_cache()
     return filesystem, key
 
 
-def _remotely(url: str, call: Callable[[Any, str], Result]) -> Result:
+def _remotely(url: str, operation: str, call: Callable[[Any, str], Result]) -> Result:
     """What `call(file system, key)` returns."""
-    return retried(lambda: call(*filesystem_of(url)), place=url)
+    return retried(lambda: call(*filesystem_of(url)), place=url, operation=operation)
 
 
 def _remove_remote(filesystem: Any, key: str) -> None:

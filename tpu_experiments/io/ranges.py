@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
-from tpu_experiments.io.retry import WAITS_SECONDS, is_transient
+from tpu_experiments.io.answers import NoAnswer, answered
+from tpu_experiments.io.retry import SILENT_TRIES_AGAIN, WAITS_SECONDS, is_transient
 
 Range = tuple[str, int, int]
 """Path or URL, first byte, byte after the last."""
@@ -20,17 +21,18 @@ def size_of(path: str, *, wait: Callable[[float], object] = time.sleep) -> int |
     Raises:
         ConfigError: the file system does not say, now and after `WAITS_SECONDS`.
     """
-    for seconds in (*WAITS_SECONDS, None):
+    num_silent = 0
+    for num_tries, seconds in enumerate((*WAITS_SECONDS, None), start=1):
         try:
             if not paths.is_remote(path):
                 return Path(path.removeprefix("file://")).stat().st_size
-            filesystem, key = paths.filesystem_of(path)
-            return int(filesystem.info(key)["size"])
+            return answered(lambda: _remote_size(path), place=path, operation="look up")
         except FileNotFoundError:
             return None
         except Exception as error:  # file systems and their clients raise types of their own
-            if seconds is None or not is_transient(error):
-                raise _lasting_error(path, "the size", error, num_tries=len(WAITS_SECONDS) + 1) from error
+            num_silent += isinstance(error, NoAnswer)
+            if seconds is None or not is_transient(error) or num_silent > SILENT_TRIES_AGAIN:
+                raise _lasting_error(path, "the size", error, num_tries=num_tries) from error
         wait(seconds)
     return None
 
@@ -50,19 +52,21 @@ def read_ranges(pieces: Sequence[Range], *, wait: Callable[[float], object] = ti
     `wait` is called with the seconds before another try; where it returns something true, there is none.
     """
     found: dict[int, bytes] = {}
-    for seconds in (*WAITS_SECONDS, None):
+    num_silent = 0
+    for num_tries, seconds in enumerate((*WAITS_SECONDS, None), start=1):
         missing = [place for place in range(len(pieces)) if place not in found]
+        is_silent = False
         for place, got in zip(missing, _read_once([pieces[place] for place in missing]), strict=True):
+            is_silent = is_silent or isinstance(got, NoAnswer)
             if isinstance(got, bytes):
                 found[place] = _whole(got, pieces[place])
-            elif seconds is None or not is_transient(got):
+            elif seconds is None or not is_transient(got) or (isinstance(got, NoAnswer) and num_silent > 0):
                 path, start, stop = pieces[place]
-                raise _lasting_error(
-                    path, f"bytes {start:,} to {stop:,}", got, num_tries=len(WAITS_SECONDS) + 1
-                ) from got
+                raise _lasting_error(path, f"bytes {start:,} to {stop:,}", got, num_tries=num_tries) from got
         if len(found) == len(pieces):
             break
         assert seconds is not None, "the last try raises"
+        num_silent += is_silent
         if wait(seconds * random.uniform(0.75, 1.25)):
             raise ConfigError(f"{pieces[0][0]}; reading was stopped while it was tried again.")
     return [found[place] for place in range(len(pieces))]
@@ -74,12 +78,21 @@ def _read_once(pieces: Sequence[Range]) -> list[bytes | BaseException]:
     if not paths.is_remote(pieces[0][0]):
         return [_read_local(*piece) for piece in pieces]
     try:
-        filesystem, _ = paths.filesystem_of(pieces[0][0])
-        keys = [filesystem._strip_protocol(path) for path, _, _ in pieces]
-        starts, stops = [start for _, start, _ in pieces], [stop for _, _, stop in pieces]
-        return list(filesystem.cat_ranges(keys, starts, stops, on_error="return"))
+        return answered(lambda: _remote_ranges(pieces), place=pieces[0][0], operation=f"read {len(pieces)} parts")
     except Exception as error:
         return [error] * len(pieces)
+
+
+def _remote_ranges(pieces: Sequence[Range]) -> list[bytes | BaseException]:
+    filesystem, _ = paths.filesystem_of(pieces[0][0])
+    keys = [filesystem._strip_protocol(path) for path, _, _ in pieces]
+    starts, stops = [start for _, start, _ in pieces], [stop for _, _, stop in pieces]
+    return list(filesystem.cat_ranges(keys, starts, stops, on_error="return"))
+
+
+def _remote_size(path: str) -> int:
+    filesystem, key = paths.filesystem_of(path)
+    return int(filesystem.info(key)["size"])
 
 
 def _read_local(path: str, start: int, stop: int) -> bytes | BaseException:

@@ -7,6 +7,7 @@ What it does not repeat (timeouts of its own, errors of the login) and every oth
 
 import errno
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Literal, TypeVar
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import grace
+from tpu_experiments.io.answers import NoAnswer, answered
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -21,8 +23,9 @@ Kind = Literal["transient", "credentials", "forbidden", "missing", "full", "last
 
 # Google asks for growing, randomised waits after 408, 429 and 5xx (cloud.google.com/storage/docs/retry-strategy).
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
+SILENT_TRIES_AGAIN = 1
 TRANSIENT_CODES = {408, 429, 500, 502, 503, 504}
-FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last: a limit on the size of files (ulimit -f)
 # Of a mounted bucket, Google Drive or NFS that has lost its connection for the moment.
 TRANSIENT_ERRNOS = {
     errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EPIPE,
@@ -30,6 +33,24 @@ TRANSIENT_ERRNOS = {
 }  # fmt: skip
 LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 CLIENTS = ("aiohttp", "requests", "urllib3", "google", "gcsfs", "fsspec")
+
+
+LOCAL_REMEDIES = {
+    errno.EACCES: "this account may not write there; give it the right, or name another folder",
+    errno.EPERM: "this account may not write there; give it the right, or name another folder",
+    errno.EROFS: "it is mounted read-only; mount it for writing, or name another folder",
+    errno.ENOTDIR: "a file lies where a folder is needed; remove it, or name another folder",
+    errno.EEXIST: "a file lies where a folder is needed; remove it, or name another folder",
+    errno.EISDIR: "a folder lies where a file is needed; remove it, or name another folder",
+    errno.ENOENT: "no folder can be made there; name another one",
+    errno.ENAMETOOLONG: "the name is too long; name another folder",
+    errno.EINVAL: "the disk does not take this; name another folder",
+    errno.ELOOP: "its symbolic links lead in a circle; mend them, or name another folder",
+    errno.ENODEV: "nothing can be written there; name another folder",
+    errno.ENXIO: "nothing can be written there; name another folder",
+    errno.EOPNOTSUPP: "nothing can be written there; name another folder",
+}
+"""What to do where a local place refuses for good."""
 
 
 class StorageFailed(Exception):
@@ -64,25 +85,32 @@ def kind_of(error: BaseException) -> Kind | None:
     return "transient" if is_client or isinstance(error, OSError | EOFError | TimeoutError) else None
 
 
-def retried(call: Callable[[], Result], *, place: str, wait: Callable[[float], object] | None = None) -> Result:
-    """The result of `call`, which works on the path or URL `place`; tried again after `WAITS_SECONDS`.
+def retried(
+    call: Callable[[], Result], *, place: str, operation: str, wait: Callable[[float], object] | None = None
+) -> Result:
+    """The result of `call`, which does `operation` on the path or URL `place`; tried again after `WAITS_SECONDS`.
 
-    `call` must be fit to be repeated: a request whose answer was lost has had its effect.
+    `call` must be fit to be repeated: a request whose answer was lost has had its effect. What was not answered at all
+    (answers.py) is tried once more, and where there is a substitute (grace.py) not even that.
 
     Raises:
         Exception: what `call` raised, when it is lasting, or transient at the last try or the last there is time for.
     """
     is_local = "://" not in place or place.startswith("file://")
+    num_silent = 0
     for seconds in WAITS_SECONDS:
         try:
-            return call() if is_local else grace.bounded(call)
+            return call() if is_local else answered(call, place=place, operation=operation)
         except Exception as error:
+            num_silent += isinstance(error, NoAnswer)
             if not _is_worth_another(error, place) or grace.is_over():
+                raise
+            if num_silent > (0 if grace.has_substitute() else SILENT_TRIES_AGAIN):
                 raise
             log.info("%s; %s, tried again in %.0f s", place, shown(error), seconds)
             if (wait or grace.pause)(seconds * random.uniform(0.75, 1.25)) is False:
                 raise
-    return call() if is_local else grace.bounded(call)
+    return call() if is_local else answered(call, place=place, operation=operation)
 
 
 def complaint(error: BaseException, *, place: str) -> str:
@@ -93,31 +121,50 @@ def complaint(error: BaseException, *, place: str) -> str:
         "forbidden": "this account may not write there; give it roles/storage.objectUser on the bucket, or choose "
         "another output_dir=",
         "missing": "there is no such bucket or folder; create it (`gcloud storage buckets create`) or mend output_dir=",
-        "full": "the disk is full; free some space, or choose another output_dir=",
+        "full": "the disk is full; free some space, or choose another place",
         "transient": "storage does not answer; check the network",
     }
     sentence = remedy.get(kind_of(error) or "", "storage refuses the operation; the log has the trace")
+    if _is_of_folder(error, place):
+        sentence = LOCAL_REMEDIES[error.errno]  # type: ignore[attr-defined]
     return f"{place}; {shown(error)}: {sentence}."
 
 
 def is_told(error: BaseException, *, place: str) -> bool:
     """Whether `complaint` says all that a user needs; of other errors the trace is wanted."""
     kind, is_remote = kind_of(error), "://" in place and not place.startswith("file://")
-    return kind in ("credentials", "full") or (is_remote and kind in ("transient", "forbidden", "missing"))
+    if is_remote:
+        return kind in ("credentials", "full", "transient", "forbidden", "missing")
+    return kind in ("credentials", "full") or _is_of_folder(error, place)
+
+
+def _is_of_folder(error: BaseException, place: str) -> bool:
+    """Whether a local folder, what lies in it or what it lies in was refused for good."""
+    if not isinstance(error, OSError) or error.errno not in LOCAL_REMEDIES or "://" in place.removeprefix("file://"):
+        return False
+    folder = os.path.abspath(place.removeprefix("file://"))
+    names = [os.path.abspath(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str)]
+    return any(f"{name}/".startswith(f"{folder}/") or f"{folder}/".startswith(f"{name}/") for name in names)
 
 
 @contextmanager
-def told(place: str) -> Iterator[None]:
+def told(place: str, *, full: Literal["refused", "failed"] = "refused") -> Iterator[None]:
     """Turn a failure of storage at `place` into one sentence, before a run has begun.
+
+    Args:
+        full: a full disk is the user's to mend before anything is done (`refused`), or it filled on the way (`failed`).
 
     Raises:
         ConfigError: storage refused, or does not answer.
+        StorageFailed: the disk is full, and that is `failed`.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, ConfigError) or not is_told(error, place=place):
             raise
+        if full == "failed" and kind_of(error) == "full":
+            raise StorageFailed(f"{complaint(error, place=place)} The same command goes on.") from error
         raise ConfigError(complaint(error, place=place)) from error
 
 

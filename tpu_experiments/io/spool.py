@@ -218,7 +218,11 @@ class Spool:
     def _names(self) -> list[str]:
         """Complete checkpoints that wait, oldest first."""
         names = paths.list_names(str(self.local))
-        return [name for name in names if (self.local / name / self._marker).is_file()]
+        return [
+            name
+            for name in names
+            if (self.local / name / self._marker).is_file() and not (self.local / name).is_symlink()
+        ]
 
     def _upload(self, name: str) -> bool:
         """Files first, the marker last; False where retention has removed it meanwhile."""
@@ -240,7 +244,7 @@ class Spool:
         return True
 
     def _kept_records(self) -> list[Path]:
-        return sorted(file for file in self.records.rglob("*") if file.is_file())
+        return sorted(file for file in self.records.rglob("*") if file.is_file() and not file.is_symlink())
 
     def _deliver_records(self) -> None:
         """A file that grows is brought where its place holds the beginning of it: else another life has gone on."""

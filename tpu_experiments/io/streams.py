@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from tpu_experiments.io.answers import answered
 from tpu_experiments.io.paths import filesystem_of, is_remote
 
 CHUNK_BYTES = 1 << 20
@@ -32,12 +33,51 @@ def open_binary(url: str) -> BinaryIO:
     try:
         if not is_remote(url):
             return open(url.removeprefix("file://"), "rb")
-        filesystem, key = filesystem_of(url)
-        # gcsfs' own default ("adaptive") holds up to 600 MB a file.
-        opened: BinaryIO = filesystem.open(key, "rb", cache_type="readahead", block_size=REMOTE_BLOCK_BYTES)
-        return opened
+        return answered(lambda: _open_remote(url), place=url, operation="open")
     except Exception as error:  # every file system and its client raise types of their own
         raise UnreadableError(_complaint(error)) from error
+
+
+def _open_remote(url: str) -> BinaryIO:
+    filesystem, key = filesystem_of(url)
+    # gcsfs' own default ("adaptive") holds up to 600 MB a file.
+    opened: Any = RemoteFile(filesystem.open(key, "rb", cache_type="readahead", block_size=REMOTE_BLOCK_BYTES), url=url)
+    remote: BinaryIO = opened
+    return remote
+
+
+class RemoteFile:
+    """An open remote file whose reads are waited for as answers.py says."""
+
+    def __init__(self, file: Any, *, url: str) -> None:
+        self._file, self._url = file, url
+
+    def __enter__(self) -> "RemoteFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file is closed."""
+        return bool(self._file.closed)
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        return answered(lambda: bytes(self._file.read(size)), place=self._url, operation="read")
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a byte."""
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        """The byte that comes next."""
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class ByteStream:

@@ -2,18 +2,18 @@
 
 A run that was killed and resumed leaves one curve: records after the checkpoint it resumed from are
 dropped before the first new one, and a record of that very step which is there already (the evaluation
-behind the last checkpoint, when what follows it was killed) is not written again. Non-finite values are
-written as null.
+behind the last checkpoint, when what follows it was killed) is not written again. Lines that cannot be
+read go to metrics.bad.jsonl. Non-finite values are written as null.
 """
 
 import errno
-import json
 import logging
 import os
 import time
 from typing import Any
 
 from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.aside import put_aside
 from tpu_experiments.io.mirror import Mirror
 from tpu_experiments.io.retry import kind_of, shown
 from tpu_experiments.logging.base import LoggerContext
@@ -32,7 +32,7 @@ class JsonlLogger:
         local = str(self._mirror.local)
         self._resume_step, self._kept = context.resume_step, set[frozenset[str]]()
         if paths.exists(local):
-            kept = _keep_until(local, step=context.resume_step)
+            kept = _keep_until(local, step=context.resume_step, place=context.run_folder.path("metrics.jsonl"))
             self._mirror.upload()  # without what was dropped: then what is there is the beginning of what will be
             self._kept = {frozenset(record) for record in kept if record["step"] == context.resume_step}
         self._file = self._mirror.local.open("ab", buffering=0)
@@ -84,14 +84,31 @@ class JsonlLogger:
             raise
 
 
-def _keep_until(path: str, *, step: int) -> list[dict[str, Any]]:
-    """Keep the records up to `step`, and return them; a start from 0 keeps none, for it writes step 0 again."""
-    *lines, torn = paths.read_text(path).split("\n")  # splitlines would also cut at U+2028 inside a text
-    if torn:
-        log.warning("%s: dropped its last line, torn when the run was killed", path)
-    read = [(line, json.loads(line)) for line in lines]
-    kept = [(line, record) for line, record in read if step > 0 and record["step"] <= step]
-    if len(kept) < len(lines):
-        log.info("%s: dropped %d records after step %d", path, len(lines) - len(kept), step)
-    paths.write_text_atomic(path, "".join(f"{line}\n" for line, _ in kept))
+def _keep_until(path: str, *, step: int, place: str) -> list[dict[str, Any]]:
+    """Keep the records up to `step`, and return them; a start from 0 keeps none, for it writes step 0 again.
+
+    Args:
+        place: the path or URL that `path` is the local copy of.
+    """
+    *lines, torn = paths.read_bytes(path).split(b"\n")  # splitlines would also cut at U+2028 inside a text
+    read = [(line, _record(line)) for line in lines]
+    bad = [line for line, record in read if record is None] + [torn] * bool(torn)
+    if bad:
+        aside = put_aside(place, b"".join(line + b"\n" for line in bad))
+        last = ", the last of them torn when the run was killed" if torn else ""
+        log.warning("%s: %d lines that cannot be read were moved to %s%s", place, len(bad), aside, last)
+    whole = [(line, record) for line, record in read if record is not None]
+    kept = [(line, record) for line, record in whole if step > 0 and record["step"] <= step]
+    if len(kept) < len(whole):
+        log.info("%s: dropped %d records after step %d", place, len(whole) - len(kept), step)
+    paths.write_bytes_atomic(path, b"".join(line + b"\n" for line, _ in kept))
     return [record for _, record in kept]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None where it is none that this logger writes."""
+    try:
+        record = strict_json.loads(line)
+    except ValueError:  # UnicodeDecodeError is one
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None

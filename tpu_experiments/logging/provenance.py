@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 from importlib import metadata
@@ -12,9 +13,13 @@ from typing import Any
 import psutil
 
 from tpu_experiments.config.identity import config_hash
+from tpu_experiments.config.redaction import redacted_arguments
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
+from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.aside import put_aside
 from tpu_experiments.io.folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = (
@@ -35,7 +40,7 @@ def provenance(config: Config, *, device: str, argv: list[str]) -> dict[str, Any
         "num_cpus": psutil.cpu_count(),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "seed": config.seed,
-        "argv": argv,
+        "argv": redacted_arguments(argv),
         "config_hash": config_hash(config),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -44,8 +49,21 @@ def provenance(config: Config, *, device: str, argv: list[str]) -> dict[str, Any
 def write_provenance(folder: RunFolder, facts: dict[str, Any]) -> None:
     """provenance.json; a resumed run adds its life to the list."""
     path = folder.path("provenance.json")
-    lives = json.loads(paths.read_text(path))["lives"] if paths.exists(path) else []
+    lives = _stored_lives(path) if paths.exists(path) else []
     paths.write_text_atomic(path, json.dumps({"lives": [*lives, facts]}, indent=1) + "\n")
+
+
+def _stored_lives(path: str) -> list[Any]:
+    """The lives so far; what cannot be read is put aside and named in the log."""
+    content = paths.read_bytes(path)
+    try:
+        stored = strict_json.loads(content)
+        if not isinstance(stored, dict) or not isinstance(stored.get("lives"), list):
+            raise ValueError("it lists no lives")
+    except ValueError as error:
+        log.warning("%s cannot be read (%s); moved to %s, and begun anew", path, error, put_aside(path, content))
+        return []
+    return list(stored["lives"])
 
 
 def git_state(root: Path) -> dict[str, Any]:

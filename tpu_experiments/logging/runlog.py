@@ -11,12 +11,16 @@ import sys
 
 from tqdm import tqdm
 
+from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.io.mirror import Mirror
+from tpu_experiments.io.retry import shown
 
 NOISY = ("httpx", "httpcore", "urllib3", "fsspec", "gcsfs", "datasets", "filelock", "matplotlib")
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 NUM_KEPT_RECORDS = 10_000
+
+log = logging.getLogger(__name__)
 
 
 class TerminalHandler(logging.Handler):
@@ -32,7 +36,15 @@ class TerminalHandler(logging.Handler):
             self.handleError(record)
 
 
-class TerminalFormatter(logging.Formatter):
+class Formatter(logging.Formatter):
+    """Leaves out what looks like a secret: an error of a client quotes the URL it asked for."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line with its traceback."""
+        return redacted_text(super().format(record))
+
+
+class TerminalFormatter(Formatter):
     """`HH:MM:SS message`; a rank other than 0 and a level above INFO are named."""
 
     def __init__(self, *, rank: int) -> None:
@@ -51,12 +63,22 @@ class RunLogHandler(logging.FileHandler):
     def __init__(self, path: str) -> None:
         self._mirror = Mirror.of_file(path)
         super().__init__(self._mirror.local, encoding="utf-8")
-        self.setFormatter(logging.Formatter(FILE_FORMAT))
+        self.setFormatter(Formatter(FILE_FORMAT))
+        self._has_complained = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, flushed."""
         super().emit(record)
         self._mirror.upload_if_due()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        """Say once that a disk refuses lines, where logging would print a traceback for each."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_complained:
+            self._has_complained = True
+            log.warning("%s; %s: lines are missing there", self._mirror.local, shown(error))
 
     def close(self) -> None:
         """Close the file and upload it where the run folder is remote."""

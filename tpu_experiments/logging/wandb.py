@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.redaction import redacted
 from tpu_experiments.io.mirror import Mirror
 from tpu_experiments.logging.base import LoggerContext
 
@@ -33,7 +34,7 @@ class WandbLogger:
             dir=str(Path(self._mirror.local).parent),  # wandb adds the folder "wandb" itself
             mode=mode,  # type: ignore[arg-type]
             resume="allow" if mode == "online" else None,  # offline it only warns
-            config=flatten(context.config),
+            config=redacted(flatten(context.config)),
             settings=wandb.Settings(console="off"),  # run.log has the text; it would wrap the bar
         )
         # W&B drops a step lower than its last one, which a resumed run has; an axis of our own goes.

@@ -5,12 +5,14 @@ github.com/AI-Hypercomputer/ml-goodput-measurement).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tpu_experiments.config.hardware import HwConfig
 
 HOUR = 3600.0
+MAX_AMOUNT = 1e15
+"""Above any number of steps, seconds or dollars; also keeps infinities and NaN out."""
 PARTS = ("setup", "compile", "input_wait", "step", "evaluation", "save", "lost")
 """`setup` is all that is nothing else: start, preparing, loading. `lost`: steps an earlier life had done, and steps
 that a rollback threw away."""
@@ -39,6 +41,22 @@ class Life:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by `PARTS`."""
 
+    @classmethod
+    def of(cls, stored: Any) -> "Life":
+        """The life that a file of `lives/` holds; entries of another version are left out.
+
+        Raises:
+            TypeError: an entry is missing.
+            ValueError: it is no JSON object, or an entry is of another kind than this program writes.
+        """
+        if not isinstance(stored, dict):
+            raise ValueError("no JSON object")
+        known = {each.name: stored[each.name] for each in fields(cls) if each.name in stored}
+        for name, value in known.items():
+            if not _fits(name, value):
+                raise ValueError(f"{name} is {value!r:.60}")
+        return cls(**known)
+
     @property
     def wall_seconds(self) -> float:
         """From the start to the last sign."""
@@ -47,6 +65,20 @@ class Life:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
         return asdict(self)
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether an entry of a life's file is of the kind that `Life` has there."""
+    if name in ("id", "host", "ended"):
+        return isinstance(value, str) or (name == "ended" and value is None)
+    if name in ("usd_per_hour", "seconds"):
+        is_price = name == "usd_per_hour"
+        return isinstance(value, dict) and all(_is_amount(n) or (is_price and n is None) for n in value.values())
+    return _is_amount(value)
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_AMOUNT
 
 
 def hourly_price(hw: HwConfig) -> dict[str, float | None]:

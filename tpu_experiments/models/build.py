@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
@@ -38,9 +39,21 @@ class BuiltModel:
 
 
 def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, ParameterReport]:
-    """The module on the meta device with its adapters: names, shapes and counts, no memory."""
+    """The module on the meta device with its adapters: names, shapes and counts, no memory.
+
+    Raises:
+        ConfigError: the values of the model's config do not go together, or an adapter cannot be where it is asked for.
+    """
     module = source.empty()
-    return module, inject(module, lora)
+    report = inject(module, lora)
+    named = {name for name, _ in module.named_parameters()}
+    shared = [n for n, part in module.named_modules() if isinstance(part, LoraLinear) and f"{n}.weight" not in named]
+    if shared:
+        raise ConfigError(
+            f"lora.targets=[{', '.join(lora.targets)}] matches {shared[0]}, whose weight is the embedding's "
+            "(tie_word_embeddings); an adapter there would change both; leave it out."
+        )
+    return module, report
 
 
 def shapes_of_base(module: nn.Module) -> dict[str, tuple[int, ...]]:

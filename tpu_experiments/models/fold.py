@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.dropout import current_noise, noise
+from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.models.scanned import gathered, scan_layers
+from tpu_experiments.models.scanned import compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.layout import BY_ROWS, Folding
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class FoldedLayers(nn.Module):
                 state = call_layer(self.layer(j), lay(state, axes=BY_ROWS), own, consts, spec=specs[j])
             return (lay(state, axes=BY_ROWS),), ()
 
-        stacks = tuple(p for w in weights for p in w.values())
+        stacks = compute_dtype((p for w in weights for p in w.values()), like=hidden)
         (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)
         return out
 
@@ -230,8 +231,9 @@ def call_layer(
     rest, keywords = tree_unflatten(leaves, structure)
     own = dict(weights)
     number = own.pop(NUMBER, None)
-    with noise(None if number is None else constants[-1], layer=number):
-        return functional_call(template, own, (hidden, *rest), keywords)
+    words = None if number is None else constants[-1]
+    with noise(words, layer=number), cast_weights(own, dtype=hidden.dtype) as cast:
+        return functional_call(template, cast, (hidden, *rest), keywords)
 
 
 def _shared_constants(

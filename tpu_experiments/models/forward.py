@@ -4,7 +4,8 @@ transformers builds masks by looking at tensor values, which on XLA is a host re
 a ready 4-D mask is passed through untouched. Legend: B rows, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.func import functional_call
 
 from tpu_experiments.models.attention import FLASH, causal_mask
 from tpu_experiments.models.dropout import NOISE, noise
+from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.turning import computed
+from tpu_experiments.runtime.stacked import is_stack
 
 
 def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, Tensor]:
@@ -41,14 +44,15 @@ def by_layer_type(mask_of: Callable[[int | None], Tensor], *, config: Any) -> Te
 def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
     """Logits (B, T, V) with `parameters` in place of the module's own, cast to the module's data type.
 
+    The gradients of `parameters` are float32 as they are, not rounded on the way (models/float32_gradients.py).
+
     Args:
         parameters: float32 trainable parameters by name.
         batch: `ids`, `positions`, `segments`, all (B, T); `noise` (B,) where adapters have dropout.
     """
     dtype: Any = module.dtype
-    cast = {name: p.to(dtype) for name, p in parameters.items()}
     inputs = _inputs(module, batch)
-    with noise(batch.get(NOISE)):
+    with noise(batch.get(NOISE)), _as_used(parameters, dtype=dtype) as cast:
         return computed(module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits)
 
 
@@ -58,13 +62,26 @@ def hidden_of(
     """Last hidden states (B, T, H) and the head's weight (V, H), arguments as of `logits_of`.
 
     The product of the two, capped where the model caps, is `logits_of` for a module with a plain head
-    (`models/head.py`) and for no other. A trained embedding that is tied to the head is the head.
+    (`models/head.py`) and for no other. A trained embedding that is tied to the head is the head. A trained head is
+    float32 as `parameters` has it: cast it to the data type of the hidden states for the product.
     """
     dtype: Any = module.dtype
-    cast = {f"module.{name}": p.to(dtype) for name, p in parameters.items()}
     inputs, without_head = _inputs(module, batch), _WithoutHead(module)
-    with noise(batch.get(NOISE)):
-        return computed(module, lambda: functional_call(without_head, cast, kwargs=inputs, tie_weights=True))
+    with noise(batch.get(NOISE)), _as_used(parameters, dtype=dtype) as cast:
+        own = {f"module.{name}": tensor for name, tensor in cast.items()}
+        hidden_BTH, head_VH = computed(
+            module, lambda: functional_call(without_head, own, kwargs=inputs, tie_weights=True)
+        )
+    trained = next((parameters[name] for name, tensor in cast.items() if tensor is head_VH), head_VH)
+    return hidden_BTH, trained
+
+
+@contextmanager
+def _as_used(parameters: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """What the module is called with; stacks are cast where their layers run (models/fold.py)."""
+    stacks = {name: p for name, p in parameters.items() if is_stack(name)}
+    with cast_weights({n: p for n, p in parameters.items() if n not in stacks}, dtype=dtype) as cast:
+        yield cast | stacks
 
 
 class _WithoutHead(nn.Module):

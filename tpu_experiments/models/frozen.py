@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.io.finite import require_finite
 from tpu_experiments.models.build import Place, describe, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import LoraLinear, adapter_weights
@@ -29,10 +30,16 @@ def build_frozen(
         origin: where `trained` is from, for messages.
 
     Raises:
-        ConfigError: the tensors are not of this model.
+        ConfigError: the tensors are not of this model, are of a whole one and not all there, or have values that are
+            NaN or infinite.
     """
     module, shapes = _described(source, lora=lora, trained=trained, origin=origin)
     own = [name for name in shapes_of_base(module) if name not in trained]
+    if trained and not lora.r and own:
+        raise ConfigError(
+            f"{origin}; it lacks {len(own)} of the {len(own) + len(trained)} tensors of a whole model, first {own[0]}; "
+            "its files are not all there: copy it again."
+        )
     source.require_weights({name: shapes[name] for name in own})
     adapted = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, LoraLinear)}
 
@@ -42,7 +49,10 @@ def build_frozen(
                 base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed))
             yield base
         for name in trained:
-            yield Named(name, trained[name].to(source.dtype))
+            tensor = trained[name].to(source.dtype)
+            require_finite(tensor, name=name, place=origin)
+            yield Named(name, tensor)
+            del tensor  # else it lives on while the next one is read
 
     placed_weights(module, weights(), place=place, marks={})
     placed_buffers(module, place=place)

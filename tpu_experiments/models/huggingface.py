@@ -16,12 +16,30 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.config.sources import ModelConfig
 from tpu_experiments.io.find import find_local
+from tpu_experiments.io.finite import not_finite
 from tpu_experiments.models.attention import FLASH
+from tpu_experiments.models.rehearsal import rehearse
 from tpu_experiments.models.stored import StoredTensor, stored_tensors
 
+AUTO_CLASS = "AutoModelForCausalLM"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+COUNTS = {
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31,
+}
+"""Values of a decoder's config that count something, and the most that is taken: far above any model, and what a
+module is still built of in seconds."""
+UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What transformers' classes raise over values that do not go together."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +66,26 @@ class HuggingFaceModel:
 
     def _config(self) -> PretrainedConfig:
         if self.folder is not None:
-            config = _config_of(self.folder)
+            config = _config_of(self.folder, self.model)
         else:
             overlay = self.model.tiny_arch if self.model.size == "tiny" else {}
             config = config_from_arch({**self.model.arch, **overlay})
-        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        has_own_class = self.runs_code and AUTO_CLASS in (getattr(config, "auto_map", None) or {})
+        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own_class:
             raise ConfigError(
                 f"model={self.model.name}; transformers has no causal language model of type {config.model_type!r}; "
                 "give a decoder that generates text."
             )
+        problems = count_problems(config, where=self._where)
+        if problems:
+            raise ConfigError("\n".join(problems))
         config._attn_implementation = FLASH if self.model.attention == "flash" else self.model.attention
         return config
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether the checkpoint's own Python code is run."""
+        return self.model.remote_code == "run" and not self.random
 
     @property
     def reference(self) -> str:
@@ -67,12 +94,32 @@ class HuggingFaceModel:
         return self.model.path if local is None else str(local)
 
     def empty(self) -> nn.Module:
-        """The module with parameters on the meta device and its buffers (RoPE frequencies) on the host."""
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
-        module.tie_weights()
-        _fill_buffers(module)
+        """Build the module with parameters on the meta device and its buffers (RoPE frequencies) on the host.
+
+        Raises:
+            ConfigError: the values of its config do not go together.
+        """
+        try:
+            with torch.device("meta"):
+                module = AutoModelForCausalLM.from_config(
+                    self.config, dtype=self.dtype, trust_remote_code=self.runs_code
+                )
+            module.tie_weights()
+            _fill_buffers(module)
+            rehearse(module)
+        except UNFIT as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"{self._where} with model.attention={self.model.attention}; transformers' {self.config.model_type} "
+                f"cannot compute with these values ({type(error).__name__}: {reason}); mend them, or use another "
+                "model.attention."
+            ) from error
         return module
+
+    @property
+    def _where(self) -> str:
+        """Where the values of the config come from."""
+        return f"model={self.model.name} (model.arch)" if self.folder is None else f"model.path={self.folder}"
 
     def require_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that every parameter is there in its shape, from the headers of the files alone.
@@ -92,18 +139,22 @@ class HuggingFaceModel:
     def weights(self, names: list[str]) -> Iterator[Named]:
         """Yield every parameter of `names` once and in this order, in `dtype`, on the host.
 
+        Each is looked at on its way (io/finite.py says what that costs).
+
         Raises:
-            ConfigError: the checkpoint lacks a parameter.
+            ConfigError: the checkpoint lacks a parameter, or one has a value that is NaN or infinite.
         """
-        if self.random:
-            yield from self._random_weights(names)
-        else:
-            yield from self._checkpoint_weights(names)
+        for item in self._random_weights(names) if self.random else self._checkpoint_weights(names):
+            bad = not_finite(item.tensor)
+            if bad is not None:
+                raise self._refusal_of(item.name, bad)
+            yield item
+            del item  # else it lives on while the next one is read
 
     def _random_weights(self, names: list[str]) -> Iterator[Named]:
         torch.manual_seed(self.seed)
         # float32 first: the same draw in every dtype
-        module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
         parameters = dict(module.named_parameters())
         for name in names:
             yield Named(name, parameters[name].detach().to(self.dtype))
@@ -113,10 +164,25 @@ class HuggingFaceModel:
         for name in names:
             yield Named(name, found[name].read().to(self.dtype))
 
+    def _refusal_of(self, name: str, bad: str) -> ConfigError:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.random:
+            return ConfigError(
+                f"model={self.model.name}; drawn at random, {bad} of {name} are NaN or infinite as {dtype}; look at "
+                "what model.arch and model.tiny_arch say of the start (initializer_range)."
+            )
+        file = self._stored([name])[name].file.name
+        return ConfigError(
+            f"model.path={self.model.path}; {file} has {bad} of {name} that are NaN or infinite as {dtype}; it is "
+            "damaged, or was saved by a training that had diverged: download it again, or take another checkpoint."
+        )
+
     def _stored(self, names: list[str]) -> dict[str, StoredTensor]:
         assert self.folder is not None
         stored = stored_tensors(self.folder)
-        prefix = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].base_model_prefix + "."
+        is_known = type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)] if is_known else self.empty()
+        prefix = f"{kind.base_model_prefix}."
         found = {name: tensor for name in names if (tensor := _under_either_name(name, stored, prefix=prefix))}
         absent = [name for name in names if name not in found]
         if absent:
@@ -140,16 +206,42 @@ def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:
     """
     values = dict(arch)
     model_type = str(values.pop("model_type"))
+    if "auto_map" in values:
+        raise ConfigError("model.arch.auto_map; a model of random weights has no code beside it; leave it out.")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"model.arch.model_type={model_type!r}; transformers has none. {suggest(model_type, CONFIG_MAPPING)}"
         )
-    return CONFIG_MAPPING[model_type](**values)
-
-
-def _config_of(folder: Path) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder)
+        return CONFIG_MAPPING[model_type](**values)
+    except Exception as error:  # each class checks its values in its own way
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.arch; transformers' {model_type} does not take these values ({reason}); mend the one it names."
+        ) from error
+
+
+def count_problems(config: PretrainedConfig, *, where: str) -> list[str]:
+    """Sentences on the sizes of a model: no whole numbers above 0, or too large for any model."""
+    problems = []
+    for name, most in COUNTS.items():
+        value = getattr(config, name, None)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+        if value is not None and not is_count:
+            problems.append(f"{where} has {name}={value!r:.60}; it must be a whole number from 1 to {most}.")
+    return problems
+
+
+def _config_of(folder: Path, model: ModelConfig) -> PretrainedConfig:
+    try:
+        values, _ = PretrainedConfig.get_config_dict(folder)
+        require_no_code(values, source=f"model.path={model.path}", remote_code=model.remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=model.remote_code == "run")
+        if model.remote_code == "ignore" and hasattr(config, "auto_map"):
+            del config.auto_map  # an export has none of the code that it names
+        return config
+    except ConfigError:
+        raise
     except Exception as error:  # not JSON, an unknown model_type, values that the config class refuses
         reason = str(error).partition("\n")[0]
         raise ConfigError(
@@ -181,6 +273,7 @@ def _local_folder(model: ModelConfig) -> Path:
 
     try:
         patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+        patterns += ["*.py"] if model.remote_code == "run" else []
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
     except Exception as error:  # the Hub client raises a dozen types: offline, gated, missing, no space
         raise ConfigError(

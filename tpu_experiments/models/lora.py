@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.models.dropout import NOISE, current_noise, random_mask
+from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
 
@@ -44,12 +45,12 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the data type of `x`."""
         low = self.siblings.low(self, x) if self.siblings else self.low(x, self.lora_A)
-        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_B.to(x.dtype))
+        return F.linear(x, self.weight, self.bias) + product(low, self.lora_B)
 
     def low(self, x: Tensor, a: Tensor) -> Tensor:
         """`a` (k, in_features) times what dropout leaves of `x`, scaled: (..., k). A few numbers a token: kept."""
         # The scale meets the r numbers of a token, not all of its features, forward and backward.
-        return named(F.linear(self._dropped(x), a.to(x.dtype)) * self.scale, LOW)
+        return named(product(self._dropped(x), a) * self.scale, LOW)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """As F.dropout.

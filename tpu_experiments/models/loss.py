@@ -180,8 +180,9 @@ class _TrainedHead(torch.autograd.Function):
         def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
             slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
             grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
-            grad_VH = grad_BCV.flatten(0, 1).T @ x[0].flatten(0, 1)
-            return (carry[0] + grad_VH.float(),), (grad_BCV @ consts[0],)
+            # Of float32 factors, so that devices sum float32 (models/float32_gradients.py).
+            grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
+            return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
 
         xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms, log_z_BT)
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)

@@ -1,6 +1,6 @@
 """A stack of layers as a loop forward and a loop backward, differentiable."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,11 @@ def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, lay: Lay) -> 
     return [w if in_use(axes) == axes else lay(w, axes=in_use(axes)) for w, axes in pairs]
 
 
+def compute_dtype(weights: Iterable[Tensor], *, like: Tensor) -> tuple[Tensor, ...]:
+    """Turn weights to the data type that their layers compute in; numbers of layers stay integers."""
+    return tuple(w.to(like.dtype) if w.is_floating_point() else w for w in weights)
+
+
 def _kept(value: Tensor) -> Tensor:
     """torch_xla lowers a drawn bool tensor to float32, which does not go into a stack of bools."""
     return value.to(torch.uint8) if value.dtype == torch.bool else value
@@ -105,7 +110,10 @@ def _unkept(value: Tensor) -> Tensor:
 
 class _Layers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, constants: tuple[Tensor, ...], hidden: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, scan: _Scan, constants: tuple[Tensor, ...], hidden: Tensor, *kept: Tensor) -> Tensor:
+        # Once, and before devices hand them to each other. The graphs are of the weights as they are kept: their
+        # gradients are float32 where those are.
+        weights = compute_dtype(kept, like=hidden)
         (out,), saved = scan.loop(
             scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0]
         )

@@ -67,12 +67,16 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def _indexed(folder: Path) -> dict[str, StoredTensor]:
     try:
         file_of: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(file_of, dict) or not all(isinstance(f, str) and len(f) < 256 for f in file_of.values()):
+            raise TypeError("weight_map is no object of file names")
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ConfigError(
             f"model.path={folder}; {WEIGHTS_INDEX} is not a readable index ({error!r}); download it again."
         ) from error
     files = sorted(set(file_of.values()))
     for file in files:
+        if Path(file).name != file:
+            raise ConfigError(f"model.path={folder}; {WEIGHTS_INDEX} names {file!r}, which is no file of that folder.")
         if not (folder / file).exists():
             raise ConfigError(f"model.path={folder}; {WEIGHTS_INDEX} names {file} which is not there; download it.")
     held = {file: _tensors_of(folder / file) for file in files}
@@ -89,7 +93,7 @@ def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, framework="pt"):  # checks the header and the length, maps nothing yet
             pass
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"model.path={file.parent}; {file.name} is not a complete safetensors file ({error}); download it again."
         ) from error

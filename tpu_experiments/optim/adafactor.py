@@ -59,7 +59,8 @@ class Adafactor:
             return variance, {"variance": variance}
         row = keep * state["row"] + (1 - keep) * squared.mean(-1, keepdim=True)
         column = keep * state["column"] + (1 - keep) * squared.mean(-2, keepdim=True)
-        return row @ column / row.mean(-2, keepdim=True).clamp(min=self.eps1), {"row": row, "column": column}
+        # Not `row @ column`: a TPU rounds the factors of a matrix product to bf16.
+        return row * column / row.mean(-2, keepdim=True).clamp(min=self.eps1), {"row": row, "column": column}
 
 
 def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:

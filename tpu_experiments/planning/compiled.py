@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.planning import complaints
 from tpu_experiments.planning.compiler import ANSWER, OPTIMIZED, PROGRAM, REQUEST, Memory, environment, versions
@@ -91,6 +92,8 @@ class Compilers:
                 as when the system is out of memory; only other answers are remembered.
         """
         what = f"{program.name} of {shown(program)} for {hw.topology}"
+        if place.is_symlink():
+            raise ConfigError(f"{place}; it is a symbolic link, and files are written there; remove the link.")
         known = (place / ANSWER).exists()
         if not known:
             place.mkdir(parents=True, exist_ok=True)

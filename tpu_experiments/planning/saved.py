@@ -25,6 +25,7 @@ SHAPES_NOTHING = (
     "model.revision",
     "model.tokenizer_path",
     "model.chat_",
+    "model.remote_code",
     "model.init",
     "model.size",
     "model.arch",

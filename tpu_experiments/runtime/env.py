@@ -48,6 +48,12 @@ def variables(hw: HwConfig) -> dict[str, str]:
 
 def compile_cache_folder(config: Config, *, process: int) -> str | None:
     """Folder of this process's compiled programs, None where none are kept; every process writes into its own."""
+    chosen = compile_cache_root(config)
+    return os.path.join(chosen, str(process)) if chosen is not None and config.hw.parallel == "spawn" else chosen
+
+
+def compile_cache_root(config: Config) -> str | None:
+    """Folder of the compiled programs of all processes, None where none are kept."""
     chosen, hw = config.hw.compile_cache, config.hw
     if chosen == "none" or hw.runtime != "xla" or (chosen == "auto" and hw.device != "tpu"):
         return None
@@ -56,7 +62,7 @@ def compile_cache_folder(config: Config, *, process: int) -> str | None:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         place = os.path.join(cache, "tpu_experiments") if is_remote else config.output_dir
         chosen = os.path.join(place, "compile_cache")
-    return os.path.join(chosen, str(process)) if hw.parallel == "spawn" else chosen
+    return chosen
 
 
 def tpu_present() -> bool:

@@ -8,12 +8,13 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from tpu_experiments.config.bugs import write_traceback
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.tracing import trace_interval
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.env import compile_cache_folder
 from tpu_experiments.runtime.stopping import Ticket, join, signals_for_children
@@ -47,7 +48,7 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
             sharding=config.sharding,
             on_recompile=config.trainer.on_recompile,
             compile_cache=cache,
-            trace_every=config.trainer.trace_every_steps,
+            trace_every=trace_interval(config),
         )
     from tpu_experiments.runtime.eager import EagerRuntime
 
@@ -77,6 +78,9 @@ def _spawn_eager(ticket: Ticket, main: Main, config: Config, args: tuple[Any, ..
         if error.exit_code > 0:  # a child that ended itself has said why
             sys.exit(error.exit_code)
         raise
+    except mp.ProcessRaisedException as error:
+        lines = error.msg.strip().splitlines()  # its traceback, which ends with what was raised
+        raise RuntimeError(f"process {error.error_index} of {config.hw.num_devices}: {lines[-1]}") from error
 
 
 def _eager_child(rank: int, ticket: Ticket, port: int, payload: bytes) -> None:
@@ -93,9 +97,9 @@ def _eager_child(rank: int, ticket: Ticket, port: int, payload: bytes) -> None:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         os._exit(2)
-    except Exception:
-        # The others lose their connection and may be reported first: what began it is said here.
-        print(f"process {rank} of {config.hw.num_devices}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    except Exception as error:
+        # The others lose their connection and may be reported first: what began it stands first in the log.
+        write_traceback(error, config=config, process=f"process {rank} of {config.hw.num_devices}, ")
         raise
     finally:
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
+from torch_xla.utils.utils import getenv_as
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
@@ -54,6 +55,11 @@ class XlaRuntime:
         compile_cache: str | None = None,
         trace_every: int = 1,
     ) -> None:
+        if trace_every > 1 and not getenv_as("XLA_ENABLE_PARAM_ALIASING", bool, True):
+            raise ConfigError(
+                f"trainer.trace_every_steps={trace_every} replays graphs that donate their buffers, and "
+                "XLA_ENABLE_PARAM_ALIASING=0 forbids that; unset it, or set trainer.trace_every_steps=1."
+            )
         self.mesh: xs.Mesh | None = None
         if compile_cache is not None:  # torch_xla reads it when it makes its first computation
             os.makedirs(compile_cache, exist_ok=True)

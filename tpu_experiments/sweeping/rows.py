@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.redaction import redacted, redacted_arguments
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.sweeping.points import Point
 
@@ -40,7 +41,7 @@ class Row:
     @classmethod
     def of(cls, point: Point) -> "Row":
         """A point of which nothing is known yet."""
-        return cls(point.name, dict(point.changed), list(point.overrides), point.folder.path())
+        return cls(point.name, redacted(dict(point.changed)), redacted_arguments(point.overrides), point.folder.path())
 
     def take_result(self, result: dict[str, Any]) -> None:
         """Fill in what result.json says."""

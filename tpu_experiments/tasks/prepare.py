@@ -2,11 +2,12 @@
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.page import audit_page
-from tpu_experiments.data.audit.summary import audit_json, audit_table
+from tpu_experiments.data.audit.summary import Manifest, audit_json, audit_table
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.retry import told
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 
@@ -16,28 +17,36 @@ def run(config: Config) -> None:
 
     Raises:
         ConfigError: something the user can mend.
+        StorageFailed: the disk filled on the way.
     """
     start_run_log(None, rank=0)
+    folder = prepared_folder(config)
     try:
-        if config.prepare.engine == "local":
-            start_server()  # imports while the tokenizer is loaded here
-        stages = stages_of(config)
-        tokenizer = tokenizer_for(config)
-        sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
-        folder = prepared_folder(config)
-        for stage in stages:
-            write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)
-        manifests = [m for source in sources.values() for m in source.manifests.values()]
-        stores = {(s.name, length): s.store("train", length) for s in sources.values() for length in s.manifests}
-        page = audit_page(manifests, stores=stores, tokenizer=tokenizer)
-        stem = paths.join(folder, "audit", str(config.name))
-        paths.make_dirs(paths.join(folder, "audit"))
-        paths.write_text_atomic(f"{stem}.html", page)
-        paths.write_text_atomic(f"{stem}.json", strict_json.dumps(audit_json(manifests), indent=1) + "\n")
+        with told(folder, full="failed"):
+            sources, manifests, page = _prepare(config, folder)
     finally:
         stop_run_log()
     print(audit_table(manifests))
-    _say_where(sources, page=f"{stem}.html")
+    _say_where(sources, page=page)
+
+
+def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], list[Manifest], str]:
+    """Sources, manifests and where the audit's page lies."""
+    if config.prepare.engine == "local":
+        start_server()  # imports while the tokenizer is loaded here
+    stages = stages_of(config)
+    tokenizer = tokenizer_for(config)
+    sources = prepare_sources(config, tokenizer=tokenizer, stages=stages, verify="all")
+    for stage in stages:
+        write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)
+    manifests: list[Manifest] = [m for source in sources.values() for m in source.manifests.values()]
+    stores = {(s.name, length): s.store("train", length) for s in sources.values() for length in s.manifests}
+    page = audit_page(manifests, stores=stores, tokenizer=tokenizer)
+    stem = paths.join(folder, "audit", str(config.name))
+    paths.make_dirs(paths.join(folder, "audit"))
+    paths.write_text_atomic(f"{stem}.html", page)
+    paths.write_text_atomic(f"{stem}.json", strict_json.dumps(audit_json(manifests), indent=1) + "\n")
+    return sources, manifests, f"{stem}.html"
 
 
 def _say_where(sources: dict[str, PreparedSource], *, page: str) -> None:

@@ -4,11 +4,12 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
@@ -17,7 +18,8 @@ from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.runtime.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.chosen import require_choices
-from tpu_experiments.training.inputs import RunInputs, stage_rows
+from tpu_experiments.training.inputs import RunInputs, stage_rows, steps_by_stage
+from tpu_experiments.training.saved import progress_of
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 
 log = logging.getLogger(__name__)
@@ -29,14 +31,63 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     Raises:
         ConfigError: something the user can mend; nothing was written.
     """
+    check_targets(config)
     check_loggers(config)
     vocab_size = check_model(config)
     inputs = make_inputs(config)
     check_ids(config, inputs, vocab_size=vocab_size)
-    check_data(folder, inputs)
+    check_data(folder, inputs, config=config)
     for stage in inputs.stages:
         stage_rows(inputs, stage, config=config)  # refuses too few written epochs
     return inputs
+
+
+SWAPPED: dict[str, tuple[str, ...]] = {
+    "model": ("find_folder", "empty", "require_weights", "weights"),
+    "optim": ("init", "update"),
+    "trainer": ("run",),
+}
+"""Methods that what a `_target_` names must have."""
+
+
+def check_targets(config: Config) -> None:
+    """Refuse a `_target_` that is nothing of the kind that stands there, before anything is written.
+
+    Raises:
+        ConfigError: it is no class, or one without the methods of its place.
+    """
+    named = {f"data.{name}": source._target_ for name, source in config.data.items()}
+    named |= {f"logger.{name}": logger._target_ for name, logger in config.logger.items()}
+    named |= {key: getattr(config, key)._target_ for key in SWAPPED}
+    found = {key: _imported(target, key=key) for key, target in named.items()}
+    for key, methods in SWAPPED.items():
+        target, kind = named[key], found[key]
+        lacking = [name for name in methods if not callable(getattr(kind, name, None))]
+        if not isinstance(kind, type) or lacking:
+            what = (
+                f"a class without {', '.join(lacking)}"
+                if isinstance(kind, type)
+                else f"{type(kind).__name__}, no class"
+            )
+            raise ConfigError(
+                f"{key}._target_={target}; it is {what}; name a class with {', '.join(methods)}, as {key}'s own have."
+            )
+
+
+def _imported(target: str, *, key: str) -> Any:
+    """What a `_target_` names.
+
+    Raises:
+        ConfigError: there is none, or a module of the user's own fails when it is imported.
+    """
+    try:
+        return locate(target, key=key)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if target.startswith("tpu_experiments."):
+            raise
+        raise ConfigError(f"{key}._target_={target}; {failure_of(error)}") from error
 
 
 def check_loggers(config: Config) -> None:
@@ -125,17 +176,20 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
             )
 
 
-def check_data(folder: RunFolder, inputs: RunInputs) -> None:
-    """Refuse to go on with other data than the newest checkpoint was trained on.
+def check_data(folder: RunFolder, inputs: RunInputs, *, config: Config) -> None:
+    """Refuse to go on from a place that no run is at, or with other data than the newest checkpoint was trained on.
 
     Raises:
-        ConfigError: the audit hash of a source differs from the one in the checkpoint.
+        ConfigError: progress.json is not what this program writes, or the audit hash of a source differs from the one
+            in it.
     """
-    found = latest_progress(folder.path("checkpoints"))
+    checkpoints = folder.path("checkpoints")
+    found = latest_progress(checkpoints)
     if found is None:
         return
-    step, progress = found
-    before, now = progress["data"], inputs.audit_hashes
+    step = found[0]
+    stages = steps_by_stage(inputs, config=config)
+    before, now = progress_of(found[1], folder=checkpoints, stages=stages).data, inputs.audit_hashes
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if changed:
         shown = ", ".join(f"{key} {before.get(key)} then, {now.get(key)} now" for key in changed)

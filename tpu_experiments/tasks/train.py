@@ -32,6 +32,7 @@ from tpu_experiments.training.inputs import RunInputs, expected_programs, num_st
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
+from tpu_experiments.training.sources import prepared_folder
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 from tpu_experiments.training.summary import summary
 from tpu_experiments.training.window import TrainingStopped
@@ -77,7 +78,8 @@ def train(config: Config, hosts: Hosts) -> None:
         return
     start_run_log(None, rank=hosts.rank)
     with watch.measure("setup"):
-        inputs = hosts.together(lambda: set_up(config, folder))
+        with told(prepared_folder(config), full="failed"):
+            inputs = hosts.together(lambda: set_up(config, folder))
         require_same_data(hosts, inputs)
     with ending_in_time(), ExitStack() as stack:
         held = lease.held(folder.path(), name=folder.name, on_lost=end_at_once)
@@ -117,40 +119,42 @@ def train_process(
     """What every process of the run does; `began`: when the first of them did, in seconds since the boot."""
     watch = Stopwatch()
     watch.seconds.update(seconds)
-    start_run_log(folder, rank=runtime.rank)
-    outputs = make_outputs(runtime, config, inputs, folder, watch=watch, began=began)
+    outputs: RunOutputs | None = None
     trainer: Any = locate(config.trainer._target_, key="trainer")
     try:
+        start_run_log(folder, rank=runtime.rank)
+        outputs = make_outputs(runtime, config, inputs, folder, watch=watch, began=began)
         trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
     except StoppedByRequest:
-        end(runtime, outputs, ended="stopped")
+        end(runtime, outputs, folder=folder, ended="stopped")
         say(runtime, f"stopped on request; the same command goes on from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
     except (TrainingStopped, StorageFailed) as error:
         say(runtime, f"error: {error}")
         sys.exit(1)
     except Exception as error:
-        if not is_told(error, place=config.output_dir):
+        if not is_told(error, place=folder.path()):
             raise
         say(runtime, f"error: {complaint(error, place=folder.path())} The same command goes on.")
         sys.exit(1)
     finally:
-        end(runtime, outputs)
+        end(runtime, outputs, folder=folder)
 
 
-def end(runtime: Runtime, outputs: RunOutputs, *, ended: str = "failed") -> None:
+def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ended: str = "failed") -> None:
     """Close everything that is open; storage that is out of reach even now is told in one sentence."""
     grace.leave()
     told_of: list[str] = []
-    for close in (lambda: outputs.close(ended), stop_run_log):
+    closing = [] if outputs is None else [lambda: outputs.close(ended)]
+    for close in (*closing, stop_run_log):
         try:
             close()
         except StorageFailed as error:
             told_of.append(str(error))
         except Exception as error:
-            if not is_told(error, place=outputs.folder.path()):
+            if not is_told(error, place=folder.path()):
                 raise
-            told_of.append(complaint(error, place=outputs.folder.path()))
+            told_of.append(complaint(error, place=folder.path()))
     if told_of:
         say(runtime, f"error: {told_of[0]}")
 

@@ -12,6 +12,7 @@ from huggingface_hub.repocard_data import EvalResult
 from huggingface_hub.utils import validate_repo_id
 
 from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
 from tpu_experiments.io import paths
@@ -40,7 +41,8 @@ def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> 
     }
     body = "\n".join(f"## {title}\n\n{text}\n" for title, text in sections.items())
     details = f"<details><summary>The whole config</summary>\n\n```yaml\n{config_yaml(config)}```\n\n</details>\n"
-    return f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_what(result, config)}\n\n{body}\n{details}"
+    head = f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_what(result, config)}"
+    return redacted_text(f"{head}\n\n{body}\n{details}")
 
 
 def _metadata(result: Mapping[str, Any], config: Config) -> str:
@@ -86,21 +88,28 @@ def _what(result: Mapping[str, Any], config: Config) -> str:
 
 def _use(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
+    trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
     if config.lora.r == 0:
         code = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            f'model = AutoModelForCausalLM.from_pretrained("{place}", dtype="{dtype}")',
-            f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
+            f'model = AutoModelForCausalLM.from_pretrained("{place}", dtype="{dtype}"{trust})',
+            f'tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})',
         ]
     else:
         base = result.get("base_path") or config.model.path
         code = [
             "from peft import PeftModel",
             "from transformers import AutoModelForCausalLM",
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}")',
+            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}"{trust})',
             f'model = PeftModel.from_pretrained(base, "{place}")',
         ]
-    return "```python\n" + "\n".join(code) + "\n```"
+    text = "```python\n" + "\n".join(code) + "\n```"
+    if trust:
+        text += (
+            f"\n\nTrained with `model.remote_code=run`: Python code that `{config.model.path}` brings was run, and "
+            "loading runs it again with your rights. Read it first."
+        )
+    return text
 
 
 def _results(result: Mapping[str, Any], config: Config) -> str:

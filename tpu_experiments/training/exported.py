@@ -1,4 +1,7 @@
-"""The export proves itself as a checkpoint does: what lies in `adapter/` or `model/` is read back and looked at."""
+"""The export proves itself as a checkpoint does: what lies in `adapter/` or `model/` is read back and looked at.
+
+A whole model is read here for tasks too; an adapter is by export/reading.py.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,6 +11,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from tpu_experiments.checkpoint.reading import tensors_below
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
 from tpu_experiments.io import paths
@@ -80,6 +84,22 @@ class Export:
         digests = list(self._digests.values())
         sha256 = digests[0] if len(digests) == 1 else dict(self._digests)
         return {"bytes": num_bytes, "sha256": sha256, "trained": look.verdict(progress)}
+
+
+def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
+    """Find the tensors of a whole model that this program exported; of more than `max_held_bytes` each is read as it is
+    asked for.
+
+    Raises:
+        ConfigError: there are none, or a file there cannot be read.
+    """
+    try:
+        found = tensors_below(folder, MODEL, max_held_bytes=max_held_bytes)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(f"{folder}; its model cannot be read ({error}); write or copy it again.") from error
+    if not found:
+        raise ConfigError(f"{folder}; it holds no tensors of a model; write or copy it again.")
+    return found
 
 
 def _other_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:

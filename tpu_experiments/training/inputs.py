@@ -128,6 +128,11 @@ def num_steps(inputs: RunInputs, stage: Stage, *, config: Config) -> int:
     return stage_steps(stage_rows(inputs, stage, config=config), stage, inputs=inputs, config=config)
 
 
+def steps_by_stage(inputs: RunInputs, *, config: Config) -> dict[str, int]:
+    """The same of every stage by its name, in order."""
+    return {stage.name: num_steps(inputs, stage, config=config) for stage in inputs.stages}
+
+
 def tokens_of_a_row(inputs: RunInputs, stage: Stage) -> float:
     """Mean over the rows of a stage, without padding."""
     own, replayed = (

@@ -174,7 +174,7 @@ def read_lives(place: str) -> list[Life]:
         if not name.endswith(".json") or name.startswith("."):
             continue
         try:
-            lives.append(Life(**json.loads(paths.read_text(paths.join(place, name)))))
-        except (ValueError, TypeError) as error:
+            lives.append(Life.of(json.loads(paths.read_text(paths.join(place, name)))))
+        except (ValueError, TypeError, RecursionError, IsADirectoryError) as error:
             log.warning("%s is no life of a run (%s); left out of its account", paths.join(place, name), error)
     return lives

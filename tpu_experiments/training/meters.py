@@ -21,8 +21,8 @@ from tpu_experiments.training.window import Mark, Reading
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
-TRACING_BOUND, INPUT_BOUND = 0.5, 0.1
-"""Shares of a step that tracing and waiting for input may take before the log warns."""
+TRACING_BOUND, INPUT_BOUND = 0.8, 0.1
+"""Shares of a step that tracing, which runs beside the device, and waiting for input may take before the log warns."""
 RATES = (
     "tokens_per_second", "supervised_tokens_per_second", "step_seconds", "trace_seconds", "input_wait_seconds",
     "rest_seconds", "mfu", "hfu",
@@ -167,10 +167,9 @@ class Meters:
         if each["trace"] > TRACING_BOUND * each["seconds"] and "trace" not in self._warned:
             self._warned.add("trace")
             log.warning(
-                "tracing-bound: of %.3f s a step the host traces for %.3f s, and the device may wait for it; "
-                "trainer.trace_every_steps=50 traces one step in 50 (the log says so where a program cannot be left "
-                "untraced), model.stack=scanned traces one layer for all, and more rows a step "
-                "(trainer.global_batch_rows) take no longer",
+                "tracing-bound: of %.3f s a step the host traces for %.3f s, and the device waits for it; "
+                "model.stack=scanned traces one layer for all, more rows a step (trainer.global_batch_rows) take no "
+                "longer, and trainer.trace_every_steps=200 replays most steps of this project's own trainers",
                 each["seconds"],
                 each["trace"],
             )

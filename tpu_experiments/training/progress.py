@@ -1,7 +1,13 @@
 """Where a run is, as plain values: what a checkpoint stores beside the tensors."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+REQUIRED = ("stage", "stage_step", "step", "peak_lr", "stages", "data")
+"""Keys without which nobody knows where the run was; the others begin as they do in a fresh run."""
 
 
 @dataclass
@@ -108,13 +114,93 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Progress":
-        """The inverse of `to_dict`.
+    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
+        """Make it of the values of `to_dict`, as JSON gives them back: each of its type, and a place a run can be at.
 
         Raises:
-            TypeError, KeyError: these are the values of something else.
+            ValueError: it is none; the text names the key and the value.
         """
-        losses = [(step, loss) for step, loss in values.get("open_losses", [])]
-        stages = [StageRecord(**record) for record in values["stages"]]
-        guard = GuardState(**values.get("guard", {}))
-        return cls(**{**values, "stages": stages, "guard": guard, "open_losses": losses})
+        lacking = [key for key in REQUIRED if key not in values]
+        if lacking:
+            raise ValueError(f"it lacks {', '.join(lacking)}")
+        found: Progress = _typed(values, cls, key="")
+        found._require_place()
+        return found
+
+    def require_stages(self, stages: Mapping[str, int]) -> None:
+        """Compare the place with a curriculum: names of its stages, in order, and how many steps each has at most.
+
+        Raises:
+            ValueError: no run of it is ever there; the text names the key and the value.
+        """
+        names = list(stages)
+        if self.stage > len(names):
+            raise ValueError(f"stage={self.stage}, and the curriculum has {len(names)} stages ({', '.join(names)})")
+        for index, record in enumerate(self.stages):
+            name = names[index] if index < len(names) else "no stage"
+            if record.name != name:
+                raise ValueError(f"stages[{index}].name={record.name!r}, and the curriculum has {name} there")
+            if record.steps > stages[name]:
+                raise ValueError(f"stages[{index}].steps={record.steps}, and stage {name} has {stages[name]} steps")
+
+    def _require_place(self) -> None:
+        """Refuse numbers that do not go together; raises as `from_dict` does."""
+        counts = {"stage": self.stage, "stage_step": self.stage_step, "step": self.step}
+        for index, record in enumerate(self.stages):
+            counts |= {f"stages[{index}].{key}": getattr(record, key) for key in ("steps", "tokens", "num_worse")}
+        counts |= {f"guard.{key}": getattr(self.guard, key) for key in ("seen", "skipped", "rollbacks")}
+        for key, value in counts.items():
+            if value < 0:
+                raise ValueError(f"{key}={value} is below 0")
+        if not 0 <= self.peak_lr < math.inf:
+            raise ValueError(f"peak_lr={self.peak_lr} is no learning rate")
+        done = sum(record.steps for record in self.stages)
+        if done != self.step:
+            raise ValueError(f"step={self.step}, and the steps of its stages are {done} together")
+        # A stage has a record from its first step on; one that was left before the first was done has an empty one.
+        if not self.stage <= len(self.stages) <= self.stage + 1:
+            raise ValueError(f"stage={self.stage}, and there are records of {len(self.stages)} stages")
+        begun = self.stages[self.stage].steps if len(self.stages) > self.stage else 0
+        if begun != self.stage_step:
+            raise ValueError(f"stage_step={self.stage_step}, and the record of its stage has {begun} steps")
+        if not -1 <= self.eval_step <= self.step:
+            raise ValueError(f"eval_step={self.eval_step}, and step={self.step}")
+        for step, loss in self.open_losses:
+            if not 0 < step <= self.step or not math.isfinite(loss):
+                raise ValueError(f"open_losses has {loss} of step {step}, and step={self.step}")
+
+
+def _typed(value: Any, kind: Any, *, key: str) -> Any:
+    """The value that JSON has for something of this type; null stands for a number that is NaN (io/strict_json.py).
+
+    Raises:
+        ValueError: it is none of that type; the text names the key.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        (inner,) = (part for part in parts if part is not type(None))
+        return None if value is None else _typed(value, inner, key=key)
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        hints = get_type_hints(kind)
+        unknown = [str(name) for name in value if name not in {each.name for each in fields(kind)}]
+        if unknown:
+            raise ValueError(f"{key}{'.' if key else ''}{unknown[0][:80]} is no key of it")
+        prefix = f"{key}." if key else ""
+        try:
+            found = {name: _typed(item, hints[name], key=prefix + name) for name, item in value.items()}
+            return kind(**found)  # type: ignore[operator]  # a class, not one of its objects
+        except TypeError as error:
+            raise ValueError(f"{key}={str(value)[:80]!r} lacks a key ({error})") from error
+    if origin is dict and isinstance(value, Mapping):
+        return {name: _typed(item, parts[1], key=f"{key}.{str(name)[:80]}") for name, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_typed(item, parts[0], key=f"{key}[{index}]") for index, item in enumerate(value)]
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
+        return tuple(_typed(item, part, key=key) for item, part in zip(value, parts, strict=True))
+    if kind is float and (value is None or type(value) is float or (type(value) is int and abs(value) < 2**53)):
+        return math.nan if value is None else float(value)
+    if kind in (int, str) and type(value) is kind:
+        return value
+    raise ValueError(f"{key}={str(value)[:80]!r} is of another type")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tpu_experiments.data.batches import Batch
+from tpu_experiments.io.finite import not_finite
 from tpu_experiments.models.lora import A, B
 from tpu_experiments.models.trained import effects, num_changed
 from tpu_experiments.runtime.base import Runtime
@@ -93,6 +94,21 @@ class Look:
         if not was_trained:
             found["note"] = "no step had a learning rate above 0, so nothing had to change"
         return found
+
+
+def require_numbers(tensors: Tensors, *, group: str) -> None:
+    """Look at the values of host tensors of a group.
+
+    Raises:
+        UnprovenError: one is NaN or infinite.
+    """
+    for name, tensor in tensors.items():
+        bad = not_finite(tensor)
+        if bad is not None:
+            raise UnprovenError(
+                f"{bad} of {group} {name} are NaN or infinite, and nobody could go on from it; lower optim.lr, or "
+                "look at your optimizer"
+            )
 
 
 def _other_half(name: str) -> str:

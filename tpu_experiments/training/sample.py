@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.schema import SampleConfig
+from tpu_experiments.data.tokens.chat import render
 from tpu_experiments.models.forward import hidden_of, logits_of
 from tpu_experiments.models.head import capped, has_plain_head, soft_cap_of
 from tpu_experiments.runtime.base import Runtime
@@ -72,7 +73,8 @@ class Sampler:
         if not has_plain_head(self.module):
             return logits_of(self.module, self.parameters, rows)[index_R, last_R.long()]
         hidden_RTH, head_VH = hidden_of(self.module, self.parameters, rows)
-        return capped(F.linear(hidden_RTH[index_R, last_R.long()], head_VH), soft_cap_of(self.module))
+        hidden_RH = hidden_RTH[index_R, last_R.long()]
+        return capped(F.linear(hidden_RH, head_VH.to(hidden_RH.dtype)), soft_cap_of(self.module))
 
     def _choose(self, logits_R1V: Tensor) -> Tensor:
         """Token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick (argmax of logits plus Gumbel noise)."""
@@ -86,9 +88,7 @@ class Sampler:
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) -> list[int]:
     """Token ids of the prompt: through the chat template for `chat`, as plain text for `text`."""
     if kind == "chat":
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
+        text = render((("user", prompt),), tokenizer=tokenizer, ends_with="generation_prompt")
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return text_ids(tokenizer, prompt)
 

@@ -1,5 +1,6 @@
 """What a run trains, from its start to a checkpoint and back: under Hugging Face's names, folded or not."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpu_experiments.checkpoint.manifest import folder_name
+from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name
 from tpu_experiments.checkpoint.reading import Groups, without_values
 from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import paths
+from tpu_experiments.io.finite import require_finite
 from tpu_experiments.io.shards import file_name, shards
 from tpu_experiments.io.tensor_file import described
 from tpu_experiments.models.build import return_freed_memory
@@ -75,7 +77,7 @@ def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros:
 
 def snapshot(progress: Progress, *, parameters: Mapping[str, Tensor], state: State) -> Snapshot:
     """What the next step will change, where it lies; to be copied or written before that step."""
-    return Snapshot(Progress.from_dict(progress.to_dict()), {OPTIMIZER: flat(state), PARAMETERS: dict(parameters)})
+    return Snapshot(copy.deepcopy(progress), {OPTIMIZER: flat(state), PARAMETERS: dict(parameters)})
 
 
 def read_state(
@@ -84,6 +86,7 @@ def read_state(
     parameters: dict[str, Tensor],
     state: State,
     place: Callable[..., Tensor],
+    stages: Mapping[str, int] | None = None,
     before: int | None = None,
     max_held_bytes: float = math.inf,
 ) -> Progress | None:
@@ -93,20 +96,24 @@ def read_state(
     One above `max_held_bytes` is read tensor by tensor (of a stack over layers all parts), after every byte of it was
     held against its manifest.
 
+    Args:
+        stages: of the curriculum, by name in order, the steps that each has; None leaves the place as it is said.
+
     Raises:
-        ConfigError: it has other tensors than the run, or was changed while it was read.
+        ConfigError: it has other tensors than the run, values that are NaN or infinite, or a place that no run of this
+            curriculum is at; or it was changed while it was read.
     """
     begun: list[int] = []
 
     def use(values: dict[str, Any], groups: Groups) -> Progress:
-        progress = _progress(values, folder)
+        progress = progress_of(values, folder=folder, stages=stages)
         target = paths.join(folder, folder_name(progress.step))
         shapes = {PARAMETERS: shapes_of(parameters), OPTIMIZER: shapes_of(flat(state))}
         for group, expected in shapes.items():
             found = without_values(groups.get(group, {}))
             require_tensors(found, expected, place=paths.join(target, f"{group}.safetensors"))
         begun.append(progress.step)
-        from_host(groups, parameters=parameters, state=state, place=place)
+        from_host(groups, parameters=parameters, state=state, place=place, source=target)
         return progress
 
     found = read_latest(folder, use, before=before, max_held_bytes=max_held_bytes)
@@ -125,7 +132,7 @@ def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mappi
     """
 
     def use(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
-        return int(progress["step"]), groups[PARAMETERS]
+        return progress_of(progress, folder=folder).step, groups.get(PARAMETERS, {})
 
     return read_latest(folder, use, max_held_bytes=max_held_bytes)
 
@@ -180,24 +187,48 @@ def from_host(
     parameters: dict[str, Tensor],
     state: State,
     place: Callable[..., Tensor],
+    source: str,
 ) -> None:
-    """Put the tensors of a checkpoint (`parameters`, `optimizer`) where the run's own are."""
+    """Put the tensors of the checkpoint `source` (`parameters`, `optimizer`) where the run's own are.
+
+    Raises:
+        ConfigError: one has a value that is NaN or infinite.
+    """
+
+    def placed(group: str, name: str) -> Tensor:
+        tensor = stacked(groups[group], name)
+        require_finite(tensor, name=f"{group} {name}", place=source)
+        return place(tensor, name=name)
+
     for name in parameters:
-        parameters[name] = place(stacked(groups[PARAMETERS], name), name=name)
+        parameters[name] = placed(PARAMETERS, name)
     for name, slots in state.items():
         for slot in slots:
-            key = f"{name}/{slot}"
-            slots[slot] = place(stacked(groups[OPTIMIZER], key), name=key)
+            slots[slot] = placed(OPTIMIZER, f"{name}/{slot}")
 
 
-def _progress(values: dict[str, Any], folder: str) -> Progress:
+def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, int] | None = None) -> Progress:
+    """Make a place in the run of what the progress.json of a checkpoint in `folder` says.
+
+    Args:
+        stages: as of `read_state`.
+
+    Raises:
+        ConfigError: a run is never there.
+    """
     try:
-        return Progress.from_dict(values)
-    except (TypeError, KeyError, AttributeError) as error:
+        progress = Progress.from_dict(values)
+        if stages is not None:
+            progress.require_stages(stages)
+    except ValueError as error:
+        step = values.get("step")
+        target = paths.join(folder, folder_name(step)) if type(step) is int and step >= 0 else folder
         raise ConfigError(
-            f"{folder}; progress.json of its newest checkpoint is not what this program writes ({error}); it is from "
-            "another version of it, or was changed: choose another name=, or remove that checkpoint."
+            f"{paths.join(target, PROGRESS)}; {error}, where no run of this config is: it is from another version of "
+            "this program, or was changed; remove that checkpoint's folder to go on from the one before, or choose "
+            "another name=."
         ) from error
+    return progress
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -25,7 +25,7 @@ from tpu_experiments.io.retry import StorageFailed
 from tpu_experiments.io.spool import Spool
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.progress import Progress
-from tpu_experiments.training.proof import Answers, Look, Start, UnprovenError
+from tpu_experiments.training.proof import Answers, Look, Start, UnprovenError, require_numbers
 from tpu_experiments.training.saved import PARAMETERS, Snapshot
 from tpu_experiments.training.window import TrainingStopped
 
@@ -200,6 +200,7 @@ class Saver:
                 if self.settings.prove:
                     found = store.read_tensors(draft, name, tensors)
                     num_read += 1
+                    require_numbers(found, group=group)
                     if group == PARAMETERS:
                         look.at(found)
                     del found  # else it stands beside the next file

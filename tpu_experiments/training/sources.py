@@ -1,6 +1,8 @@
 """From the config to prepared data: tokenizer, readers of the user's own, folders and caches."""
 
 import logging
+from dataclasses import replace
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -39,6 +41,7 @@ def tokenizer_for(config: Config) -> PreTrainedTokenizerBase:
         revision=config.model.revision,
         chat_template_path=config.model.chat_template_path,
         chat_format=config.model.chat_format,
+        remote_code=config.model.remote_code,
     )
 
 
@@ -48,9 +51,14 @@ def prepared_folder(config: Config) -> str:
 
 
 def prepare_sources(
-    config: Config, *, tokenizer: PreTrainedTokenizerBase, stages: list[Stage], is_lookup: bool = False
+    config: Config,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    stages: list[Stage],
+    is_lookup: bool = False,
+    verify: Literal["rows", "all"] = "rows",
 ) -> dict[str, PreparedSource]:
-    """Rows of every source at every length of the stages, made now or found as they are.
+    """Rows of every source at every length of the stages, made now or found as they are; `verify` as of `Preparation`.
 
     Raises:
         NotPrepared: some are missing, and `is_lookup` says to make none.
@@ -60,7 +68,7 @@ def prepare_sources(
         config.data,
         data_size=config.data_size,
         seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
-        how=preparation(config, tokenizer=tokenizer, is_lookup=is_lookup),
+        how=replace(preparation(config, tokenizer=tokenizer, is_lookup=is_lookup), verify=verify),
     )
 
 

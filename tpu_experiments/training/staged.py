@@ -6,6 +6,7 @@ import math
 from tpu_experiments.checkpoint.store import latest_step
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.training.evaluate import Evaluation
+from tpu_experiments.training.inputs import steps_by_stage
 from tpu_experiments.training.progress import Progress, StageRecord
 from tpu_experiments.training.sample import prompt_ids
 from tpu_experiments.training.saved import read_state
@@ -88,6 +89,7 @@ class Staged(Watched):
             parameters=self.parameters,
             state=self.state,
             place=self.runtime.place,
+            stages=steps_by_stage(self.inputs, config=self.config),
             before=before,
             max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
         )

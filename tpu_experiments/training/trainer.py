@@ -74,7 +74,7 @@ class Trainer(Staged):
         self.leave_if_asked()
         rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, inputs=self.inputs, config=self.config)
-        if self.progress.stage_step == 0:
+        if len(self.progress.stages) == stage.index:  # else a checkpoint from before its first step has one
             self.progress.stages.append(StageRecord(stage.name))
             self.progress.guard.recent = []
             if stage.optimizer == "fresh" and stage.index > 0:

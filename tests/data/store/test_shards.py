@@ -107,7 +107,8 @@ def test_a_shard_is_a_numpy_file(tmp_path):
     path = tmp_path / "a.npy"
     record = write_shard(str(path), rows, dtype=DTYPE)
     data = path.read_bytes()
-    assert record == {"name": "a.npy", "rows": 9, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    digests = {"sha256": hashlib.sha256(data).hexdigest(), "md5": hashlib.md5(data).hexdigest()}
+    assert record == {"name": "a.npy", "rows": 9, "bytes": len(data), **digests}
     mapped = np.load(path, mmap_mode="r")
     assert mapped["length"].tolist() == (rows.segments_NT > 0).sum(axis=1).tolist()
     assert write_shard(str(tmp_path / "b.npy"), rows, dtype=DTYPE)["sha256"] == record["sha256"]

@@ -68,6 +68,8 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
         return find.remote_files(spec.path)
     except FileNotFoundError:
         return {}
+    except ConfigError as error:
+        raise ConfigError(f"{spec.key}; {str(error).partition('; ')[2]}") from error
     except Exception as error:  # every file system and its client raise types of their own
         complaint = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise ConfigError(

@@ -5,9 +5,11 @@ blocks/00000-000012.tokens.safetensors  ids (L,), flags (L,)
                     .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), reported; last
 
 A block whose index is there is complete and is not made again, so a preparation that was killed goes on. What a block
-holds depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes.
+holds depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes. The index is
+sealed (io/sealed.py) and has the SHA-256 of the other files; a block that does not match is made again.
 """
 
+import hashlib
 import io
 import json
 import logging
@@ -31,11 +33,14 @@ from tpu_experiments.data.steps.kept import write_documents
 from tpu_experiments.data.steps.pack import flatten
 from tpu_experiments.data.tokens.tokenize import DocumentTokenizer, Tokens
 from tpu_experiments.io import paths
+from tpu_experiments.io.sealed import SEAL, UNSEALED, DamagedFile, require_seal, require_sha256, sealed
 
 log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 2048
 BLOCK_BYTES = 2 * 2**20  # of raw rows; about a second of work
+
+SUFFIX_OF = {"tokens": "tokens.safetensors", "minhash": "minhash.npy"}
 
 Item = RawRow | Document | Refused
 
@@ -97,7 +102,7 @@ class BlockMaker:
 
     def __call__(self, block: Block) -> str:
         """Write the block's files unless they are complete; returns its name."""
-        if not paths.exists(index_path(self.settings.folder, block.name)):
+        if not is_whole(self.settings.folder, block.name):
             self.make(block)
         return block.name
 
@@ -130,10 +135,12 @@ class BlockMaker:
         flat = flatten(tokens for _, tokens in made)
         tokens_file = save({"ids": flat.ids_L, "flags": flat.flags_L})
         paths.write_bytes_atomic(f"{stem}.tokens.safetensors", tokens_file)
+        digests = {"tokens": hashlib.sha256(tokens_file).hexdigest()}
         if self.signer is not None:
             buffer = io.BytesIO()
             np.save(buffer, self.signer.signatures(documents))
             paths.write_bytes_atomic(f"{stem}.minhash.npy", buffer.getvalue())
+            digests["minhash"] = hashlib.sha256(buffer.getvalue()).hexdigest()
         if settings.documents_folder is not None:
             write_documents(documents, folder=settings.documents_folder, name=block.name, source=settings.spec.name)
         keys = b"".join(content_key(document) for document in documents)
@@ -149,8 +156,17 @@ class BlockMaker:
             "max_token_id": np.array([flat.ids_L.max(initial=0)], np.int64),
         }
         bad = next((vars(item) for item in refused if item.is_bad_row), None)
-        facts = {"rows": str(len(block.items)), "changes": json.dumps(changes), "first_bad_row": json.dumps(bad)}
-        paths.write_bytes_atomic(index_path(settings.folder, block.name), save(arrays, metadata=facts))
+        facts = {
+            SEAL: UNSEALED,
+            "block": block.name,
+            "rows": len(block.items),
+            "changes": dict(sorted(changes.items())),
+            "first_bad_row": bad,
+            "sha256": digests,
+        }
+        # One entry, since safetensors writes several in an order of chance.
+        content = sealed(save(arrays, metadata={"facts": json.dumps(facts)}))
+        paths.write_bytes_atomic(index_path(settings.folder, block.name), content)
 
 
 def index_path(folder: str, name: str) -> str:
@@ -169,42 +185,96 @@ class BlockIndex:
     changes: Counter[str]
     first_bad_row: Refused | None
     max_token_id: int
+    sha256: dict[str, str]
+    """Of the block's other files: `tokens`, and `minhash` where near duplicates are looked for."""
+
+
+def is_whole(folder: str, name: str) -> bool:
+    """Whether the block is complete and all its files are what was written; one that is damaged is named in the log."""
+    stem = paths.join(folder, "blocks", name)
+    if not paths.exists(index_path(folder, name)):
+        return False
+    try:
+        index = read_index(folder, name)
+        for kind, suffix in SUFFIX_OF.items():
+            if kind in index.sha256:
+                read_whole(f"{stem}.{suffix}", sha256=index.sha256[kind])
+    except DamagedFile as error:
+        log.warning("%s It is made again.", error)
+        return False
+    return True
 
 
 def read_index(folder: str, name: str) -> BlockIndex:
-    """The index of a complete block."""
-    content = paths.read_bytes(index_path(folder, name))
-    arrays = load(content)
-    facts = _metadata(content)
-    bad = json.loads(facts["first_bad_row"])
+    """The index of a complete block.
+
+    Raises:
+        DamagedFile: it is missing, not what was written, or another block's.
+    """
+    arrays, facts = _opened(folder, name)
+    bad = facts["first_bad_row"]
     return BlockIndex(
         name=name,
-        num_rows=int(facts["rows"]),
+        num_rows=facts["rows"],
         lengths_D=arrays["lengths"],
         characters_D=arrays["characters"],
-        changes=Counter(json.loads(facts["changes"])),
+        changes=Counter(facts["changes"]),
         first_bad_row=Refused(**bad) if bad else None,
         max_token_id=int(arrays["max_token_id"][0]),
+        sha256=facts["sha256"],
     )
 
 
 def read_keys(folder: str, name: str) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """`content_key` (D, 2) and `prompt_key` (D,) of a block's documents."""
-    arrays = load(paths.read_bytes(index_path(folder, name)))
+    """`content_key` (D, 2) and `prompt_key` (D,) of a block's documents; see `read_index`."""
+    arrays, _ = _opened(folder, name)
     return arrays["keys"], arrays["prompts"]
 
 
 def read_report(folder: str, name: str) -> tuple[list[str], list[Refused]]:
-    """Where each of a block's documents was read, and the rows that did not become one."""
-    arrays = load(paths.read_bytes(index_path(folder, name)))
+    """Where each of a block's documents was read, and the rows that did not become one; see `read_index`."""
+    arrays, _ = _opened(folder, name)
     lines = arrays["reported"].tobytes().decode().split("\n")
     return json.loads(arrays["places"].tobytes()), [Refused(**json.loads(line)) for line in lines if line]
 
 
-def read_tokens(folder: str, name: str) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-    """Ids and flags of a block's documents, end to end."""
-    arrays = load(paths.read_bytes(paths.join(folder, "blocks", f"{name}.tokens.safetensors")))
+def read_tokens(folder: str, name: str, *, sha256: str) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """Ids and flags of a block's documents, end to end.
+
+    Raises:
+        DamagedFile: they are missing, or not those whose digest the index has.
+    """
+    arrays = load(read_whole(paths.join(folder, "blocks", f"{name}.{SUFFIX_OF['tokens']}"), sha256=sha256))
     return arrays["ids"], arrays["flags"]
+
+
+def read_whole(path: str, *, sha256: str) -> bytes:
+    """A file of a block.
+
+    Raises:
+        DamagedFile: it is missing, or has another digest.
+    """
+    content = _read(path)
+    require_sha256(content, sha256, path=path)
+    return content
+
+
+def _read(path: str) -> bytes:
+    try:
+        return paths.read_bytes(path)
+    except FileNotFoundError as error:
+        raise DamagedFile(f"{path}; the file is missing.") from error
+
+
+def _opened(folder: str, name: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Arrays and facts of an index."""
+    path = index_path(folder, name)
+    content = _read(path)
+    require_seal(content, path=path)
+    facts = json.loads(_metadata(content)["facts"])
+    if facts["block"] != name:
+        raise DamagedFile(f"{path}; it is the index of another block, {facts['block']}.")
+    return load(content), facts
 
 
 def _kept(items: Iterable[Document | Refused], refused: list[Refused]) -> list[Document]:

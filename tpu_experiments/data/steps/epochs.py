@@ -4,7 +4,7 @@
 `loader.order=written`, from a disk mounted read-only or from a bucket.
 """
 
-import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,14 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.data.prepared import MANIFEST, PreparedSource, read_manifest
 from tpu_experiments.data.steps.keys import short_hash
-from tpu_experiments.data.store.shards import RowStore, row_dtype
+from tpu_experiments.data.store.shards import RowStore, damaged_shards, row_dtype
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
 from tpu_experiments.io import paths
+from tpu_experiments.io.sealed import DamagedFile, require_sha256, write_sealed_json
 
-VERSION = 1
+log = logging.getLogger(__name__)
+
+VERSION = 2
 """Goes up when the same rows are written in another order."""
 
 
@@ -54,8 +57,9 @@ def write_epochs(
     numbers = range(settings.written_epochs)
     for epoch in tqdm(numbers, desc=f"{stage.name}: epochs", unit=" epochs", leave=False, disable=None):
         target = paths.join(base, f"epoch-{epoch:03d}")
-        manifest = read_manifest(target)
-        if manifest is None:
+        expected = {**facts, "epoch": epoch, "seq_len": seq_len}
+        manifest = read_manifest(target, expected=expected)
+        if manifest is None or not _is_whole(manifest, folder=target):
             shards = write_epoch(
                 [source.store("train", seq_len) for source in chosen],
                 folder=target,
@@ -67,10 +71,26 @@ def write_epochs(
                 rows_per_shard=settings.shuffle_block_rows,
                 dtype=row_dtype(seq_len, vocab_size=largest + 1),
             )
-            manifest = {**facts, "seq_len": seq_len, "shards": shards}
-            paths.write_text_atomic(paths.join(target, MANIFEST), json.dumps(manifest, indent=1))
+            manifest = {**expected, "shards": shards}
+            write_sealed_json(paths.join(target, MANIFEST), manifest, indent=1)
         epochs.append(_opened(target, manifest, like=chosen[0]))
     return epochs
+
+
+def _is_whole(manifest: Mapping[str, Any], *, folder: str) -> bool:
+    """Whether shards and origins are what the manifest says; others are named in the log, and the epoch made again."""
+    damaged = damaged_shards(folder, manifest["shards"], md5={s["name"]: s["md5"] for s in manifest["shards"]})
+    for shard in manifest["shards"]:
+        path = paths.join(folder, shard["origins"])
+        try:
+            require_sha256(paths.read_bytes(path), shard["origins_sha256"], path=path)
+        except FileNotFoundError:
+            damaged.append(f"{path}; the file is missing.")
+        except DamagedFile as error:
+            damaged.append(str(error))
+    for complaint in damaged:
+        log.warning("%s The epoch is written again.", complaint)
+    return not damaged
 
 
 def _opened(folder: str, manifest: Mapping[str, Any], *, like: PreparedSource) -> WrittenEpoch:

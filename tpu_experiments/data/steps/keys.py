@@ -17,8 +17,9 @@ from tpu_experiments.data.reading.hub import fingerprint_of_hub
 from tpu_experiments.data.reading.locations import SourceFile
 from tpu_experiments.data.tokens.tokenizer import template_hash, tokenizer_hash
 from tpu_experiments.io import paths
+from tpu_experiments.io.sealed import DamagedFile, read_sealed_json, write_sealed_json
 
-VERSION = 2
+VERSION = 3
 """Goes up when the same input gives other tokens or rows, or other files of them."""
 
 REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
@@ -93,15 +94,14 @@ class _Memory:
         if key not in known:
             known[key] = fingerprint(file)
             paths.make_dirs(self.path.rpartition("/")[0])
-            paths.write_text_atomic(self.path, json.dumps(known, indent=1))
+            write_sealed_json(self.path, known, indent=1)
         return known[key]
 
     def _read(self) -> dict[str, str]:
         try:
-            known: dict[str, str] = json.loads(paths.read_text(self.path))
-        except (FileNotFoundError, ValueError):
+            return read_sealed_json(self.path)
+        except (FileNotFoundError, DamagedFile):  # then they are hashed again
             return {}
-        return known
 
 
 def short_hash(values: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.cleaning.duplicates import find_duplicates
 from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes
-from tpu_experiments.data.steps.blocks import BlockIndex, read_keys
+from tpu_experiments.data.steps.blocks import BlockIndex, read_keys, read_whole
 from tpu_experiments.io import paths
 
 DROPPED = -1
@@ -64,15 +64,20 @@ def _keys(blocks: Sequence[BlockIndex], *, folder: str) -> tuple[NDArray[np.uint
 
 
 class _Signatures(Sequence[NDArray[np.uint32]]):
-    """The blocks' (D, P) signatures, each memory-mapped when it is asked for; remote ones are copied to `scratch`."""
+    """The blocks' (D, P) signatures, each memory-mapped when it is asked for; remote ones are copied to `scratch`.
+
+    All are read once at the start, and compared with the digests of their indexes.
+    """
 
     def __init__(self, folder: str, blocks: Sequence[BlockIndex], *, scratch: str) -> None:
         self.files = [paths.join(folder, "blocks", f"{block.name}.minhash.npy") for block in blocks]
         self.lengths = [len(block.lengths_D) for block in blocks]
+        copies = [paths.join(scratch, f"{block.name}.npy") for block in blocks]
+        for block, file, copy in zip(blocks, self.files, copies, strict=True):
+            content = read_whole(file, sha256=block.sha256["minhash"])
+            if paths.is_remote(folder):
+                paths.write_bytes_atomic(copy, content)
         if paths.is_remote(folder):
-            copies = [paths.join(scratch, f"{block.name}.npy") for block in blocks]
-            for file, copy in zip(self.files, copies, strict=True):
-                paths.write_bytes_atomic(copy, paths.read_bytes(file))
             self.files = copies
 
     def __len__(self) -> int:

@@ -4,13 +4,11 @@
                                blocks.json   their names, in order; written last
 """
 
-import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -18,21 +16,21 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
-from tpu_experiments.data.prepared import NotPrepared
+from tpu_experiments.data.prepared import NotPrepared, read_record
 from tpu_experiments.data.reading.files import read_raw
 from tpu_experiments.data.reading.hub import read_hub
 from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.reading.sources import resolve_format
-from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, read_index
+from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, is_whole, read_index
 from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, tokens_key
 from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.io import paths
 from tpu_experiments.io.peak_memory import PeakMemory
-
-log = logging.getLogger(__name__)
+from tpu_experiments.io.sealed import write_sealed_json
 
 BLOCKS = "blocks.json"
+Found = Literal["taken", "verified"]
 Read = Callable[[SourceSpec], Iterator[Document | Refused]]
 """A reader of the user's own (`data.<name>._target_`)."""
 
@@ -69,8 +67,10 @@ def tokenize_source(
     folder: str,
     read: Read | None,
     is_lookup: bool = False,
+    found: Found = "taken",
 ) -> TokenizedSource:
-    """The source's blocks, made now, completed, or found as they are.
+    """The source's blocks, made now, completed, or found as they are; with `found="verified"` each is looked at, and
+    those that are damaged are made again.
 
     Raises:
         NotPrepared: they are not complete, and `is_lookup` says to make none.
@@ -85,9 +85,12 @@ def tokenize_source(
     key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer)
     target = paths.join(folder, f"{spec.name}-tokens-{key}")
     done = paths.join(target, BLOCKS)
-    if is_lookup and not paths.exists(done):
+    made = read_record(done, expected={"key": key}, is_lookup=is_lookup)
+    if is_lookup and made is None:
         raise NotPrepared(spec.name)
-    if not paths.exists(done):
+    if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
+        made = None
+    if made is None:
         maker = BlockSettings(
             folder=target,
             spec=spec,
@@ -96,8 +99,8 @@ def tokenize_source(
             tokenizer=tokenizer,
             documents_folder=paths.join(target, "documents") if settings.documents == "keep" else None,
         )
-        paths.write_text_atomic(done, json.dumps(_make_all(_Input(spec, files, read), maker=maker, settings=settings)))
-    made = json.loads(paths.read_text(done))
+        made = _make_all(_Input(spec, files, read), maker=maker, settings=settings)
+        write_sealed_json(done, {"key": key, **made})
     _require_good_rows(made["first_bad_row"], spec=spec)
     return TokenizedSource(spec, key, target, made["blocks"], len(files), made["seconds"], made["peak_rss_gib"])
 

@@ -2,10 +2,11 @@
 
 A window is a run of one split's documents with about `prepare.window_tokens` tokens, so that packing needs little
 memory whatever the corpus, and windows can be worked on side by side. <split>/00012.npy holds its rows,
-<split>/00012.json what became of its documents; a window whose JSON is there is complete.
+<split>/00012.json what became of its documents; a window whose JSON is there, and whose shard is what the JSON says,
+is complete.
 """
 
-import json
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from numpy.typing import NDArray
 
 from tpu_experiments.data.steps.blocks import BlockIndex, read_tokens
 from tpu_experiments.data.steps.pack import FlatTokens, Packed, pack
-from tpu_experiments.data.store.shards import row_dtype, write_shard
+from tpu_experiments.data.store.shards import damaged_shards, row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.io import paths
+from tpu_experiments.io.sealed import DamagedFile, read_sealed_json, write_sealed_json
+
+log = logging.getLogger(__name__)
 
 Index = NDArray[np.int64]
 LENGTH_EDGES = (0, *(2**k for k in range(4, 21)))
@@ -36,8 +40,8 @@ class Window:
 
     split: str
     number: int
-    parts: tuple[tuple[str, Index, Index], ...]
-    """(name of the block, first token of each chosen document, its length)."""
+    parts: tuple[tuple[str, str, Index, Index], ...]
+    """(name of the block, SHA-256 of its tokens, first token of each chosen document, its length)."""
     characters: int
     documents: Index
     """Index of every document in the source."""
@@ -60,7 +64,7 @@ def cut_windows(
     blocks: Sequence[BlockIndex], *, split: str, chosen_D: NDArray[np.bool_], tokens: int
 ) -> Iterator[Window]:
     """Windows of the chosen documents, in order, each with at least `tokens` tokens but the last."""
-    parts: list[tuple[str, Index, Index]] = []
+    parts: list[tuple[str, str, Index, Index]] = []
     documents: list[Index] = []
     held = characters = first = number = 0
     for block in blocks:
@@ -68,7 +72,7 @@ def cut_windows(
         index = np.flatnonzero(chosen_D[first : first + count])
         if len(index):
             begin_D = np.cumsum(block.lengths_D) - block.lengths_D
-            parts.append((block.name, begin_D[index], block.lengths_D[index]))
+            parts.append((block.name, block.sha256["tokens"], begin_D[index], block.lengths_D[index]))
             documents.append(index + first)
             held += int(block.lengths_D[index].sum())
             characters += int(block.characters_D[index].sum())
@@ -88,13 +92,29 @@ class WindowMaker:
         self.dtype = row_dtype(settings.seq_len, vocab_size=settings.vocab_size)
 
     def __call__(self, window: Window) -> dict[str, Any]:
-        """The window's record, made now or by an earlier start."""
+        """The window's record, made now, or by an earlier start if it and its shard are what was written then."""
         record = paths.join(self.settings.folder, window.split, f"{window.number:05d}.json")
-        if not paths.exists(record):
-            paths.make_dirs(paths.join(self.settings.folder, window.split))
-            paths.write_text_atomic(record, json.dumps(self.make(window)))
-        made: dict[str, Any] = json.loads(paths.read_text(record))
+        found = self._found(record, window)
+        if found is not None:
+            return found
+        paths.make_dirs(paths.join(self.settings.folder, window.split))
+        made = {"window": window.number, **self.make(window)}
+        write_sealed_json(record, made)
         return made
+
+    def _found(self, record: str, window: Window) -> dict[str, Any] | None:
+        if not paths.exists(record):
+            return None
+        try:
+            found = read_sealed_json(record, expected={"window": window.number, "split": window.split})
+        except DamagedFile as error:
+            log.warning("%s It is made again.", error)
+            return None
+        shard = found["shard"]
+        damaged = damaged_shards(self.settings.folder, [shard], md5={shard["name"]: shard["md5"]}) if shard else []
+        for complaint in damaged:
+            log.warning("%s It is made again.", complaint)
+        return None if damaged else found
 
     def make(self, window: Window) -> dict[str, Any]:
         """Pack the window and write its shard."""
@@ -125,12 +145,12 @@ class WindowMaker:
 
     def _read(self, window: Window) -> FlatTokens:
         ids, flags = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)]
-        for name, begin_D, length_D in window.parts:
-            ids_L, flags_L = read_tokens(self.settings.tokens_folder, name)
+        for name, sha256, begin_D, length_D in window.parts:
+            ids_L, flags_L = read_tokens(self.settings.tokens_folder, name, sha256=sha256)
             for begin, end in _runs(begin_D, length_D):
                 ids.append(ids_L[begin:end])
                 flags.append(flags_L[begin:end])
-        lengths = np.concatenate([length_D for _, _, length_D in window.parts])
+        lengths = np.concatenate([length_D for *_, length_D in window.parts])
         return FlatTokens(np.concatenate(ids), np.concatenate(flags), lengths)
 
 
@@ -181,7 +201,8 @@ def merged(records: Sequence[dict[str, Any]], *, seq_len: int) -> dict[str, Any]
         counts.update(record["counts"])
     lists = ("supervised_per_turn", "documents_per_turn", "length_histogram")
     sums = {name: _added([record[name] for record in records]) for name in lists}
-    shards = [record["shard"] for record in records if record["shard"]]
+    # Without their MD5: a split's numbers go into the audit hash, which says what the data is and not where it lies.
+    shards = [{k: v for k, v in r["shard"].items() if k != "md5"} for r in records if r["shard"]]
     slots = seq_len * sum(shard["rows"] for shard in shards)
     return {
         **{name: counts[name] for name in COUNTS},

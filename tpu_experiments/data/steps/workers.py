@@ -7,12 +7,13 @@ to files and return a summary, so little travels between processes.
 import contextlib
 import functools
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain, cycle, islice
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -42,7 +43,13 @@ def start_server() -> None:
     # This process is not forked: the tokenizer's threads and torch's would be copied in whatever state they are in. The
     # server has no such threads; it imports once what every worker of this run needs, and shares it with them.
     forkserver.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    # Ctrl-C is for this process, which ends the others; blocked here, it is blocked in all that the server starts.
+    resource_tracker.ensure_running()  # starting it unblocks the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def map_jobs(

@@ -5,12 +5,14 @@ number of tokens before the padding; positions and segments follow from those: 2
 `Rows` takes 13. `numpy.load(path, mmap_mode="r")` opens a shard without this package.
 """
 
+import base64
 import hashlib
 import io
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +22,21 @@ from tpu_experiments.data.rows import Rows, empty
 from tpu_experiments.data.store.stream import (
     ADVICE,
     CacheSettings,
+    Check,
     LocalShards,
     Records,
     RemoteShards,
     ShardFile,
     Shards,
 )
-from tpu_experiments.io import paths, ranges
+from tpu_experiments.io import find, paths, ranges
+from tpu_experiments.io.sealed import DamagedFile
 
 LARGEST_16_BIT_VOCABULARY = 2**16
 ENCODED_ROWS = 256  # few megabytes at a time, where a shard of 16 Mi tokens would take 600
 DECODED_ROWS = 1024  # at a time, so that a large take does not need its scratch arrays whole
-PIECE_BYTES = 16 * 2**20
+PIECE_BYTES = 2**20  # read and hashed at a time: stays in the core's cache
+CHECKS_AT_ONCE = min(16, os.cpu_count() or 1)  # a disk gives no more to more readers
 HEADER_BYTES = 4096  # numpy's header of a shard takes 256
 
 
@@ -42,6 +47,8 @@ class ShardRecord(TypedDict):
     rows: int
     bytes: int
     sha256: str
+    md5: NotRequired[str]
+    """Hexadecimal; what a bucket knows of an object without reading it."""
 
 
 def row_dtype(seq_len: int, *, vocab_size: int) -> np.dtype[np.void]:
@@ -127,7 +134,8 @@ def write_shard(path: str, rows: Rows, *, dtype: np.dtype[np.void]) -> ShardReco
     data = buffer.getvalue()
     paths.write_bytes_atomic(path, data)
     name = path.rpartition("/")[2]
-    return ShardRecord(name=name, rows=rows.num_rows, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    sha256, md5 = hashlib.sha256(data).hexdigest(), hashlib.md5(data, usedforsecurity=False).hexdigest()
+    return ShardRecord(name=name, rows=rows.num_rows, bytes=len(data), sha256=sha256, md5=md5)
 
 
 def read_header(data: bytes) -> tuple[np.dtype[np.void], int, int]:
@@ -149,20 +157,55 @@ def verify_shard(path: str, record: Mapping[str, Any]) -> None:
     """Read the shard at a path or URL and compare its size and hash with its record in the manifest.
 
     Raises:
-        ConfigError: it is missing, or size or hash differ.
+        DamagedFile: it is missing, or size or hash differ.
+        ConfigError: it cannot be read.
     """
     size = ranges.size_of(path)
     if size is None:
-        raise ConfigError(f"{path}; the shard is missing; {ADVICE}")
+        raise DamagedFile(f"{path}; the shard is missing.")
     if size != record["bytes"]:
-        raise ConfigError(f"{path}; the shard has {size:,} bytes, its manifest says {record['bytes']:,}; {ADVICE}")
+        raise DamagedFile(f"{path}; the shard has {size:,} bytes, its manifest says {record['bytes']:,}.")
     digest = hashlib.sha256()
     for start in range(0, size, PIECE_BYTES):
         digest.update(ranges.read_range(path, start, min(start + PIECE_BYTES, size)))
     if digest.hexdigest() != record["sha256"]:
-        raise ConfigError(
-            f"{path}; the shard's sha256 is {digest.hexdigest()}, its manifest says {record['sha256']}; {ADVICE}"
-        )
+        raise DamagedFile(f"{path}; the shard's sha256 is {digest.hexdigest()}, its manifest says {record['sha256']}.")
+
+
+def damaged_shards(folder: str, records: Sequence[ShardRecord], *, md5: Mapping[str, str]) -> list[str]:
+    """A sentence for every shard of the folder that is missing or not what its record says, in order.
+
+    Several are read at once: hashing leaves Python's lock to others. Of a bucket that knows the MD5 of its objects
+    nothing is read but what it says of them, one request a shard.
+
+    Args:
+        md5: by name, hexadecimal, where it is known.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+
+    def complaint(record: ShardRecord) -> str | None:
+        path, known = paths.join(folder, record["name"]), md5.get(record["name"])
+        try:
+            if not known or not paths.is_remote(folder) or not _has_md5(path, known, num_bytes=record["bytes"]):
+                verify_shard(path, record)
+        except DamagedFile as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(CHECKS_AT_ONCE, thread_name_prefix="check_shards") as pool:
+        return [found for found in pool.map(complaint, records) if found is not None]
+
+
+def _has_md5(path: str, md5: str, *, num_bytes: int) -> bool:
+    """Whether storage itself says that the object has this MD5; False where it does not say (gcsfs: `md5Hash`)."""
+    try:
+        about = find.remote_info(path)
+    except FileNotFoundError as error:
+        raise DamagedFile(f"{path}; the shard is missing.") from error
+    said = about.get("md5Hash")
+    return said is not None and base64.b64decode(said).hex() == md5 and int(about["size"]) == num_bytes
 
 
 class RowStore:
@@ -185,14 +228,17 @@ class RowStore:
         pad_id: int,
         cache: CacheSettings | None = None,
         sha256: Mapping[str, str] | None = None,
+        check: Check = "none",
     ) -> None:
-        """`shards` are (name, rows) in order. `sha256` by name: checked when a shard is copied to the cache."""
+        """`shards` are (name, rows) in order. `sha256` by name: checked when a shard is copied to the cache, and of a
+        local one when it is opened where `check` says so."""
         hashes = sha256 or {}
         self._files = tuple(ShardFile(paths.join(folder, name), rows, hashes.get(name)) for name, rows in shards)
         self._ends_S = np.cumsum([file.num_rows for file in self._files], dtype=np.int64)
         self._seq_len = seq_len
         self._pad_id = pad_id
         self._cache = cache or CacheSettings()
+        self._check = check
         self._forget()
 
     @classmethod
@@ -280,7 +326,11 @@ class RowStore:
                 f"{first.num_rows:,} of {self._seq_len:,}; {ADVICE}"
             )
         shards = Shards(self._files, dtype, header_bytes)
-        return RemoteShards(shards, settings=self._cache) if paths.is_remote(first.path) else LocalShards(shards)
+        return (
+            RemoteShards(shards, settings=self._cache)
+            if paths.is_remote(first.path)
+            else LocalShards(shards, check=self._check)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_opened", "_process")}

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ LARGEST_BLOCK_BYTES = 8 * 2**20
 COPIED_PIECE_BYTES = 16 * 2**20
 COPY_AGAIN_SECONDS = 30.0
 
+Check = Literal["at_open", "none"]
+"""`at_open`: a local shard is hashed when a process opens it. `none`: it was looked at before, or need not be."""
 Records = NDArray[np.void]
 Index = NDArray[np.int64]
 
@@ -80,8 +82,8 @@ def by_shard(shard_M: Index) -> Iterator[tuple[int, Index]]:
 class LocalShards:
     """Shards on the local disk, memory-mapped."""
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+    def __init__(self, shards: Shards, *, check: Check = "none") -> None:
+        self._shards, self._check = shards, check
         self._maps: OrderedDict[int, Records] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -117,9 +119,27 @@ class LocalShards:
         if size != needed:
             found = "is missing" if size is None else f"has {size:,} bytes where its rows take {needed:,}"
             raise ConfigError(f"{file.path}; the shard {found}; {ADVICE}")
+        if self._check == "at_open" and file.sha256 is not None:
+            require_sha256_of(file.path, file.sha256, size=needed)
         path, dtype = file.path.removeprefix("file://"), self._shards.dtype
         mapped = np.memmap(path, dtype, mode="r", offset=self._shards.header_bytes, shape=(file.num_rows,))
         return np.asarray(mapped)
+
+
+def require_sha256_of(path: str, sha256: str, *, size: int) -> None:
+    """Read a file and compare its digest.
+
+    Raises:
+        ConfigError: it has another, or cannot be read.
+    """
+    digest = hashlib.sha256()
+    for start in range(0, size, COPIED_PIECE_BYTES):
+        digest.update(ranges.read_range(path, start, min(start + COPIED_PIECE_BYTES, size)))
+    if digest.hexdigest() != sha256:
+        raise ConfigError(
+            f"{path}; the shard's sha256 is {digest.hexdigest()}, its manifest says {sha256}; run task=prepare with "
+            "the same settings: it is made again."
+        )
 
 
 class RemoteShards:
@@ -132,6 +152,7 @@ class RemoteShards:
         self._lock = threading.Lock()
         self._copying: threading.Thread | None = None
         self._failure: ConfigError | None = None
+        self._whole: set[int] = set()  # shards whose copy this process has looked at
         self._copies: FileCache | None = None
         total_bytes = sum(shards.size(shard) for shard in range(len(shards.files)))
         if settings.folder is not None and total_bytes <= settings.max_bytes:
@@ -164,6 +185,8 @@ class RemoteShards:
         if self._copies is None:
             return found
         for shard, at in by_shard(shard_M):
+            if shard not in self._whole:
+                continue
             name, pieces = copy_name(self._shards.files[shard]), [extents[i] for i in at]
             parts = self._copies.read(name, pieces, size=self._shards.size(shard))
             found.update(zip(at.tolist(), parts or (), strict=False))
@@ -190,7 +213,12 @@ class RemoteShards:
             return True
         file, size = self._shards.files[shard], self._shards.size(shard)
         try:
-            return self._copies.add(copy_name(file), size=size, fill=lambda copy: self._fill(copy, file, size))
+            while self._copies.add(copy_name(file), size=size, fill=lambda copy: self._fill(copy, file, size)):
+                if self._copies.is_whole(copy_name(file), sha256=file.sha256):
+                    self._whole.add(shard)
+                    return True
+                log.warning("the local copy of %s is damaged; it is fetched again", file.path)
+            return False
         except (ConfigError, OSError) as error:  # the network, or the disk: rows can be fetched one by one meanwhile
             if not self._closed.is_set():
                 log.warning("no local copy of %s for now: %s", file.path, error)

@@ -8,11 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
 
 Messages = tuple[tuple[str, str], ...]
 """(role, content) pairs; the roles are system, user and assistant."""
+FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What the expressions of a template raise, as those of Python do."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,27 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     ends_with: Literal["turn", "generation_prompt"],
 ) -> str:
-    """The text of a conversation; raises jinja2's TemplateError when the template refuses it."""
-    text: str = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in messages],
-        tokenize=False,
-        add_generation_prompt=ends_with == "generation_prompt",
-    )
-    return text
+    """Render a conversation, as the tokenizer's `apply_chat_template` makes it, within limits (sandbox.py).
+
+    Raises:
+        TemplateError: of jinja2, when the template refuses it or fails over it.
+        ConfigError: the template does more than any chat needs.
+    """
+    try:
+        return rendered(
+            tokenizer.get_chat_template(),
+            messages=[{"role": role, "content": content} for role, content in messages],
+            add_generation_prompt=ends_with == "generation_prompt",
+            more=tokenizer.special_tokens_map,
+        )
+    except TemplateLimit as error:
+        raise ConfigError(
+            f"model.tokenizer_path={tokenizer.name_or_path}; its chat template, or that of model.chat_template_path=, "
+            f"{error}, which no chat needs; read it, or take another with model.chat_template_path=FILE or "
+            "model.chat_format=chatml."
+        ) from error
+    except FAILURES as error:
+        raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,9 +4,12 @@ import hashlib
 import json
 from pathlib import Path
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.remote_code import require_no_code
+from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
 from tpu_experiments.io.find import find_local, near_misses
 
 CHAT_FORMATS = Path(__file__).with_name("chat_formats")
@@ -14,13 +17,21 @@ CHAT_FORMATS = Path(__file__).with_name("chat_formats")
 
 
 def load_tokenizer(
-    path: str, *, revision: str | None, chat_template_path: str | None, chat_format: str = "tokenizer"
+    path: str,
+    *,
+    revision: str | None,
+    chat_template_path: str | None,
+    chat_format: str = "tokenizer",
+    remote_code: str = "refuse",
 ) -> PreTrainedTokenizerBase:
     """Tokenizer of a folder or Hub id, with the chat template of a file or of a named format if one is given.
 
+    Args:
+        remote_code: `model.remote_code`, what happens where it brings Python code of its own.
+
     Raises:
         ConfigError: no tokenizer there, one without character offsets, no such template file, a file
-            and a named format, or a format that needs an EOS which the tokenizer lacks.
+            and a named format, a format that needs an EOS which the tokenizer lacks, or one with code of its own.
     """
     if chat_template_path is not None and chat_format != "tokenizer":
         raise ConfigError(
@@ -34,9 +45,16 @@ def load_tokenizer(
             "Name the folder of a tokenizer, or a Hub id."
         )
     from transformers import AutoTokenizer  # imports torch (4 s), which the workers of a preparation do without
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(local or path), revision=revision)
+        values = get_tokenizer_config(str(local or path), revision=revision)
+        require_no_code(values, source=f"model.tokenizer_path={path}", remote_code=remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(local or path), revision=revision, trust_remote_code=remote_code == "run"
+        )
+    except ConfigError:
+        raise
     except Exception as error:  # transformers and the Hub client raise a dozen unrelated types
         where = "this folder holds no tokenizer" if local else "the Hub gave no tokenizer"
         raise ConfigError(
@@ -50,8 +68,11 @@ def load_tokenizer(
         )
     if chat_template_path is not None:
         tokenizer.chat_template = _read_template(chat_template_path)
+        _try_template(tokenizer, place=f"model.chat_template_path={chat_template_path}; it")
     elif chat_format != "tokenizer":
         tokenizer.chat_template = _format_template(chat_format, tokenizer=tokenizer)
+    elif tokenizer.chat_template:
+        _try_template(tokenizer, place=f"model.tokenizer_path={path}; its chat template")
     return tokenizer
 
 
@@ -110,13 +131,35 @@ def _format_template(chat_format: str, *, tokenizer: PreTrainedTokenizerBase) ->
     return template
 
 
+def _try_template(tokenizer: PreTrainedTokenizerBase, *, place: str) -> None:
+    """Render a small conversation, so that a template without an end is named with the place that it comes from.
+
+    Raises:
+        ConfigError: it does more than any chat needs.
+    """
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    try:
+        template = tokenizer.get_chat_template()
+        rendered(template, messages=turns, add_generation_prompt=False, more=tokenizer.special_tokens_map)
+    except (TemplateError, ValueError):  # it may refuse these turns; ValueError: several templates and none is named
+        return
+    except TemplateLimit as error:
+        raise ConfigError(
+            f"{place} {error}, which no chat needs; read it, or take another with model.chat_template_path=FILE or "
+            "model.chat_format=chatml."
+        ) from error
+
+
 def _read_template(path: str) -> str:
     local = find_local(path)
     if local is None or local.is_dir():
         raise ConfigError(
             f"model.chat_template_path={path}; there is no such file. {near_misses(path)}Name a Jinja file."
         )
-    return Path(local).read_text(encoding="utf-8")
+    try:
+        return Path(local).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"model.chat_template_path={path}; it is not UTF-8; name a Jinja file.") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -24,6 +24,8 @@ from tpu_experiments.data.tokens.pipelines import BLANK, LETTER, Pipeline, pipel
 
 _MAX_WORDS, _MAX_CHARACTERS = 2**18, 64
 """Remembered, some 200 bytes each; and the longest of them, since longer ones seldom come back."""
+_MAX_ADDED = 100
+"""Characters of an added token: a pattern has a group for each, one inside the other, and `re` 1,000 calls."""
 _CONTEXT = "a{0}a1{0}1!{0}! {0}  {0}\n{0}\n{0}{0}{0} '{0}x '{0}e '{0}l 'r{0} 'v{0} 'l{0}"
 """A text whose words tell letters, numbers, white space and the rest apart, and what `(?i:'s)` takes for an s."""
 _MARKS = "{0} a\u0345{0} {0}\u0334"
@@ -41,6 +43,8 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> "WordMemo | None":
     if pipeline is None:
         return None
     added = [token["content"] for token in state["added_tokens"]]
+    if max(map(len, added), default=0) > _MAX_ADDED:
+        return None
     memo = WordMemo(tokenizer, pipeline=pipeline, added=added)
     checked = [text + "".join(added[:9]) + text for text in _CHECKED]
     return memo if memo.encode(checked[0]) and all(_is_right(memo, text, tokenizer) for text in checked) else None

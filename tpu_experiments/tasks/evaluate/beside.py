@@ -18,6 +18,7 @@ from tpu_experiments.data.batches import fixed_batches
 from tpu_experiments.data.held_out import HeldOut, lay_out
 from tpu_experiments.data.tokens.tokenizer import pad_id
 from tpu_experiments.data.tokens.widths import Widths
+from tpu_experiments.io.finite import require_finite
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.held_out import document_sums
 from tpu_experiments.models.build import build_model
@@ -83,6 +84,7 @@ class BesideBase:
         self._require(trained)
         for name in list(self.parameters):
             tensor = stacked(trained, name).to(torch.float32)
+            require_finite(tensor, name=name, place=self.subject.place)
             self.parameters[name] = self.runtime.place(tensor, name=name)
         yield "trained"
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.evaluating import EvaluateTaskConfig
 from tpu_experiments.config.identity import identity
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.stored import DATA_KEYS, MODEL_KEYS, config_of_run
-from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.training.saved import newest_parameters
+from tpu_experiments.runtime.env import compile_cache_root
+from tpu_experiments.training.exported import read_model
+from tpu_experiments.training.saved import newest_parameters, progress_of
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"
@@ -47,7 +47,7 @@ class Subject:
             return read_adapter(self.place).tensors
         max_held_bytes = self.config.checkpoint.max_copy_gib * 2**30
         if self.kind == "model":
-            return tensors_below(self.place, MODEL, max_held_bytes=max_held_bytes)
+            return read_model(self.place, max_held_bytes=max_held_bytes)
         found = newest_parameters(self.place, max_held_bytes=max_held_bytes)
         assert found is not None, "`subject_of` has seen one"
         return found[1]
@@ -103,7 +103,7 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
         ConfigError: no run was named, and that of this command's name has another config.
     """
     keys = MODEL_KEYS if task.data == "selected" else MODEL_KEYS + DATA_KEYS
-    found = config_of_run(config, text=paths.read_text(folder.config_path), place=folder.config_path, keys=keys)
+    found = config_of_run(config, text=_config_text(folder), place=folder.config_path, keys=keys)
     if task.run is None:
         then, now = ({k: v for k, v in identity(c).items() if k.startswith(keys)} for c in (found, config))
         changed = [
@@ -114,9 +114,22 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
                 f"name={config.name}; {folder.path()} was made with {'; '.join(changed[:8])}; restore the values, or "
                 f"take the run's own with task.run={folder.path()}."
             )
-    # How rows are cut over the devices is this command's.
+    # How rows are cut over the devices is this command's, and so are compiled programs, which are machine code.
     own = replace(config.trainer, seq_len=found.trainer.seq_len, options=found.trainer.options)
-    return dataclasses.replace(found, trainer=own, output_dir=folder.output_dir, name=folder.name)
+    hw = replace(config.hw, compile_cache=compile_cache_root(config) or "none")
+    return dataclasses.replace(found, trainer=own, hw=hw, output_dir=folder.output_dir, name=folder.name)
+
+
+def _config_text(folder: RunFolder) -> str:
+    """Its config.yaml.
+
+    Raises:
+        ConfigError: it is missing, or no text.
+    """
+    try:
+        return paths.read_text(folder.config_path)
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder.config_path}; it cannot be read ({type(error).__name__}); restore it.") from error
 
 
 def _of_run(config: Config, folder: RunFolder, *, file: str) -> Subject:
@@ -139,7 +152,9 @@ def _of_run(config: Config, folder: RunFolder, *, file: str) -> Subject:
         )
     step, progress = newest
     log.warning("%s is not finished; its checkpoint of step %d is evaluated", folder.path(), step)
-    return Subject(config, "checkpoint", folder.path("checkpoints"), results, progress.get("data"))
+    checkpoints = folder.path("checkpoints")
+    audit = progress_of(progress, folder=checkpoints).data
+    return Subject(config, "checkpoint", checkpoints, results, audit)
 
 
 def _with_adapter(subject: Subject, adapter: str) -> Subject:

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.generating import GenerateTaskConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.config.stored import values_of_run
-from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.io import paths
+from tpu_experiments.training.exported import read_model
 from tpu_experiments.training.saved import newest_parameters
 from tpu_experiments.training.sources import tokenizer_of
 
@@ -61,7 +60,9 @@ def _of_run(config: Config, folder: str) -> Origin:
         text = paths.read_text(place)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"task.run={folder}; there is no config.yaml there; name the folder of a run.") from error
-    values = values_of_run(text, place=place, keys=(*TAKEN, "data"))
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}; it is no text ({type(error).__name__}); restore it.") from error
+    values = values_of_run(config, text=text, place=place, keys=(*TAKEN, "data"))
     kinds = frozenset(source.kind for source in values.pop("data").values())
     changed = replace(config, **values)
     check(changed)
@@ -89,7 +90,7 @@ def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
     if chosen != "checkpoint" and paths.exists(paths.join(adapter, ADAPTER_CONFIG)):
         return _with_adapter(origin, adapter)
     if chosen != "checkpoint" and paths.exists(paths.join(model, "config.json")):
-        whole = tensors_below(model, MODEL, max_held_bytes=max_held_bytes)
+        whole = read_model(model, max_held_bytes=max_held_bytes)
         return replace(origin, lora=LoraConfig(r=0), trained=whole, text=f"model {model}")
     found = None if chosen == "export" else newest_parameters(checkpoints, max_held_bytes=max_held_bytes)
     if found is None:

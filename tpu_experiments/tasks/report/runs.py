@@ -2,20 +2,26 @@
 
 import glob
 import json
+import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.redaction import redacted
+from tpu_experiments.config.yaml_bounds import require_bounded
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.find import is_glob
 from tpu_experiments.io.folder import RESULT
 from tpu_experiments.metrics.goodput import Life, account
+from tpu_experiments.tasks.report.shapes import RECORD, TEST, shaped
+from tpu_experiments.tasks.report.shapes import RESULT as RESULT_SHAPE
 
+log = logging.getLogger(__name__)
 Curve = list[tuple[int, float]]
 """Step and value, in the order of the steps."""
 IDENTITY = "identity.json"
@@ -139,38 +145,56 @@ def labels(folders: Sequence[str]) -> list[str]:
 
 def read_run(folder: str, *, label: str) -> Run:
     """Everything of a folder; a file that is missing or torn counts as empty."""
-    text = _text(paths.join(folder, "config.yaml"))
-    config = yaml.safe_load(text) if text else {}
+    config = _config(paths.join(folder, "config.yaml"))
     records = []
     for line in (_text(paths.join(folder, "metrics.jsonl")) or "").split("\n"):
         try:
             record = json.loads(line)
-        except ValueError:  # the last line of a run that writes
+        except (ValueError, RecursionError):  # the last line of a run that writes
             continue
-        records.append(record)
-    result = _json(paths.join(folder, RESULT))
+        found = shaped(record, RECORD)
+        if found and "step" in found:
+            records.append(found)
+    result = shaped(_json(paths.join(folder, RESULT)), RESULT_SHAPE)
     if result is not None and result.get("status") != "finished":
         result = None
     kept = ((result or {}).get("goodput") or {}).get("run")
-    test = _json(paths.join(folder, TEST_RESULTS))
-    return Run(label, folder, flatten(config), records, result, test, kept or _account(folder))
+    test = shaped(_json(paths.join(folder, TEST_RESULTS)), TEST)
+    return Run(label, folder, redacted(flatten(config)), records, result, test, kept or _account(folder))
+
+
+def _config(file: str) -> Any:
+    """What a run's config.yaml says, as data: nothing is resolved, imported or expanded without a limit.
+
+    Raises:
+        ConfigError: written out it is larger than any config.
+    """
+    try:
+        text = _text(file) or ""
+        require_bounded(text, place=file)
+        return yaml.safe_load(text) or {}
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        log.warning("%s is passed over: it is not YAML (%s)", file, str(error).partition("\n")[0])
+        return {}
 
 
 def _account(folder: str) -> dict[str, Any] | None:
     """Of the lives that a run which is not finished has written down so far."""
-    known = {each.name for each in fields(Life)}
     lives = []
     for name in paths.list_names(paths.join(folder, "lives")):
-        stored = _json(paths.join(folder, "lives", name))
-        if stored is not None:
-            lives.append(Life(**{key: value for key, value in stored.items() if key in known}))
+        try:
+            lives.append(Life.of(_json(paths.join(folder, "lives", name))))
+        except (TypeError, ValueError):  # torn, or changed
+            continue
     return account(lives) if lives else None
 
 
 def _text(file: str) -> str | None:
     try:
-        return paths.read_text(file)
-    except FileNotFoundError:
+        return paths.read_bytes(file).decode("utf-8", errors="replace")
+    except (FileNotFoundError, IsADirectoryError):
         return None
 
 

@@ -15,7 +15,15 @@ from tpu_experiments.config.resuming import ResumeCheckTaskConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
-from tpu_experiments.tasks.resume_check.children import KILLED, WHOLE, Children, Kill, Life
+from tpu_experiments.tasks.resume_check.children import (
+    KILLED,
+    LOG_EVERY_STEPS,
+    WHOLE,
+    Children,
+    Kill,
+    Life,
+    LifeFailed,
+)
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
 from tpu_experiments.tasks.setup import check_model, make_inputs
@@ -23,11 +31,13 @@ from tpu_experiments.training.inputs import num_steps
 
 log = logging.getLogger(__name__)
 MIN_STEPS = 4
-"""A checkpoint after two steps, a step that is lost, and one that was not reached."""
+"""Two saves, a step that is lost, then a save in front, another step that is lost and no other save."""
 
 
 def run(config: Config) -> None:
     """Print the verdict and the cost of a resume, write resume_check.json; exit code 0 equal, 1 not.
+
+    A child that fails is no verdict, and exit code 1 as well.
 
     Raises:
         ConfigError: the check cannot be made.
@@ -44,10 +54,13 @@ def run(config: Config) -> None:
         kills = plan_kills(config)
         place = clear_place(config)
         with tempfile.TemporaryDirectory(prefix="resume_check_") as witness:
-            children = Children(config, place=place, witness=Path(witness), every_steps=kills[0].checkpoint)
+            children = Children(config, place=place, witness=Path(witness))
             lives = [children.live(WHOLE)]
             lives += [children.live(KILLED, kill=kill) for kill in kills]
             lives.append(children.live(KILLED))
+    except LifeFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     finally:
         stop_run_log()
     verdict = compare(lives, place=place)
@@ -66,10 +79,10 @@ def shortened(config: Config) -> Config:
 
 
 def plan_kills(config: Config) -> list[Kill]:
-    """Inside the first stage, between two checkpoints; and behind the border to the second, where there is one.
+    """Choose the kills: two inside the first stage, one behind the border to the second, where there is one.
 
     Raises:
-        ConfigError: the first stage is too short for a kill between two checkpoints.
+        ConfigError: the first stage is too short for these kills.
     """
     inputs = make_inputs(config)
     steps = [num_steps(inputs, stage, config=config) for stage in inputs.stages]
@@ -80,12 +93,31 @@ def plan_kills(config: Config) -> list[Kill]:
             f"curriculum.stages.{name}.steps or .epochs), and a kill between two checkpoints takes {MIN_STEPS}; "
             "give it more."
         )
-    half = first // 2
-    kills = [Kill(checkpoint=half, after=half + 1, where=f"inside stage {name}")]
+    kills = kills_inside(first, where=f"inside stage {name}")
     if len(steps) > 1:
         where = f"behind the border to stage {inputs.stages[1].name}"
-        kills.append(Kill(checkpoint=first, after=first + 1, where=where))
+        kills.append(Kill(first, after=first + 1, where=where, every_steps=0))
     return kills
+
+
+def kills_inside(num_steps: int, *, where: str) -> list[Kill]:
+    """Choose a kill behind a save in the background, and one behind a save in front of the loop.
+
+    Which saves are in front says training/saving.py: the first by steps of a life, here one from the start and one that
+    goes on from the other kill. Each kill comes at the first log record after its checkpoint, so that a step that is
+    done and a record that is written are lost, and before the next save. The checkpoint of the one in the background
+    lies inside the window of a log record, whose losses it must hold.
+
+    Args:
+        num_steps: of the stage, `MIN_STEPS` at least.
+    """
+    every = num_steps // 2 - 1
+    every -= every % LOG_EVERY_STEPS == 0  # else the second save is at the end of a window
+    second = 2 * every
+    return [
+        Kill(second, after=second + 1, where=where, every_steps=every, is_second_save=True),
+        Kill(second + 1, after=second + 2, where=where, every_steps=second + 1),
+    ]
 
 
 def clear_place(config: Config) -> str:

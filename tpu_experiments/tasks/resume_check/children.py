@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
-from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.env import compile_cache_root
 from tpu_experiments.runtime.tether import tied
 from tpu_experiments.training.sources import prepared_folder
 
@@ -25,15 +26,27 @@ RUN = str(Path(sys.argv[0]).resolve())
 ONE_ORDER = "--xla_cpu_multi_thread_eigen=false"
 SHOWN_LINES = 20
 OURS = ("task", "name", "output_dir")
+GIB = 2**30
+LOG_EVERY_STEPS = 3
+"""Steps between two log records of the children. Above 1, so that checkpoints lie inside a record's window, whose
+losses they must hold (Progress.open_losses)."""
+
+
+class LifeFailed(RuntimeError):
+    """A child ended otherwise than it had to; the message has its last lines."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL when the loss of step `after` has arrived, with the checkpoint of step `checkpoint` complete."""
+    """SIGKILL at the first log record of step `after` or a later one, with the checkpoint of `checkpoint` complete."""
 
     checkpoint: int
     after: int
     where: str
+    every_steps: int
+    """`checkpoint.every_steps` of the life that ends so."""
+    is_second_save: bool = False
+    """Whether the checkpoint is the second by steps in its life: one in the background where the config has any."""
 
 
 @dataclass
@@ -50,10 +63,12 @@ class Life:
     """`source:row` of every row, by step, in the order they were queued."""
     read: dict[int, float] = field(default_factory=dict)
     """Loss by step, of those that arrived."""
-    first_read: float = 0.0
-    """Unix seconds when the first loss arrived."""
+    first_step: float = 0.0
+    """Unix seconds when its first step was behind it: the second one was queued, or the first log record was there."""
     checkpoint_after: int = 0
     """Step of the newest complete checkpoint when it ended."""
+    was_in_background: bool = False
+    """Whether that one was written by a background thread."""
     checkpoint_bytes: int = 0
     """Of the checkpoint it went on from."""
 
@@ -61,16 +76,16 @@ class Life:
 class Children:
     """Starts lives one after the other."""
 
-    def __init__(self, config: Config, *, place: str, witness: Path, every_steps: int) -> None:
+    def __init__(self, config: Config, *, place: str, witness: Path) -> None:
         self._config, self._place, self._witness = config, place, witness
-        self._common = [*kept_overrides(sys.argv[1:]), *check_overrides(config, place=place, every_steps=every_steps)]
+        self._common = [*kept_overrides(sys.argv[1:]), *check_overrides(config, place=place)]
 
     def live(self, run: str, *, kill: Kill | None = None) -> Life:
-        """One life of a run.
+        """Run one life of a run.
 
         Raises:
-            ConfigError: the child was refused.
-            RuntimeError: it ended otherwise than it had to.
+            ConfigError: the child was refused at its run's first start.
+            LifeFailed: it ended otherwise than it had to.
         """
         events, output = self._witness / "events", self._witness / "output"
         events.unlink(missing_ok=True)
@@ -79,26 +94,34 @@ class Children:
         log.info("%s: %s", run, f"until it is killed after step {kill.after}, {kill.where}" if kill else "to its end")
         with output.open("wb") as file:
             code = subprocess.run(
-                tied([sys.executable, RUN, *self._common, f"name={run}", logger_override(events, kill)]),
+                tied([sys.executable, RUN, *self._common, f"name={run}", *kill_overrides(events, kill)]),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment(self._config),
                 check=False,
             ).returncode
-        self._require(code, output, kill=kill)
+        self._require(code, output, life=life)
         read_events(life, events)
         life.checkpoint_after = latest_step(checkpoints)
+        settings = self._config.checkpoint
+        if kill is not None and kill.is_second_save and settings.background:
+            life.was_in_background = size_of_newest(checkpoints) <= settings.max_copy_gib * GIB
         return life
 
-    def _require(self, code: int, output: Path, *, kill: Kill | None) -> None:
-        if code == (-signal.SIGKILL if kill else 0):
+    def _require(self, code: int, output: Path, *, life: Life) -> None:
+        if code == (-signal.SIGKILL if life.kill else 0):
             return
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-        if code == 2:
-            problems = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "       "))]
+        problems = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "       "))]
+        if code == 2 and not life.checkpoint_bytes:
             raise ConfigError("\n".join(problems) or lines[-1])
+        if code == 2:
+            raise LifeFailed(
+                "task=resume_check; the run that was killed is refused when it is to go on from its checkpoint: "
+                + ("\n".join(problems) or lines[-1])
+            )
         shown = "\n".join(lines[-SHOWN_LINES:])
-        raise RuntimeError(f"a child of task=resume_check ended with exit code {code}; its last lines:\n{shown}")
+        raise LifeFailed(f"task=resume_check; a child ended with exit code {code}; its last lines:\n{shown}")
 
 
 def kept_overrides(arguments: list[str]) -> list[str]:
@@ -109,33 +132,31 @@ def kept_overrides(arguments: list[str]) -> list[str]:
     ]
 
 
-def check_overrides(config: Config, *, place: str, every_steps: int) -> list[str]:
-    """Where a child writes, how long its stages are, when it saves; of the loggers it keeps metrics.jsonl."""
-    cache = compile_cache_folder(config, process=0)
-    if cache is not None and config.hw.parallel == "spawn":
-        cache = os.path.dirname(cache)
+def check_overrides(config: Config, *, place: str) -> list[str]:
+    """Where a child writes, how long its stages are, when it logs; of the loggers it keeps metrics.jsonl."""
+    cache = compile_cache_root(config)
     overrides = [
         "task=train",
         f"output_dir='{place}'",
         f"prepare.folder='{prepared_folder(config)}'",
         f"hw.compile_cache='{cache or 'none'}'",
         f"trainer.max_stage_steps={config.trainer.max_stage_steps}",
-        "trainer.log_every_steps=1",
+        f"trainer.log_every_steps={LOG_EVERY_STEPS}",
         "trainer.profile.start_step=null",
-        f"checkpoint.every_steps={every_steps}",
     ]
     return overrides + [f"~logger.{name}" for name in config.logger if name != "jsonl"]
 
 
-def logger_override(events: Path, kill: Kill | None) -> str:
-    """metrics.jsonl, and the logger that witnesses a child and kills it."""
-    options = f"path: '{events}'"
+def kill_overrides(events: Path, kill: Kill | None) -> list[str]:
+    """When a child saves, metrics.jsonl, and the logger that witnesses the child and kills it."""
+    options, saves = f"path: '{events}'", []
     if kill is not None:
         marker = f"checkpoints/step_{kill.checkpoint:08d}/{COMMIT}"
         options += f", kill_after: {kill.after}, marker: {marker}"
+        saves = [f"checkpoint.every_steps={kill.every_steps}", "checkpoint.every_minutes=0"]
     loggers = "tpu_experiments.logging"
     probe = f"probe: {{_target_: {loggers}.probe.Probe, options: {{{options}}}}}"
-    return f"+logger={{jsonl: {{_target_: {loggers}.jsonl.JsonlLogger}}, {probe}}}"
+    return [*saves, f"+logger={{jsonl: {{_target_: {loggers}.jsonl.JsonlLogger}}, {probe}}}"]
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -147,16 +168,18 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def read_events(life: Life, file: Path) -> None:
-    """What the probe of a child wrote."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
+    """Take over what the probe of a child wrote."""
+    events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for event in events:
         if event["event"] == "start":
             life.resume_step = event["resume_step"]
         elif event["event"] == "rows":
             life.rows[event["step"]] = event["rows"]
         else:
-            life.first_read = life.first_read or event["time"]
             life.read[event["step"]] = event["loss"]
+    queued = (event["time"] for event in events if event["event"] == "rows")
+    arrived = (event["time"] for event in events if event["event"] == "read")
+    life.first_step = min([*islice(queued, 1, 2), *islice(arrived, 1)], default=0.0)
 
 
 def size_of_newest(checkpoints: str) -> int:

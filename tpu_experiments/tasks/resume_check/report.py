@@ -20,9 +20,10 @@ def costs(lives: list[Life]) -> list[dict[str, Any]]:
             {
                 "killed_after_step": max(before.read),
                 "where": before.kill.where,
+                "checkpoint_was_in_background": before.was_in_background,
                 "resumed_from_step": life.resume_step,
                 "steps_repeated": max(before.rows) - life.resume_step,
-                "seconds_to_first_step": life.first_read - life.started,
+                "seconds_to_first_step": life.first_step - life.started,
                 "bytes_read": life.checkpoint_bytes,
             }
         )
@@ -37,7 +38,7 @@ def as_json(verdict: Verdict, lives: list[Life]) -> dict[str, Any]:
         "steps": max(whole.rows),
         "checks": [asdict(check) | {"equal": not check.difference} for check in verdict.checks],
         "resumes": costs(lives),
-        "uninterrupted_seconds_to_first_step": whole.first_read - whole.started,
+        "uninterrupted_seconds_to_first_step": whole.first_step - whole.started,
     }
 
 
@@ -51,11 +52,12 @@ def as_text(verdict: Verdict, lives: list[Life], *, place: str) -> str:
     ]
     lines.append("cost of a resume")
     for cost in costs(lives):
+        how = ", saved in the background" if cost["checkpoint_was_in_background"] else ""
         lines.append(
             f"  killed after step {cost['killed_after_step']}, {cost['where']}: went on from step "
-            f"{cost['resumed_from_step']}, {cost['steps_repeated']} steps repeated, "
+            f"{cost['resumed_from_step']}{how}, {cost['steps_repeated']} steps repeated, "
             f"{cost['seconds_to_first_step']:.1f} s to the first step "
-            f"(a fresh start: {whole.first_read - whole.started:.1f} s), {cost['bytes_read'] / MIB:.2f} MiB read"
+            f"(a fresh start: {whole.first_step - whole.started:.1f} s), {cost['bytes_read'] / MIB:.2f} MiB read"
         )
     word = "this run can be killed: it goes on exactly" if verdict.is_equal else "this run does not go on exactly"
     return "\n".join([*lines, f"{word}; {place}"])

@@ -1,0 +1,58 @@
+"""What is told of an error that nobody foresaw: one sentence, and a log that holds the rest."""
+
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from tpu_experiments.config.schema import Config
+
+RUN_LOG = "run.log"
+
+
+def bug_sentence(error: Exception, *, config: Config | None) -> str:
+    """Write the traceback of `error` into a log and return the sentence that names both.
+
+    Args:
+        config: of the run, in whose folder run.log lies; None where there is none yet.
+    """
+    log = write_traceback(error, config=config)
+    lines = str(error).strip().splitlines()
+    text = f": {lines[-1]}" if lines else ""
+    return (
+        f"a bug in tpu_experiments: {type(error).__name__}{text.rstrip('.')}; the log with the traceback is at {log}; "
+        "attach it and the files that the command read when you report it."
+    )
+
+
+def write_traceback(error: Exception, *, config: Config | None, process: str = "") -> str:
+    """Add the traceback of `error`, the command and the versions to run.log, else to a file of its own; its path."""
+    shown = "".join(traceback.format_exception(error))
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    command = shlex.join(["python", *sys.argv])
+    versions = f"Python {platform.python_version()}, {platform.platform()}"
+    content = f"{when} CRITICAL an error that nobody foresaw, {process}{versions}: {command}\n{shown}"
+    log = _run_log(config)
+    if log is not None:
+        try:
+            with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(content)
+            return str(log)
+        except OSError:  # a full disk, or no right to write there: the traceback goes elsewhere
+            pass
+    number, path = tempfile.mkstemp(prefix="tpu_experiments_", suffix=".log")
+    with os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(content)
+    return path
+
+
+def _run_log(config: Config | None) -> Path | None:
+    """run.log of a local run folder that has begun one."""
+    if config is None or config.name is None or "://" in config.output_dir:
+        return None
+    log = Path(config.output_dir, config.name, RUN_LOG)
+    return log if log.is_file() else None

@@ -1,0 +1,98 @@
+"""Limits for YAML that somebody else may have written, checked before anything is built of it.
+
+Ten lists of ten aliases each, one inside the other, are 400 bytes and ten thousand million nodes. libyaml's events are
+counted, with what each alias stands for, and nothing is expanded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tpu_experiments.config.errors import ConfigError
+
+MAX_BYTES = 2**19
+MAX_NODES = 10_000
+"""Keys, values, lists and mappings; a config of this project has some 1,000. PyYAML reads so many in a second."""
+MAX_DEPTH = 40
+MAX_DIGITS = 4_000
+"""Characters of a number; PyYAML's `1:00:00` to base 60 takes time with their square."""
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass
+class _Open:
+    """A list or mapping whose end has not come."""
+
+    anchor: str | None
+    nodes: int = 1
+    height: int = 1
+
+
+def require_bounded(text: str, *, place: str) -> None:
+    """Check size, depth and the number of nodes with all aliases written out; mistakes in the syntax are let through.
+
+    Raises:
+        ConfigError: there is more of one than a config has, or an alias stands inside what it names.
+    """
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_BYTES:
+        raise _refusal(place, f"it has {size:,} bytes, and more than {MAX_BYTES:,} are not read")
+    try:
+        _count(yaml.parse(text, Loader=LOADER), place=place)
+    except yaml.YAMLError:
+        return  # who reads it says what is wrong
+
+
+def require_bounded_folder(folder: Path) -> None:
+    """Check every YAML file below a folder.
+
+    Raises:
+        ConfigError: one of them is too large; see `require_bounded`.
+    """
+    for file in sorted(folder.rglob("*.yaml")):
+        try:
+            require_bounded(file.read_text(encoding="utf-8"), place=str(file))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}; it is not UTF-8 ({error.reason}); write it as text.") from error
+        except (FileNotFoundError, IsADirectoryError):  # a link to nowhere, or a folder of that name: Hydra's matter
+            continue
+
+
+def _count(events: Iterator[Any], *, place: str) -> None:
+    known: dict[str, tuple[int, int]] = {}
+    levels: list[_Open] = [_Open(None)]
+
+    def add(nodes: int, height: int) -> None:
+        level = levels[-1]
+        level.nodes, level.height = level.nodes + nodes, max(level.height, height + 1)
+        if sum(each.nodes for each in levels) > MAX_NODES:
+            raise _refusal(place, f"written out it has more than {MAX_NODES:,} keys and values (aliases counted)")
+        if len(levels) + height > MAX_DEPTH + 1:
+            raise _refusal(place, f"it is nested more than {MAX_DEPTH} levels deep")
+
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            if any(level.anchor == event.anchor for level in levels):
+                raise _refusal(place, f"the alias *{event.anchor} stands inside what it names")
+            add(*known.get(event.anchor, (1, 1)))
+        elif isinstance(event, yaml.ScalarEvent):
+            if event.anchor:
+                known[event.anchor] = (1, 1)
+            if event.implicit[0] and len(event.value) > MAX_DIGITS and event.value[0] in "+-.0123456789":
+                raise _refusal(place, f"it has a number of {len(event.value):,} characters")
+            add(1, 1)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            levels.append(_Open(event.anchor))
+            add(0, 0)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            closed = levels.pop()
+            if closed.anchor:
+                known[closed.anchor] = (closed.nodes, closed.height)
+            add(closed.nodes, closed.height)
+
+
+def _refusal(place: str, what: str) -> ConfigError:
+    return ConfigError(f"{place}; {what}; no config of this program does: find out who wrote it.")

@@ -1,0 +1,83 @@
+"""Files that carry the SHA-256 of themselves, so that a reader knows whether they are what was written.
+
+The digest stands in the content and counts as 64 zeros where it is computed: a JSON object has it as `seal`, its first
+entry; a binary format has it in a header of text.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io import paths
+
+SEAL = "seal"
+UNSEALED = "sha256:" + 64 * "0"
+"""Stands once in a content that is to be sealed, before anything else that looks like it."""
+DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
+
+
+class DamagedFile(ConfigError):
+    """A file of a prepared folder is missing, or not what was written there."""
+
+
+def sealed(content: bytes) -> bytes:
+    """The content with the digest of itself in place of `UNSEALED`."""
+    before, mark, after = content.partition(UNSEALED.encode())
+    assert mark, "content without a place for its digest"
+    return b"".join([before, b"sha256:", hashlib.sha256(content).hexdigest().encode(), after])
+
+
+def require_seal(content: bytes, *, path: str) -> None:
+    """Check a sealed content.
+
+    Raises:
+        DamagedFile: it is not what was written at `path`.
+    """
+    found = DIGEST.search(content)
+    if found is None:
+        raise DamagedFile(f"{path}; the file is damaged: the checksum in it is gone.")
+    digest = hashlib.sha256(content[: found.start()])
+    digest.update(UNSEALED.encode())
+    digest.update(memoryview(content)[found.end() :])
+    if digest.hexdigest().encode() != found[0].removeprefix(b"sha256:"):
+        raise DamagedFile(f"{path}; the file is damaged: its content does not give the checksum in it.")
+
+
+def write_sealed_json(path: str, values: Mapping[str, Any], *, indent: int | None = None) -> None:
+    """Replace the file by `values`, sealed."""
+    text = json.dumps({SEAL: UNSEALED, **values}, indent=indent, ensure_ascii=False)
+    paths.write_bytes_atomic(path, sealed(text.encode()))
+
+
+def read_sealed_json(path: str, *, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The values of a file of `write_sealed_json`.
+
+    Args:
+        expected: entries that it must have, so that it is not that of another folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedFile: it is not what was written, or belongs elsewhere.
+    """
+    content = paths.read_bytes(path)
+    require_seal(content, path=path)
+    values: dict[str, Any] = json.loads(content)
+    del values[SEAL]
+    for key, value in (expected or {}).items():
+        if values.get(key) != value:
+            raise DamagedFile(f"{path}; it belongs elsewhere: {key} is {values.get(key)!r} there, not {value!r}.")
+    return values
+
+
+def require_sha256(content: bytes, sha256: str, *, path: str) -> None:
+    """Compare the content of the file `path` with a digest.
+
+    Raises:
+        DamagedFile: it has another.
+    """
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise DamagedFile(f"{path}; the file is damaged: its sha256 is {found}, and {sha256} was written.")

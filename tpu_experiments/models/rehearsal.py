@@ -1,0 +1,30 @@
+"""A model's forward pass without memory: whether the values of its config go together, before anything is loaded."""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from tpu_experiments.models.forward import attention_input
+
+TOKENS = 8
+SHAPES = re.compile(r"shape|size|dimension|mat1|broadcast|must match|divisible", re.IGNORECASE)
+"""What torch's errors about shapes say. Others are of the meta device: it has no values to look at, and not every
+kernel."""
+
+
+def rehearse(module: nn.Module) -> None:
+    """Call the module on one row of the meta device; raises what it raises over values that do not go together."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    tensors: dict[str, Any] = {name: tensor.detach().to("meta") for name, tensor in named}
+    with torch.device("meta"), torch.no_grad():
+        ones = torch.ones(1, TOKENS, dtype=torch.int64)
+        mask = attention_input(ones, module=module)
+        inputs = {"input_ids": ones, "position_ids": ones, "attention_mask": mask, "use_cache": False}
+        try:
+            functional_call(module, tensors, kwargs=inputs)
+        except RuntimeError as error:
+            if SHAPES.search(str(error)):
+                raise
