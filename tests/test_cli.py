@@ -1,6 +1,7 @@
 """Bad input on the real command line: exit code 2, one message, no traceback, and nothing is written."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,6 +163,15 @@ def test_no_tpu_where_the_hardware_asks_for_one(tmp_path: Path) -> None:
     assert ended.code == REFUSED
     assert ended.err.startswith("error: hw=v6e8 asks for a TPU and this machine has none")
     assert "use hw=cpu here" in ended.err
+    assert list(ended.folder.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have GPUs")
+@pytest.mark.parametrize("words", ["hw=t4x2", "hw.runtime=eager hw.device=cuda"])
+def test_no_gpu_where_the_hardware_asks_for_one(words: str, tmp_path: Path) -> None:
+    ended = run_py(words, folder=tmp_path / "case", tmp=tmp_path)
+    assert ended.code == REFUSED
+    assert re.match(r"error: hw.device=cuda asks for \d NVIDIA GPU\(s\) and torch can use 0 here", ended.err)
     assert list(ended.folder.iterdir()) == []
 
 

@@ -1,6 +1,8 @@
 """No traceback for anything a user can type or a file can hold: random cases of a fixed seed, and the net itself."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,9 @@ REFUSED = (
     ("hw.env={'':1}",),
     ("hw.env={'a=b':1}",),
     ("plugins=['']", "trainer._target_=.x"),
+    ("model.saved=${name}",),
+    ("lora.targets=${sample}",),
+    ("hw.env=${logger}",),
 )
 
 
@@ -112,4 +117,16 @@ def test_without_a_run_folder_the_traceback_goes_into_a_file_of_its_own(
     (log,) = tmp_path.iterdir()
     assert str(log) in said
     assert said.startswith("a bug in tpu_experiments: KeyError: ")
+    assert "Traceback (most recent call last)" in log.read_text()
+
+
+@pytest.mark.parametrize(("number", "is_a_bug"), [(errno.EISDIR, False), (errno.EACCES, False), (errno.ENOENT, True)])
+def test_a_file_that_the_system_refuses_is_no_bug(
+    number: int, is_a_bug: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    said = bug_sentence(OSError(number, os.strerror(number), "/lab/result.json"), config=None)
+    assert said.startswith("a bug in tpu_experiments" if is_a_bug else "/lab/result.json; the system refuses it (")
+    (log,) = tmp_path.iterdir()
+    assert str(log) in said
     assert "Traceback (most recent call last)" in log.read_text()

@@ -30,7 +30,7 @@ TOY = (
     "output_dir={tmp}/out",
 )
 """A run of one step, which every case begins with."""
-TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
+TASKS: dict[str, tuple[float, tuple[str, ...]]] = {
     "train": (50, ()),
     "train both": (10, ("data=[sample_text,sample_chat]",)),
     "train random": (14, ("model.init=random",)),
@@ -40,8 +40,10 @@ TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "report": (4, ("task=report", "task.runs=[{tmp}/runs/done]")),
     "plan": (5, ("task=plan", "task.method=analytic", "hw=v5e8", "trainer.global_batch_rows=8")),
     "doctor": (2, ("task=doctor", "task.checks=[settings,versions,output_dir,model,data]", "task.timeout_seconds=1")),
+    "sweep": (1, ("-m", "lora.r=4")),
+    "resume_check": (0.4, ("task=resume_check", "checkpoint.every_steps=1", "trainer.max_stage_steps=4")),
 }
-"""Weight and words of each."""
+"""Weight and words of each. The last two start processes of their own: seconds for each that goes far."""
 
 NUMBERS = (
     *("0", "1", "-1", "2", "3", "5", "7", "8", "16", "127", "128", "-0", "00", "1_000", "0x10", "1e3", "0.5", "-0.5"),
@@ -559,7 +561,7 @@ def _odd(draw: random.Random, task: str) -> str:
 def _keys(task: str) -> tuple[tuple[str, Any], ...]:
     """Every key of the composed config with its value, and those of the schema under a source, stage or logger."""
     register()
-    words = [w for w in (*TOY, *TASKS[task][1]) if "{tmp}" not in w]
+    words = [w for w in (*TOY, *TASKS[task][1]) if "{tmp}" not in w and w != "-m"]
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         composed = compose("config", overrides=["~local", *words])
     return tuple(_leaves(composed))

@@ -68,6 +68,17 @@ def test_an_answer_ends_where_its_turn_does(chat_format, end, ids):
         assert (answer.text, answer.finished) == ("Da.", is_finished)
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_half_of_a_surrogate_pair_is_refused_by_line(make_config, tmp_path, kind):
+    task = make_config("task=generate", f"task.prompts_file={tmp_path}/p.jsonl").task
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a\\ud800"}\n')
+    tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None)
+    fine, half = generate.given_prompts(task)
+    assert generate.ids_of(fine, kind=kind, tokenizer=tokenizer, vocab_size=4096)
+    with pytest.raises(ConfigError, match=r"line 2 of .*p\.jsonl; it has half of a surrogate pair \('\\ud800'\)"):
+        generate.ids_of(half, kind=kind, tokenizer=tokenizer, vocab_size=4096)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -1,5 +1,6 @@
 """What is told of an error that nobody foresaw: one sentence, and a log that holds the rest."""
 
+import errno
 import os
 import platform
 import shlex
@@ -12,15 +13,25 @@ from pathlib import Path
 from tpu_experiments.config.schema import Config
 
 RUN_LOG = "run.log"
+OF_THE_SYSTEM = frozenset(
+    {errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
+    | {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE}
+)
+"""What is wrong with a file, a folder or a disk, and not with the program that opens it."""
 
 
 def bug_sentence(error: Exception, *, config: Config | None) -> str:
-    """Write the traceback of `error` into a log and return the sentence that names both.
+    """Write the traceback of `error` into a log and return the sentence that names both, or the file that is at fault.
 
     Args:
         config: of the run, in whose folder run.log lies; None where there is none yet.
     """
     log = write_traceback(error, config=config)
+    if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_SYSTEM:
+        return (
+            f"{os.fsdecode(error.filename)}; the system refuses it ({error.strerror}); mend, move or remove it, or "
+            f"name another place; the traceback is in {log}."
+        )
     lines = str(error).strip().splitlines()
     text = f": {lines[-1]}" if lines else ""
     return (

@@ -1,6 +1,8 @@
 """From Hydra's composed config to the plain dataclass that everything below run.py receives."""
 
 import dataclasses
+import types
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,9 +25,9 @@ def to_config(composed: DictConfig) -> Config:
         raise ConfigError("\n".join(_missing(key) for key in missing))
     config: Any = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    unknown = list(_unknown_keys(config))
-    if unknown:
-        raise ConfigError("\n".join(unknown))
+    problems = [*_unknown_keys(config), *_wrong_types(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
     check(config)
     if config.name is None:
         model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
@@ -75,3 +77,36 @@ def _unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _unknown_keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}={value}; there is no such key. {suggest(name, known)}"
+
+
+def _wrong_types(node: Any, prefix: str = "") -> Iterator[str]:
+    """Values of another type than their key's: OmegaConf lets an interpolation put any node where a list stands."""
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        value, hint = getattr(node, field.name), hints[field.name]
+        if not _fits(value, hint):
+            shown = "null" if value is None else str(value)
+            wanted = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+            yield f"{prefix}{field.name}={shown:.100}; it must be of type {wanted}."
+        elif dataclasses.is_dataclass(value):
+            yield from _wrong_types(value, f"{prefix}{field.name}.")
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                if dataclasses.is_dataclass(part):
+                    yield from _wrong_types(part, f"{prefix}{field.name}.{name}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type that the schema uses: a class, a union, or a list or dict of them."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(part, parts[0]) for part in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(part, parts[1]) for part in value.values())
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, hint)

@@ -5,6 +5,7 @@ resolved, except what the command line names itself.
 """
 
 import dataclasses
+import io
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -75,10 +76,10 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     """
     require_bounded(text, place=place)
     try:
-        stored: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        stored: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         chosen = {key: stored[key] for key in keys}
-    except (OmegaConfBaseException, YAMLError, KeyError, TypeError, ValueError) as error:
-        raise _not_ours(place, error) from error
+    except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
+        raise _not_ours(place, error) from error  # OSError: the text is a single value
     problems = list(_doors(stored, config))
     if problems:
         raise ConfigError("\n".join(f"{place}; {problem}" for problem in problems[:8]))

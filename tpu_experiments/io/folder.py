@@ -8,6 +8,8 @@
 import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,6 +93,21 @@ class RunFolder:
         """The result when the run is complete, else None; one that cannot be read counts as none."""
         result = self._stored_result()
         return result if isinstance(result, dict) and result.get("status") == "finished" else None
+
+    @contextmanager
+    def reading_result(self) -> Iterator[None]:
+        """Refuse a stored result that cannot be what a run wrote.
+
+        Raises:
+            ConfigError: a value of it is missing or of another kind.
+        """
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path(RESULT)}; it holds a value that no run writes ({type(error).__name__}: {error}); remove "
+                "it, and the run goes on from its last checkpoint."
+            ) from error
 
     def put_aside_unreadable_result(self) -> None:
         """Move a result that cannot be read out of the way of the next one, and say so; `create` does it."""

@@ -36,6 +36,9 @@ class BuiltModel:
     """Host copies of PiSSA's initial A and B, which the export must subtract; empty otherwise."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of the trainable parameters at their start, under Hugging Face's names (models/trained.py)."""
+    order: tuple[str, ...] = ()
+    """Names of the trainable parameters as they came onto the device. torch_xla orders a program's results by it, so
+    tensors that are put in their place later come in the same order, or the step is another program."""
 
 
 def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, ParameterReport]:
@@ -89,7 +92,7 @@ def build_model(
     placed_buffers(module, place=place)
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
-    return BuiltModel(module, in_order, report, source, initial, marks)
+    return BuiltModel(module, in_order, report, source, initial, marks, tuple(trainable))
 
 
 def placed_buffers(module: nn.Module, *, place: Place) -> None:

@@ -17,7 +17,7 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
     """Check that the device is there and set the variables of `hw`; a plan traces on the CPU and needs no device.
 
     Raises:
-        ConfigError: `hw.device=tpu` on a machine without a TPU.
+        ConfigError: `hw.device=tpu` on a machine without a TPU, or `cuda` on one with fewer GPUs.
         RuntimeError: torch_xla is already imported, so the variables would have no effect.
     """
     if is_planned:
@@ -31,6 +31,19 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
     if "torch_xla" in sys.modules:
         raise RuntimeError("torch_xla was imported before the environment of hw was set; import nothing of it earlier")
     os.environ.update(variables(hw))
+    if hw.device == "cuda":
+        _require_gpus(hw)
+
+
+def _require_gpus(hw: HwConfig) -> None:
+    import torch  # which counts those that its CUDA can use, and those of CUDA_VISIBLE_DEVICES alone
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < hw.num_devices:
+        raise ConfigError(
+            f"hw.device=cuda asks for {hw.num_devices} NVIDIA GPU(s) and torch can use {found} here (nvidia-smi lists "
+            "what the driver sees); run it on a machine that has them, or use hw=cpu here."
+        )
 
 
 def variables(hw: HwConfig) -> dict[str, str]:

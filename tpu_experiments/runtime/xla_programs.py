@@ -166,10 +166,7 @@ class XlaProgram(Generic[Out]):
         is_first = signature not in self._texts
         is_warmup = is_first and self._is_admitted(signature)
         places = [id(tensor) for tensor in self.held().values()]
-        # A rollback puts the tensors of a checkpoint in the place of the held ones. Where each step is traced, the
-        # first step after it was compiled once more (tests/training/test_rollback.py); the cause is not known yet.
-        is_replaced = places != self._places
-        if is_first or is_replaced:
+        if is_first or places != self._places:  # the tensors of a checkpoint are in the place of the held ones
             run_what_is_pending()
         self._places = places
         trace = partial(self._traced, batch, signature)
@@ -188,7 +185,6 @@ class XlaProgram(Generic[Out]):
         if then is not None:
             self.closures.run(partial(then, out))
         self._num_calls += 1
-        is_warmup = is_warmup or (is_replaced and replay is None)
         compiled = self.compiles.after(self.name, num_before=num_before, is_warmup=is_warmup)
         if is_first:
             log.info("%s %s: compiled %d program(s)", self.name, shape_text(leading_shape(signature)), compiled)

@@ -7,6 +7,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted, redacted_arguments
 from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.shapes import RESULT, shaped
 from tpu_experiments.sweeping.points import Point
 
 RECORD = "sweep.json"
@@ -44,7 +45,8 @@ class Row:
         return cls(point.name, redacted(dict(point.changed)), redacted_arguments(point.overrides), point.folder.path())
 
     def take_result(self, result: dict[str, Any]) -> None:
-        """Fill in what result.json says."""
+        """Fill in what result.json says, as far as it is what a run writes."""
+        result = shaped(result, RESULT)
         self.status, self.exit_code, self.step = FINISHED, 0, None
         names = ("eval_loss_before", "eval_loss", "tokens_per_second", "num_trainable", "adapter_path")
         for name in names:

@@ -73,7 +73,8 @@ def train(config: Config, hosts: Hosts) -> None:
         hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
     if finished is not None:
         if hosts.rank == 0:
-            print(summary(finished, folder=folder))
+            with folder.reading_result():
+                print(summary(finished, folder=folder))
             print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
         return
     start_run_log(None, rank=hosts.rank)

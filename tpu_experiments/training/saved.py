@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,7 @@ def read_state(
     parameters: dict[str, Tensor],
     state: State,
     place: Callable[..., Tensor],
+    order: Sequence[str] = (),
     stages: Mapping[str, int] | None = None,
     before: int | None = None,
     max_held_bytes: float = math.inf,
@@ -97,6 +98,8 @@ def read_state(
     held against its manifest.
 
     Args:
+        order: names of the parameters in the order to place them, which a traced program depends on
+            (`BuiltModel.order`); by default theirs.
         stages: of the curriculum, by name in order, the steps that each has; None leaves the place as it is said.
 
     Raises:
@@ -113,7 +116,7 @@ def read_state(
             found = without_values(groups.get(group, {}))
             require_tensors(found, expected, place=paths.join(target, f"{group}.safetensors"))
         begun.append(progress.step)
-        from_host(groups, parameters=parameters, state=state, place=place, source=target)
+        from_host(groups, parameters=parameters, state=state, place=place, order=order, source=target)
         return progress
 
     found = read_latest(folder, use, before=before, max_held_bytes=max_held_bytes)
@@ -187,9 +190,10 @@ def from_host(
     parameters: dict[str, Tensor],
     state: State,
     place: Callable[..., Tensor],
+    order: Sequence[str],
     source: str,
 ) -> None:
-    """Put the tensors of the checkpoint `source` (`parameters`, `optimizer`) where the run's own are.
+    """Put the tensors of the checkpoint `source` (`parameters`, `optimizer`) where the run's own are, in this order.
 
     Raises:
         ConfigError: one has a value that is NaN or infinite.
@@ -200,7 +204,7 @@ def from_host(
         require_finite(tensor, name=f"{group} {name}", place=source)
         return place(tensor, name=name)
 
-    for name in parameters:
+    for name in order or tuple(parameters):
         parameters[name] = placed(PARAMETERS, name)
     for name, slots in state.items():
         for slot in slots:

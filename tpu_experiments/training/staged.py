@@ -89,6 +89,7 @@ class Staged(Watched):
             parameters=self.parameters,
             state=self.state,
             place=self.runtime.place,
+            order=self.model.order,
             stages=steps_by_stage(self.inputs, config=self.config),
             before=before,
             max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,

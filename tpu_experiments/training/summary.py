@@ -101,9 +101,9 @@ def summary(result: dict[str, Any], *, folder: RunFolder) -> str:
     sources = result["eval_sources"].items() if len(result["eval_sources"]) > 1 else ()
     lines = [
         f"finished {result['name']}",
-        f"  held-out loss   {before:.4f} -> {after:.4f}  (perplexity {result['perplexity']:.2f})",
+        f"  held-out loss   {_loss(before)} -> {_loss(after)}  (perplexity {_loss(result['perplexity'], digits=2)})",
         *_measure_lines(result),
-        *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {after:.4f}" for name, after in sources),
+        *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {_loss(end)}" for name, end in sources),
         *(line for stage in result["stages"] for line in _stage_lines(stage)),
         *_guard_lines(result["guard"]),
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
@@ -138,7 +138,7 @@ def _stage_lines(stage: dict[str, Any]) -> list[str]:
 def _measure_lines(result: dict[str, Any]) -> list[str]:
     """Accuracy and bits per byte, where they are known."""
     before, after = result.get("eval_measures_before", {}), result.get("eval_measures", {})
-    parts = [f"{name.replace('_', ' ')} {_loss(before.get(name))} -> {value:.4f}" for name, value in after.items()]
+    parts = [f"{name.replace('_', ' ')} {_loss(before.get(name))} -> {_loss(value)}" for name, value in after.items()]
     return [f"    {', '.join(parts)}"] if parts else []
 
 
@@ -178,5 +178,6 @@ def _cache_text(cache: dict[str, Any] | None) -> str:
     return f"; of the compile cache {cache['hits']} hits, {cache['misses']} misses{unreadable}"
 
 
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _loss(value: float | None, *, digits: int = 4) -> str:
+    """A figure; result.json has null in the place of one that is not finite."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -122,8 +122,16 @@ def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, voc
     """Token ids of a prompt.
 
     Raises:
-        ConfigError: the chat template refuses it, it is empty, or the model has no embedding for a token of it.
+        ConfigError: the chat template refuses it, it is empty or no Unicode, or the model has no embedding for a token
+            of it.
     """
+    try:
+        "".join(text for _, text in prompt.messages).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{prompt.place}; it has half of a surrogate pair ({error.object[error.start]!a}), which is no character; "
+            "write the whole pair."
+        ) from error
     if kind == "text":
         if len(prompt.messages) > 1:
             raise ConfigError(f"{prompt.place}; it is a conversation and task.format=text; use task.format=chat.")

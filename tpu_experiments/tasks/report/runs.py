@@ -17,9 +17,9 @@ from tpu_experiments.config.yaml_bounds import require_bounded
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.find import is_glob
 from tpu_experiments.io.folder import RESULT
+from tpu_experiments.io.shapes import RECORD, TEST, shaped
+from tpu_experiments.io.shapes import RESULT as RESULT_SHAPE
 from tpu_experiments.metrics.goodput import Life, account
-from tpu_experiments.tasks.report.shapes import RECORD, TEST, shaped
-from tpu_experiments.tasks.report.shapes import RESULT as RESULT_SHAPE
 
 log = logging.getLogger(__name__)
 Curve = list[tuple[int, float]]

@@ -1,4 +1,4 @@
-"""What a report takes from the JSON of a run folder: entries of the kind that it computes with, others as if absent."""
+"""What a report or a leaderboard takes from the JSON of a run folder: entries of the kind that it computes with."""
 
 from typing import Any
 
@@ -14,6 +14,8 @@ RESULT = {
     "eval_measures": {ANY: float},
     "sample_before": str,
     "sample_after": str,
+    "adapter_path": str,
+    "num_trainable": int,
     "goodput": {"run": ACCOUNT},
     ANY: float,
 }

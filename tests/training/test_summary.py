@@ -1,0 +1,72 @@
+"""The closing lines of a run, from a result that is whole, has no finite loss, or was changed."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.runs import finished
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.sweeping import leaderboard
+from tpu_experiments.sweeping.rows import Row
+from tpu_experiments.training.summary import summary
+
+TOY = (
+    *("debug=smoke", "hw.runtime=eager", "data=[sample_text,sample_chat]", "trainer.max_stage_steps=1"),
+    *("trainer.max_eval_rows=2", "trainer.global_batch_rows=2", "logger=jsonl", "name=toy"),
+)
+WRONG = ("\n", None, [], {}, [[1]], {"a": {"b": 1}}, -1e308, True)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a run of two stages."""
+    return finished(*TOY, output_dir=tmp_path_factory.mktemp("run"))
+
+
+def places(value: Any, *keys: Any) -> Iterator[tuple[Any, ...]]:
+    """Where each part of a JSON value is, the value itself left out."""
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*keys, key)
+        yield from places(part, *keys, key)
+
+
+def changed(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The result with one part of another kind, or without it."""
+    for *parents, key in places(result):
+        for wrong in (*WRONG, ...):
+            other = copy.deepcopy(result)
+            holder: Any = other
+            for parent in parents:
+                holder = holder[parent]
+            if wrong is ...:
+                del holder[key]
+            else:
+                holder[key] = wrong
+            yield other
+
+
+def test_a_result_of_another_kind_is_refused_or_left_out(result: dict[str, Any]) -> None:
+    folder, refused = RunFolder("/lab", "toy"), 0
+    for number, other in enumerate(changed(result)):
+        try:
+            with folder.reading_result():
+                assert summary(other, folder=folder).startswith("finished ")
+        except ConfigError:
+            refused += 1
+        row = Row(f"point {number}", {})
+        row.take_result(other)
+        better = Row("other", {}, status="finished", eval_loss=1.0, tokens_per_second=2.0)
+        assert leaderboard.markdown([row, better], name="t", folder="/lab")
+    assert 100 < refused < number
+
+
+def test_losses_that_are_not_finite_are_shown_as_a_dash(result: dict[str, Any]) -> None:
+    """result.json has null where a loss was NaN or infinite (io/strict_json.py)."""
+    lost = {**result, "eval_loss": None, "perplexity": None, "eval_sources": dict.fromkeys(result["eval_sources"])}
+    lines = summary(json.loads(json.dumps(lost)), folder=RunFolder(str(Path("/lab")), "toy"))
+    assert f"  held-out loss   {result['eval_loss_before']:.4f} -> -  (perplexity -)" in lines.splitlines()
