@@ -62,6 +62,10 @@ def test_a_missing_overlay_and_two_of_them_are_refused() -> None:
     [
         ("trainer.seq_len: !!python/object/apply:os.system ['touch {tmp}/ran']", "YAML tags are not taken"),
         ("trainer.seq_len: !mine 3", "YAML tags are not taken"),
+        ("name: 2020-02-31", "it is not YAML (day is out of range"),
+        ("name: !!bool x", "it is not YAML ('x')"),
+        ("name: !!timestamp x", "it is not YAML ("),
+        ("name: !!int ''", "it is not YAML (string index"),
         ("name: ${{oc.env:HOME}}", "name holds an interpolation"),
         ("data: {{sample_text: {{path: '${{oc.env:HOME}}'}}}}", "data holds an interpolation"),
         ("trainer.options: [1, ['${{oc.env:HOME}}']]", "trainer.options holds an interpolation"),

@@ -5,6 +5,7 @@ reads one, so here a program that is found counts as `unreadable`; on a TPU it i
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.env import compile_cache_folder
 
 COMMON = (
-    "model=gemma3_270m",
     "data=[sample_text]",
     "debug=smoke",
     "lora=all_linear_r8",
@@ -25,9 +25,9 @@ COMMON = (
 )
 
 
-def result_of(tmp_path: Path, *, name: str, hash_seed: str) -> dict[str, Any]:
+def result_of(tmp_path: Path, *overrides: str, name: str, hash_seed: str, model: str = "gemma3_270m") -> dict[str, Any]:
     """result.json of a run that keeps its programs in one folder."""
-    own = (f"name={name}", f"hw.compile_cache={tmp_path / 'programs'}")
+    own = (f"model={model}", f"name={name}", f"hw.compile_cache={tmp_path / 'programs'}", *overrides)
     done = run(*COMMON, *own, output_dir=tmp_path, env={"PYTHONHASHSEED": hash_seed})
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads((tmp_path / name / "result.json").read_text()))
@@ -48,6 +48,22 @@ def test_the_same_run_in_another_process_finds_all_its_programs(tmp_path):
     assert second["num_compiles"] == programs - cache["hits"]
     assert sorted(path.name for path in (tmp_path / "programs").iterdir()) == stored
     assert second["eval_loss"] == first["eval_loss"]
+
+
+@pytest.mark.xla
+def test_a_run_that_goes_on_from_a_checkpoint_finds_its_programs(tmp_path):
+    """What lies on the device is part of a traced step, in the order in which it came there (BuiltModel.order)."""
+    own = ("trainer.trace_every_steps=1", "trainer.max_stage_steps=3")
+    own = (*own, "checkpoint.every_steps=1", "checkpoint.keep_last=3")
+    result_of(tmp_path, *own, name="again", hash_seed="1", model="qwen05b")
+    folder = tmp_path / "again"
+    (folder / "result.json").unlink()
+    for step in (2, 3):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
+    resumed = result_of(tmp_path, *own, name="again", hash_seed="1", model="qwen05b")
+    cache = resumed["compile_cache"]
+    assert (cache["misses"], cache["hits"] + cache["unreadable"]) == (0, resumed["expected_programs"])
+    assert resumed["goodput"]["run"]["lives"] == 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import yaml
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.yaml_bounds import require_bounded
+from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 PLAIN = re.compile(r"[\w./:+-]+")
 OPTION = re.compile(r"\+{0,2}plan=(.+)")
@@ -50,7 +50,7 @@ def _entries(text: str, *, file: str) -> dict[str, Any]:
         found = yaml.safe_load(text)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(f"+plan={file}; YAML tags are not taken ({error.problem}); {advice}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February
+    except (yaml.YAMLError, *OF_VALUES) as error:
         raise ConfigError(f"+plan={file}; it is not YAML ({str(error).splitlines()[0]}); {advice}") from error
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(f"+plan={file}; it holds no overrides; {advice}")

@@ -114,6 +114,8 @@ def _unreadable(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"{override!r} is no key=value; write {key}=VALUE, or see --help."
+    if key != key.strip():
+        return f"{override!r} has a space beside its key; write {key.strip()}={value}."
     return (
         f"{key}={value}; the value cannot be read; close its brackets and quotes, and quote a value that holds any "
         f"of = : , [ ] {{ }} like this: '{key}=\"VALUE\"'."

@@ -22,7 +22,7 @@ from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
 from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, TrainerConfig
 from tpu_experiments.config.sources import DataSourceConfig, ModelConfig
-from tpu_experiments.config.yaml_bounds import require_bounded
+from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 log = logging.getLogger(__name__)
 MODEL_KEYS = ("seed", "plugins", "model", "lora", "curriculum", "prepare", "trainer")
@@ -78,7 +78,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     try:
         stored: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         chosen = {key: stored[key] for key in keys}
-    except (OmegaConfBaseException, YAMLError, KeyError, OSError, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, *OF_VALUES) as error:
         raise _not_ours(place, error) from error  # OSError: the text is a single value
     problems = list(_doors(stored, config))
     if problems:

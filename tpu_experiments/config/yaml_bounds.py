@@ -19,6 +19,8 @@ MAX_NODES = 10_000
 MAX_DEPTH = 40
 MAX_DIGITS = 4_000
 """Characters of a number; PyYAML's `1:00:00` to base 60 takes time with their square."""
+OF_VALUES = (ValueError, KeyError, IndexError, AttributeError)
+"""What PyYAML raises beside its own errors for values that it cannot make: the 31st of February, `!!timestamp x`."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

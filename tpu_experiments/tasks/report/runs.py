@@ -13,7 +13,7 @@ import yaml
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.redaction import redacted
-from tpu_experiments.config.yaml_bounds import require_bounded
+from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.find import is_glob
 from tpu_experiments.io.folder import RESULT
@@ -175,7 +175,7 @@ def _config(file: str) -> Any:
         return yaml.safe_load(text) or {}
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, *OF_VALUES) as error:
         log.warning("%s is passed over: it is not YAML (%s)", file, str(error).partition("\n")[0])
         return {}
 
