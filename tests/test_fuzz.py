@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,12 @@ from tpu_experiments.config.refusals import is_of_composition
 
 REPOSITORY = Path(__file__).parents[1]
 NUM_CASES = 80
-BROKEN_TRAINER = """
+BROKEN_TRAINERS = """
 from tpu_experiments.training.trainer import Trainer
-class Mine(Trainer):
+class Raises(Trainer):
     def row_loss(self, *given, **named): raise KeyError("row 7")
+class Misleads(Trainer):
+    def row_loss(self, *given, **named): return 7
 """
 # Found by the reader of an earlier version with a harness of their own, and by the first runs of this one.
 REFUSED = (
@@ -70,9 +73,11 @@ def ran(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of one process that imports torch once: random cases, the commands above, and a trainer that is broken."""
     folder = tmp_path_factory.mktemp("fuzz")
-    (folder / "broken_trainer.py").write_text(BROKEN_TRAINER)
-    broken = ["plugins=[broken_trainer]", "trainer._target_=broken_trainer.Mine"]
-    (folder / "given.json").write_text(json.dumps([*REFUSED, broken]))
+    (folder / "broken_trainer.py").write_text(BROKEN_TRAINERS)
+    broken = [
+        ["plugins=[broken_trainer]", f"trainer._target_=broken_trainer.{name}"] for name in ("Raises", "Misleads")
+    ]
+    (folder / "given.json").write_text(json.dumps([*REFUSED, *broken]))
     ended = ran(
         *("--cases", str(NUM_CASES), "--seed", "18", "--tidy", "--json", str(folder / "report.json")),
         *("--given", str(folder / "given.json"), "--beside", str(folder / "broken_trainer.py")),
@@ -100,10 +105,24 @@ def test_an_error_that_nobody_foresaw_is_seen_and_says_where_its_log_is(report: 
     assert (given["verdict"], given["code"]) == ("traceback", 1)
     assert given["verdict"] in FAILINGS
     before, _, log = given["shown"].partition("the log with the traceback is at ")
-    assert before.endswith("error: a bug in tpu_experiments: KeyError: 'row 7'; ")
+    assert before.endswith("error: a bug in tpu_experiments: TypeError: cannot unpack non-iterable int object; ")
     assert log.partition(";")[0].endswith("tiny_sample_text_cpu/run.log")
     assert "Traceback" not in before
-    assert 'raise KeyError("row 7")' in log, "the harness adds what is in that log"
+    assert "Traceback (most recent call last)" in log, "the harness adds what is in that log"
+
+
+def test_an_error_of_a_plugin_is_said_to_be_its_own(report: dict[str, Any]) -> None:
+    given = report["given"][-2]
+    assert (given["verdict"], given["code"]) == ("stopped", 1)
+    assert (
+        "broken_trainer.py:4 (row_loss) raised KeyError: 'row 7'; it is code of your own (plugins);" in given["shown"]
+    )
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
+def test_memory_that_is_used_up_is_no_bug(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert re.match(r"the memory of this machine \(\d+ GiB\)", bug_sentence(error, config=None))
 
 
 def test_without_a_run_folder_the_traceback_goes_into_a_file_of_its_own(
@@ -129,4 +148,3 @@ def test_a_file_that_the_system_refuses_is_no_bug(
     assert said.startswith("a bug in tpu_experiments" if is_a_bug else "/lab/result.json; the system refuses it (")
     (log,) = tmp_path.iterdir()
     assert str(log) in said
-    assert "Traceback (most recent call last)" in log.read_text()

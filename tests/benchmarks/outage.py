@@ -1,8 +1,10 @@
 """A run whose bucket goes away in the middle and comes back: what is kept, what arrives, what it costs.
 
     python -m tests.benchmarks.outage
+    python -m tests.benchmarks.outage --silent --seconds 90
 
-The bucket is the emulator; while it is away every request gets a 503, as from an overloaded Google Cloud Storage.
+The bucket is the emulator; while it is away every request gets a 503, as from an overloaded Google Cloud Storage, or
+with `--silent` no answer at all.
 """
 
 import argparse
@@ -24,6 +26,7 @@ SETTINGS = (
     "trainer.log_every_steps=10", "checkpoint.every_steps=20", "trainer.seq_len=64", "trainer.global_batch_rows=8",
     "curriculum.stages.main.steps=300", "name=outage", "output_dir=gs://bkt/runs",
 )  # fmt: skip
+WORDS = ("out of reach", " is back", "upload", "waits", "answer")
 
 
 class Bucket:
@@ -73,9 +76,11 @@ def watch(process: "subprocess.Popen[str]", bucket: Bucket, *, away_at: int, sec
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the bucket is away")
+    parser.add_argument("--silent", action="store_true", help="requests are taken and not answered, in place of a 503")
     parser.add_argument("--at", type=int, default=60, help="step after which it goes")
     arguments = parser.parse_args()
     bucket = Bucket()
+    bucket.silent = arguments.silent
     os.environ |= {"STORAGE_EMULATOR_HOST": bucket.address, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
     command = [sys.executable, "run.py", *SETTINGS]
     with subprocess.Popen(
@@ -88,7 +93,7 @@ def main() -> None:
     print("exit code", process.returncode)
     print(
         "told:",
-        *[text for _, text in lines if "out of reach" in text or " is back" in text or "upload" in text],
+        *[text for _, text in lines if any(word in text for word in WORDS)],
         sep="\n  ",
     )
     print("checkpoints:", [name.rpartition("/")[2] for name in filesystem.ls(f"{RUN}/checkpoints")])

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 MAX_CPU_SECONDS = 60
 MAX_BYTES = 6 * 2**30
 """Private memory of a child."""
-REPORTED = re.compile(r"Traceback \(most recent call last\)|a bug in tpu_experiments|Fatal Python error")
+REPORTED = re.compile(r"Traceback \(most recent call last\)|a bug in tpu_experiments|Fatal Python error|is used up \(")
 OUTPUTS = ("stdout.txt", "stderr.txt")
 FAILINGS = ("traceback", "wordless", "too long", "written over")
 """Verdicts that no command may end in."""

@@ -3,11 +3,13 @@
 import errno
 import os
 import platform
+import re
 import shlex
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_experiments.config.schema import Config
@@ -20,8 +22,12 @@ OF_THE_SYSTEM = frozenset(
 """What is wrong with a file, a folder or a disk, and not with the program that opens it."""
 
 
+NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
+"""In the text of an error of torch or Arrow."""
+
+
 def bug_sentence(error: Exception, *, config: Config | None) -> str:
-    """Write the traceback of `error` into a log and return the sentence that names both, or the file that is at fault.
+    """Write the traceback of `error` into a log and return one sentence with what is at fault and where that log is.
 
     Args:
         config: of the run, in whose folder run.log lies; None where there is none yet.
@@ -33,11 +39,32 @@ def bug_sentence(error: Exception, *, config: Config | None) -> str:
             f"name another place; the traceback is in {log}."
         )
     lines = str(error).strip().splitlines()
-    text = f": {lines[-1]}" if lines else ""
+    said = f"{type(error).__name__}{f': {lines[-1]}' if lines else ''}".rstrip(".")
+    if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        return (
+            f"the memory of this machine ({total:.0f} GiB) or of this process is used up ({said}); take a machine with "
+            f"more, a smaller model or smaller batches; the traceback is in {log}."
+        )
+    own = _frame_of(error, plugins=config.plugins if config is not None else [])
+    if own is not None:
+        return f"{own} raised {said}; it is code of your own (plugins); the traceback is in {log}."
     return (
-        f"a bug in tpu_experiments: {type(error).__name__}{text.rstrip('.')}; the log with the traceback is at {log}; "
-        "attach it and the files that the command read when you report it."
+        f"a bug in tpu_experiments: {said}; the log with the traceback is at {log}; attach it and the files that the "
+        "command read when you report it."
     )
+
+
+def _frame_of(error: Exception, *, plugins: Sequence[str]) -> str | None:
+    """The innermost line of a plugin; None where none was at work, or where it had called this package."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        if any(module == plugin or module.startswith(f"{plugin}.") for plugin in plugins):
+            found = f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})"
+        elif module.startswith("tpu_experiments."):
+            found = None
+    return found
 
 
 def write_traceback(error: Exception, *, config: Config | None, process: str = "") -> str:
