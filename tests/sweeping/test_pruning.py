@@ -76,6 +76,10 @@ def test_what_is_read_of_a_run_is_whole_lines_with_numbers(tmp_path: Path) -> No
     file.write_text('{"step": 2, "eval/loss": 7.9}\n')  # it went on from an earlier checkpoint
     known.refresh()
     assert known.losses == {2: 7.9}
+    damaged = ["[1]", "7", "[" * 100_000, '{"eval/loss": 1.0}', '{"step": "2", "eval/loss": 1.0}']
+    file.write_text("".join(f"{line}\n" for line in (*damaged, '{"step": 3, "eval/loss": 7.0}')))
+    known.refresh()
+    assert known.losses == {3: 7.0}
 
 
 def test_pruning_that_can_do_nothing_says_so() -> None:

@@ -79,6 +79,22 @@ def test_half_of_a_surrogate_pair_is_refused_by_line(make_config, tmp_path, kind
         generate.ids_of(half, kind=kind, tokenizer=tokenizer, vocab_size=4096)
 
 
+def test_a_line_that_is_nested_too_deeply_is_refused(make_config, tmp_path):
+    task = make_config("task=generate", f"task.prompts_file={tmp_path}/p.jsonl").task
+    (tmp_path / "p.jsonl").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"line 1 of .*; it is not JSON \(maximum recursion depth"):
+        generate.given_prompts(task)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '"x"', "[" * 100_000, "7"])
+def test_a_generation_config_that_is_no_object_is_refused(content, tmp_path):
+    (tmp_path / "generation_config.json").write_text(content)
+    tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None)
+    config = SimpleNamespace(eos_token_id=2)
+    with pytest.raises(ConfigError, match=r"generation_config.json; it is no JSON object"):
+        generate.ends_of(tokenizer, kind="text", config=config, folder=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

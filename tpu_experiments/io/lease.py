@@ -215,7 +215,7 @@ def read(folder: str) -> Owner | None:
         return Owner(**json.loads(paths.read_text(paths.join(folder, NAME))))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         log.warning("%s is no lease (%s); passing over it", paths.join(folder, NAME), error)
         return None
 

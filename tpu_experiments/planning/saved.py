@@ -107,7 +107,7 @@ def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
         return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
@@ -120,7 +120,7 @@ def saved_plans(folder: str) -> Iterator[SavedPlan]:
             continue
         try:
             fields = json.loads(paths.read_text(file))
-        except ValueError as error:
+        except (ValueError, RecursionError, IsADirectoryError) as error:
             log.warning("%s is passed over: it is not JSON (%s); task=plan name=%s writes it anew", file, error, name)
             continue
         if isinstance(fields, dict):

@@ -14,6 +14,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sweeping import SweepingConfig
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.io.shapes import RECORD, shaped
 
 Losses = Mapping[int, float]
 """Step to held-out loss."""
@@ -57,12 +58,12 @@ class Evaluations:
         self.losses = {}
         for line in text.split("\n")[:-1]:
             try:
-                record = json.loads(line)
-            except ValueError:
+                record = shaped(json.loads(line), RECORD) or {}
+            except (ValueError, RecursionError):
                 continue
-            if record["step"] > 0 and isinstance(record.get("eval/loss"), float):
+            if record.get("step", 0) > 0 and isinstance(record.get("eval/loss"), float):
                 self.losses[record["step"]] = record["eval/loss"]
-            if isinstance(record.get("train/loss"), float):
+            if "step" in record and isinstance(record.get("train/loss"), float):
                 self.last_step, self.last_train_loss = record["step"], record["train/loss"]
 
 

@@ -97,7 +97,7 @@ def asked(text: str, task: GenerateTaskConfig, *, place: str, given: str | None 
 def _of_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}; it is not JSON ({error}); write one object a line.") from error
     fields = fields if isinstance(fields, dict) else {}
     text, messages = fields.get("prompt", fields.get("instruction")), fields.get("messages")
@@ -153,11 +153,20 @@ def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, voc
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: PretrainedConfig, folder: Path | None) -> Ends:
-    """End of sequence by tokenizer, config.json and generation_config.json; of chats also what closes a turn."""
+    """End of sequence by tokenizer, config.json and generation_config.json; of chats also what closes a turn.
+
+    Raises:
+        ConfigError: generation_config.json cannot be read.
+    """
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     generation = None if folder is None else folder / "generation_config.json"
     if generation is not None and generation.exists():
-        found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        try:
+            found.append(dict(json.loads(generation.read_text(encoding="utf-8"))).get("eos_token_id"))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{generation}; it is no JSON object ({error}); download it again, or remove it."
+            ) from error
     ids = frozenset(one for each in found for one in (each if isinstance(each, list) else [each]) if one is not None)
     tail = _after_answer(tokenizer) if kind == "chat" else ""
     if not tail:
