@@ -53,6 +53,8 @@ def variables(hw: HwConfig) -> dict[str, str]:
         values["PJRT_DEVICE"] = hw.device.upper()
     if hw.runtime == "xla" and hw.device == "cpu":
         values["CPU_NUM_DEVICES"] = str(hw.num_devices)
+    if hw.runtime == "eager":
+        values["USE_TORCH_XLA"] = "0"  # transformers would import it, for seconds, and use nothing of it
     if hw.libtpu_flags:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()

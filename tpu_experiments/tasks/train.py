@@ -20,6 +20,7 @@ from tpu_experiments.io.process import started_seconds
 from tpu_experiments.io.retry import StorageFailed, complaint, is_told, told
 from tpu_experiments.io.spool import Spool, key_of
 from tpu_experiments.logging.base import LoggerContext, Loggers
+from tpu_experiments.logging.closing import summary, told_finished
 from tpu_experiments.logging.promise import Promise
 from tpu_experiments.logging.provenance import provenance, write_provenance
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
@@ -34,7 +35,6 @@ from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
 from tpu_experiments.training.sources import prepared_folder
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
-from tpu_experiments.training.summary import summary
 from tpu_experiments.training.window import TrainingStopped
 
 log = logging.getLogger(__name__)
@@ -69,14 +69,10 @@ def train(config: Config, hosts: Hosts) -> None:
     watch = Stopwatch()
     with told(config.output_dir):
         folder = hosts.together(lambda: open_run(config))
-        finished = folder.finished()
+        if folder.finished() is not None:  # of one host run.py has looked before
+            hosts.on_first(lambda: told_finished(config))
+            return
         hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
-    if finished is not None:
-        if hosts.rank == 0:
-            with folder.reading_result():
-                print(summary(finished, folder=folder))
-            print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
-        return
     start_run_log(None, rank=hosts.rank)
     with watch.measure("setup"):
         with told(prepared_folder(config), full="failed"):

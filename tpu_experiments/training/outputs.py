@@ -19,12 +19,12 @@ from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.training.card import write_card
+from tpu_experiments.training.ending import Ending, result_fields
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.saved import one_by_one, shapes_of, to_host
-from tpu_experiments.training.summary import Ending, result_fields
 from tpu_experiments.training.window import Reading
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.training.canary import sing
 from tpu_experiments.training.chosen import choice_of
+from tpu_experiments.training.ending import Ending
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.inputs import (
     StepInfo,
@@ -30,7 +31,6 @@ from tpu_experiments.training.saved import Snapshot, snapshot
 from tpu_experiments.training.staged import Staged
 from tpu_experiments.training.step import StepOutput, seed_of
 from tpu_experiments.training.stop import StoppedByRequest
-from tpu_experiments.training.summary import Ending
 from tpu_experiments.training.window import Pending, TrainingStopped
 
 log = logging.getLogger(__name__)

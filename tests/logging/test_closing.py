@@ -2,18 +2,20 @@
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.runs import finished
+from tests.training.runs import REPOSITORY, finished
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.logging.closing import summary
 from tpu_experiments.sweeping import leaderboard
 from tpu_experiments.sweeping.rows import Row
-from tpu_experiments.training.summary import summary
 
 TOY = (
     *("debug=smoke", "hw.runtime=eager", "data=[sample_text,sample_chat]", "trainer.max_stage_steps=1"),
@@ -22,10 +24,31 @@ TOY = (
 WRONG = ("\n", None, [], {}, [[1]], {"a": {"b": 1}}, -1e308, True)
 
 
+LOADED = """
+import runpy, sys
+sys.argv = ["run.py", *sys.argv[1:]]
+runpy.run_path("run.py", run_name="__main__")
+print("loaded:", *[name for name in ("torch", "torch_xla", "transformers") if name in sys.modules])
+"""
+
+
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def output_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def result(output_dir: Path) -> dict[str, Any]:
     """Of a run of two stages."""
-    return finished(*TOY, output_dir=tmp_path_factory.mktemp("run"))
+    return finished(*TOY, output_dir=output_dir)
+
+
+def test_a_finished_run_is_told_without_torch(result: dict[str, Any], output_dir: Path) -> None:
+    command = [sys.executable, "-c", LOADED, *TOY, f"output_dir={output_dir}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("finished toy")
+    assert "name=toy was finished before; nothing was run." in done.stdout
+    assert done.stdout.splitlines()[-1] == "loaded:"
 
 
 def places(value: Any, *keys: Any) -> Iterator[tuple[Any, ...]]:
@@ -70,3 +93,22 @@ def test_losses_that_are_not_finite_are_shown_as_a_dash(result: dict[str, Any]) 
     lost = {**result, "eval_loss": None, "perplexity": None, "eval_sources": dict.fromkeys(result["eval_sources"])}
     lines = summary(json.loads(json.dumps(lost)), folder=RunFolder(str(Path("/lab")), "toy"))
     assert f"  held-out loss   {result['eval_loss_before']:.4f} -> -  (perplexity -)" in lines.splitlines()
+
+
+def test_what_comes_next_goes_on_from_this_run(result: dict[str, Any]) -> None:
+    words = ["model=qwen05b", "data=uk_law", "hw=v5e8", "name=toy", "lora.r=4", "output_dir=gs://lab/runs"]
+    on_tpu = summary({**result, "hw": "v5e8"}, folder=RunFolder("gs://lab/runs", "toy"), arguments=words)
+    sweep = "model=qwen05b data=uk_law hw=v5e8 output_dir=gs://lab/runs name=toy_ranks lora.r=8,16,32"
+    assert on_tpu.partition("next:\n")[2].splitlines() == [
+        "  tensorboard --logdir gs://lab/runs/toy/tensorboard --load_fast=false",
+        "  python run.py task=generate task.run=gs://lab/runs/toy hw=v5e1   # type prompts to it",
+        "  python run.py task=evaluate task.run=gs://lab/runs/toy hw=v5e8   # on its test split, beside its base",
+        f"  python run.py -m {sweep}   # the same at other ranks",
+    ]
+    full = {**result, "adapter_path": "a b/toy/model"}
+    here = summary(full, folder=RunFolder("a b", "toy"), arguments=["lora=none", "optim.lr=1e-3"])
+    assert here.partition("next:\n")[2].splitlines() == [
+        "  tensorboard --logdir 'a b/toy/tensorboard'",
+        "  python run.py task=generate 'task.run=a b/toy'   # type prompts to it",
+        "  python run.py task=evaluate 'task.run=a b/toy'   # on its test split, beside its base",
+    ]

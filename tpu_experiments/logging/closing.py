@@ -1,0 +1,151 @@
+"""The closing lines of a run on the terminal, from its result.json. Loads no torch: a finished run is told at once."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import RunFolder, open_run
+from tpu_experiments.io.retry import told
+from tpu_experiments.logging.promise import promise_line
+from tpu_experiments.metrics.goodput import goodput_lines
+
+OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*)=")
+"""Words of a command that another run of the same settings does not take over."""
+
+
+def told_finished(config: Config) -> bool:
+    """Whether the run of this config is finished; its closing lines are then printed.
+
+    Raises:
+        ConfigError: the folder belongs to another config, or its result is none that a run writes.
+    """
+    with told(config.output_dir):
+        folder = open_run(config)
+        finished = folder.finished()
+    if finished is None:
+        return False
+    with folder.reading_result():
+        print(summary(finished, folder=folder))
+    print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
+    return True
+
+
+def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[str] | None = None) -> str:
+    """The closing lines: what came out, where it lies, what to do next.
+
+    Args:
+        arguments: the words of the command that trained it; by default this process's own.
+    """
+    before, after = result["eval_loss_before"], result["eval_loss"]
+    sources = result["eval_sources"].items() if len(result["eval_sources"]) > 1 else ()
+    lines = [
+        f"finished {result['name']}",
+        f"  held-out loss   {_loss(before)} -> {_loss(after)}  (perplexity {_loss(result['perplexity'], digits=2)})",
+        *_measure_lines(result),
+        *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {_loss(end)}" for name, end in sources),
+        *(line for stage in result["stages"] for line in _stage_lines(stage)),
+        *_guard_lines(result["guard"]),
+        f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
+        f"  speed           {result['tokens_per_second']:,.0f} tokens/s",
+        *promise_line(result.get("plan")),
+        *_step_lines(result["meters"]),
+        *goodput_lines((result.get("goodput") or {}).get("run")),
+        f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up"
+        + _cache_text(result["compile_cache"]),
+        f"  sample before   {result['sample_before']!r}",
+        f"  sample after    {result['sample_after']!r}",
+        f"  run folder      {folder.path()}",
+        f"  {'adapter' if _is_adapter(result) else 'model  '}         {result['adapter_path']}",
+        "next:",
+        *_next_lines(result, folder=folder, arguments=sys.argv[1:] if arguments is None else arguments),
+    ]
+    return "\n".join(lines)
+
+
+def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[str]) -> list[str]:
+    """Commands that go on from this very run: look, ask, evaluate, and the same settings at other ranks."""
+    run, own = shlex.quote(f"task.run={folder.path()}"), [word for word in arguments if not OF_ONE_RUN.match(word)]
+    several, one = _hardware(result["hw"])
+    lines = [
+        f"  tensorboard --logdir {shlex.quote(paths.join(folder.path(), 'tensorboard'))}{_remote_flag(folder)}",
+        f"  python run.py task=generate {run}{one}   # type prompts to it",
+        f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base",
+    ]
+    if _is_adapter(result):
+        words = shlex.join(["-m", *own, f"name={result['name']}_ranks"])
+        lines.append(f"  python run.py {words} lora.r=8,16,32   # the same at other ranks")
+    return lines
+
+
+def _is_adapter(result: dict[str, Any]) -> bool:
+    """Whether the run trained a LoRA adapter, and not the model's own weights."""
+    return str(result["adapter_path"]).endswith("/adapter")
+
+
+def _hardware(name: str) -> tuple[str, str]:
+    """The words for the same hardware and for one chip of it; none for the CPU, which is the default."""
+    one = re.sub(r"^(v\d+[a-z]+)\d+$", r"\g<1>1", name)
+    return ("", "") if name == "cpu" else (f" hw={name}", f" hw={one}")
+
+
+def _stage_lines(stage: dict[str, Any]) -> list[str]:
+    """What became of a stage, and why it ended where that was not its last step."""
+    line = (
+        f"  stage {stage['name']:<10} {stage['steps']} steps, {stage['tokens']:,} tokens, train loss "
+        f"{_loss(stage['first_train_loss'])} -> {_loss(stage['last_train_loss'])}, held-out {_loss(stage['eval_loss'])}"
+    )
+    notes = [stage["ended_by"]] if stage["ended_by"] else []
+    notes += [f"it ends with step {stage['restored_step']}, its best"] if stage["restored_step"] else []
+    return [line, *(f"    {note}" for note in notes)]
+
+
+def _measure_lines(result: dict[str, Any]) -> list[str]:
+    """Accuracy and bits per byte, where they are known."""
+    before, after = result.get("eval_measures_before", {}), result.get("eval_measures", {})
+    parts = [f"{name.replace('_', ' ')} {_loss(before.get(name))} -> {_loss(value)}" for name, value in after.items()]
+    return [f"    {', '.join(parts)}"] if parts else []
+
+
+def _step_lines(meters: dict[str, float | None]) -> list[str]:
+    """Where the time of a step went, and the share of the peak where the hardware has one."""
+    seconds = meters["step_seconds"]
+    if not seconds:
+        return []
+    parts = [
+        f"{100 * (meters[f'{name}_seconds'] or 0) / seconds:.0f} % {words}"
+        for name, words in (("trace", "tracing"), ("input_wait", "waiting for input"), ("rest", "device and rest"))
+    ]
+    shares = [f"{name.upper()} {100 * share:.1f} %" for name in ("mfu", "hfu") if (share := meters[name]) is not None]
+    return [f"  a step          {1000 * seconds:,.0f} ms: {', '.join([*parts, *shares])}"]
+
+
+def _guard_lines(guard: dict[str, Any]) -> list[str]:
+    """Steps that came to nothing, where there were any."""
+    parts = []
+    if guard["skipped"]:
+        parts.append(f"{guard['skipped']} updates left out, their loss or gradient was not finite")
+    if guard["rollbacks"]:
+        steps = ", ".join(f"{first} to {last}" for first, last in guard["passed_over"])
+        parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} passed over")
+    return [f"  guard           {'; '.join(parts)}"] if parts else []
+
+
+def _remote_flag(folder: RunFolder) -> str:
+    """TensorBoard's fast loader has a client for gs:// of its own; the slow one reads through fsspec, as we do."""
+    return " --load_fast=false" if paths.is_remote(folder.path()) else ""
+
+
+def _cache_text(cache: dict[str, Any] | None) -> str:
+    if cache is None:
+        return ""
+    unreadable = f", {cache['unreadable']} could not be read" if cache["unreadable"] else ""
+    return f"; of the compile cache {cache['hits']} hits, {cache['misses']} misses{unreadable}"
+
+
+def _loss(value: float | None, *, digits: int = 4) -> str:
+    """A figure; result.json has null in the place of one that is not finite."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,86 @@
+"""The fields of result.json, from what the trainer knows at the end (logging/closing.py shows them)."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpu_experiments.config.identity import config_hash
+from tpu_experiments.config.schema import Config
+from tpu_experiments.logging.result import peak_host_rss_gib
+from tpu_experiments.models.lora import ParameterReport
+from tpu_experiments.runtime.base import Counters
+from tpu_experiments.training.evaluate import Evaluation
+from tpu_experiments.training.progress import Progress
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the trainer knows when it is done."""
+
+    progress: Progress
+    evaluation: Evaluation
+    sample_after: str | None
+    report: ParameterReport
+    counters: Counters
+    device_memory_gib: float | None
+    peak_device_memory_gib: float | None
+    meters: dict[str, float | None]
+    """Means over the measured steps of this process's life (training/meters.py)."""
+    seconds: dict[str, float]
+    """Exclusive wall seconds by activity; those of `counters` lie inside `train` and `eval`."""
+    tokens_per_second: float
+    """Tokens trained on in this process's life per second of training, compilation taken off."""
+    proof: dict[str, Any] | None = None
+    """What was looked at of the export; None where nothing was."""
+
+
+def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any]) -> dict[str, Any]:
+    """The content of result.json, without what only the writer of the adapter knows."""
+    progress, counters = ending.progress, ending.counters
+    return {
+        "status": "finished",
+        "name": config.name,
+        "task": config.task.name,
+        "model": config.model.name,
+        "data": list(config.data),
+        "data_audit": progress.data,
+        "hw": config.hw.name,
+        "stages": [asdict(record) for record in progress.stages],
+        **_quality(ending),
+        "num_trainable": ending.report.trainable,
+        "num_parameters": ending.report.total,
+        "canary": progress.canary,
+        "guard": {name: getattr(progress.guard, name) for name in ("skipped", "rollbacks", "passed_over")},
+        "tokens": progress.tokens,
+        "tokens_per_second": ending.tokens_per_second,
+        "meters": ending.meters,
+        "seconds": ending.seconds | {"trace": counters.trace_seconds, "compile": counters.compile_seconds},
+        "num_compiles": counters.num_compiles,
+        "compiles_after_warmup": counters.compiles_after_warmup,
+        "compile_cache": asdict(counters.cache) if counters.cache is not None else None,
+        "peak_host_rss_gib": peak_host_rss_gib(),
+        "device_memory_gib": ending.device_memory_gib,
+        "peak_device_memory_gib": ending.peak_device_memory_gib,
+        "proof": ending.proof,
+        "config_hash": config_hash(config),
+        "git_commit": provenance["git_commit"],
+        "versions": provenance["versions"],
+    }
+
+
+def _quality(ending: Ending) -> dict[str, Any]:
+    """Held-out losses and samples, before and after."""
+    progress, evaluation = ending.progress, ending.evaluation
+    return {
+        "eval_loss_before": progress.eval_loss_before,
+        "eval_loss": evaluation.loss,
+        "eval_tokens": evaluation.num_tokens,
+        "eval_sources_before": progress.eval_sources_before,
+        "eval_sources": evaluation.sources,
+        "perplexity": evaluation.perplexity,
+        "eval_measures_before": progress.eval_measures_before,
+        "eval_measures": evaluation.measures,
+        "eval_source_measures_before": progress.eval_source_measures_before,
+        "eval_source_measures": evaluation.source_measures,
+        "sample_before": progress.sample_before,
+        "sample_after": ending.sample_after,
+    }
