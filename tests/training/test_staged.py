@@ -44,6 +44,12 @@ def test_the_best_is_held_only_where_the_stage_ends_with_it():
     assert judged([3.0, 2.0, 2.5], patience=9)[0].best_loss == 2.0
 
 
+def test_the_best_is_the_lowest_whatever_patience_asks_for():
+    record, number = judged([3.0, 2.9, 2.95], patience=2, min_delta=0.25, ends_with="best")
+    assert (record.best_loss, record.held_step, number) == (2.9, 20, 3)
+    assert record.ended_by == "2 evaluations in a row were not better than 3.0000 by more than 0.25 (exit.patience)"
+
+
 def test_each_source_counts_the_same():
     evaluation = Evaluation(9.0, 100, {"a": 1.0, "b": 3.0, "c": 5.0})
     stage = SimpleNamespace(exit=ExitTestConfig(), sources=("a", "b"))

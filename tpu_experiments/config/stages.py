@@ -45,9 +45,10 @@ class ExitTestConfig:
     eval_loss: float | None = number(default=None, above=0)
     """Ends the stage once the loss is at most this."""
     patience: int | None = number(default=None, at_least=1)
-    """Ends the stage after this many evaluations in a row without a new best loss."""
+    """Ends the stage after this many evaluations in a row that were not lower by `min_delta`."""
     min_delta: float = number(default=0.0, at_least=0)
-    """A loss is a new best when it is lower than the best before by more than this, nats per token."""
+    """What `patience` asks of a loss: lower by more than this than the last that was, nats per token. The best
+    evaluation is the lowest, by however little."""
     sources: list[str] = field(default_factory=list)
     """Held-out sources that are looked at, by name; empty takes the stage's own, without replayed ones."""
     ends_with: str = choice("last", "best", default="last")

@@ -24,8 +24,10 @@ class StageRecord:
     eval_sources: dict[str, float] = field(default_factory=dict)
     best_loss: float | None = None
     """Lowest loss of its exit test so far."""
+    goal_loss: float | None = None
+    """Of its exit test: the loss that the next is measured against, which only a loss lower by `min_delta` replaces."""
     num_worse: int = 0
-    """Evaluations in a row that were no better."""
+    """Evaluations in a row that were not lower than that."""
     held_step: int | None = None
     """Step of the run with the lowest one, whose checkpoint is kept until the stage ends with it."""
     restored_step: int | None = None

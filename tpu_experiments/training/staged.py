@@ -100,17 +100,19 @@ def judge(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: in
     """Compare an evaluation with those before it in the stage, and note in `record` whether the stage ends by it."""
     test = stage.exit
     loss = exit_loss(evaluation, stage=stage)
-    if math.isfinite(loss) and (record.best_loss is None or loss < record.best_loss - test.min_delta):
-        record.best_loss, record.num_worse = loss, 0
+    if math.isfinite(loss) and (record.best_loss is None or loss < record.best_loss):
+        record.best_loss = loss
         record.held_step = step if test.ends_with == "best" else None
+    if math.isfinite(loss) and (record.goal_loss is None or loss < record.goal_loss - test.min_delta):
+        record.goal_loss, record.num_worse = loss, 0
     else:
         record.num_worse += 1
     if test.eval_loss is not None and loss <= test.eval_loss:
         record.ended_by = f"its held-out loss {loss:.4f} is at most {test.eval_loss} (exit.eval_loss)"
     elif test.patience is not None and record.num_worse >= test.patience:
         record.ended_by = (
-            f"{record.num_worse} evaluations in a row were not better than {record.best_loss or math.nan:.4f} "
-            "(exit.patience)"
+            f"{record.num_worse} evaluations in a row were not better than {record.goal_loss or math.nan:.4f}"
+            f"{f' by more than {test.min_delta}' if test.min_delta else ''} (exit.patience)"
         )
 
 
