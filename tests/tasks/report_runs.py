@@ -9,7 +9,9 @@ from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
 
 
-def made(folder: str | Path, *overrides: str, steps: int = 20, loss: float = 3.0, is_finished: bool = True) -> str:
+def made(
+    folder: str | Path, *overrides: str, steps: int = 20, loss: float = 3.0, is_finished: bool = True, tokens: int = 99
+) -> str:
     """A folder with config, records, a life and, where it is finished, a result; its path."""
     place = str(folder)
     output_dir, _, name = place.rpartition("/")
@@ -31,6 +33,7 @@ def made(folder: str | Path, *overrides: str, steps: int = 20, loss: float = 3.0
         account = {"wall_seconds": 20.0, "lives": 1, "seconds": seconds, "usd": {"on_demand": 20.0, "spot": None}}
         result = {
             "status": "finished", "eval_loss_before": 5.0, "eval_loss": loss, "tokens_per_second": 150.0,
+            "eval_tokens": tokens, "eval_sources": {"one": loss},
             "stages": [{"name": "a", "steps": 8}, {"name": "b", "steps": steps - 8}], "goodput": {"run": account},
             "sample_before": None, "sample_after": "<b>Dunărea</b>",
         }  # fmt: skip

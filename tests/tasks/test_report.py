@@ -104,6 +104,38 @@ def test_tables_say_what_differs_and_what_came_out(tmp_path: Path) -> None:
     assert tables.stage_borders(runs) == [8]
 
 
+def test_runs_that_were_evaluated_on_different_text_are_not_ranked(tmp_path: Path) -> None:
+    made(tmp_path / "a", loss=3.0)
+    made(tmp_path / "b", "optim.lr=0.01", loss=2.5, tokens=98)
+    runs = find_runs([str(tmp_path)])
+    titles, lines = tables.results(runs, baseline=runs[0])
+    cell = lines[1][titles.index("held-out loss")]
+    assert (cell.text, cell.note, cell.is_best) == ("2.5000", "", False)
+    page = report_page(runs, baseline=runs[0], title="x")
+    assert "<b>not ranked</b>" in page
+    assert "Held-out figures are not ranked: the runs were evaluated on different sources or tokens." in page
+    assert "Best held-out loss" not in page
+
+
+def test_one_run_is_compared_with_nothing(tmp_path: Path) -> None:
+    made(tmp_path / "a")
+    (run,) = find_runs([str(tmp_path)])
+    page = report_page([run], baseline=run, title="x")
+    assert "One run. Made " in page
+    assert "compared with" not in page
+    assert "against a" not in page
+
+
+def test_a_source_a_stage_or_a_model_is_one_line_of_what_differs(tmp_path: Path) -> None:
+    made(tmp_path / "a", "data=[sample_text]", "curriculum=single")
+    made(tmp_path / "b", "data=[sample_text,sample_chat]", "curriculum=single", "model=qwen05b")
+    found = dict(tables.differences(find_runs([str(tmp_path)])))
+    assert found["data.sample_chat"] == ["-", "yes"]
+    assert found["model.name"] == ["tiny", "qwen05b"]
+    assert not [key for key in found if key.startswith(("data.sample_chat.", "model.arch.", "model.tiny_arch."))]
+    assert set(found) <= {"data.sample_chat"} | {key for key in found if key.startswith("model.")}
+
+
 def test_measures_and_the_test_split_are_shown_where_they_are_known(tmp_path: Path) -> None:
     made(tmp_path / "a")
     made(tmp_path / "b")
@@ -206,5 +238,7 @@ def test_the_task_writes_the_page_and_compares_with_the_named_run(
     assert "b: finished, held-out loss 2.5000" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"task\.baseline=c; 0 of the runs are called so; name one of: a, b\."):
         report.run(composed(*command, "task.baseline=c"))
+    report.run(composed("task=report", f"output_dir={tmp_path}"))
+    assert (tmp_path / "reports" / "report" / "report.html").exists()
     report.run(composed(*command, f"task.runs=[{tmp_path}/a]"))
     assert "1 runs" not in (tmp_path / "reports" / "both" / "report.html").read_text()

@@ -29,6 +29,8 @@ def to_config(composed: DictConfig) -> Config:
     if problems:
         raise ConfigError("\n".join(problems))
     check(config)
+    if config.name is None and config.task.name == "report":
+        config.name = "report"  # it is about many runs, and not the one that the other keys describe
     if config.name is None:
         model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
         config.name = "_".join([model, *config.data, config.hw.name])

@@ -12,6 +12,7 @@ RESULT = {
     "status": str,
     "stages": [{"steps": int}],
     "eval_measures": {ANY: float},
+    "eval_sources": {ANY: float},
     "sample_before": str,
     "sample_after": str,
     "adapter_path": str,

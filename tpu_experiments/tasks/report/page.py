@@ -58,7 +58,8 @@ def _header(runs: Sequence[Run], *, baseline: Run, title: str) -> str:
     open_runs = sum(run.result is None for run in runs)
     said = "One run" if len(runs) == 1 else f"{len(runs)} runs"
     said += f", {open_runs} of them not finished" if open_runs else ""
-    about = f"{said}; compared with {baseline.label}. Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}."
+    compared = f"; compared with {baseline.label}" if len(runs) > 1 else ""
+    about = f"{said}{compared}. Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}."
     return f'<header><h1>{escape(title)}</h1><p class="about">{escape(about)}</p></header>'
 
 
@@ -66,7 +67,9 @@ def _tiles(runs: Sequence[Run]) -> str:
     tiles = []
     finished = [run for run in runs if run.result is not None]
     losses = [(loss, run) for run in finished if (loss := run.value("eval_loss")) is not None]
-    if losses:
+    if losses and not tables.is_comparable(finished):
+        tiles.append(("Held-out loss", "not ranked", "the runs were evaluated on different sources or tokens"))
+    elif losses:
         loss, run = min(losses, key=lambda pair: pair[0])
         before = run.value("eval_loss_before")
         tiles.append(("Best held-out loss", f"{loss:.4f}", run.label + (f", from {before:.4f}" if before else "")))
@@ -130,7 +133,11 @@ def _results(runs: Sequence[Run], *, baseline: Run) -> str:
             for cell in line
         )
         body.append(f'<tr data-run="{i}"><th scope="row">{_swatch(i)}{escape(run.label)}</th>{cells}</tr>')
-    note = f"Small figures: against {baseline.label}. The best of the finished runs is marked."
+    note = ""
+    if len(runs) > 1:
+        note = f"Small figures: against {baseline.label}. The best of the finished runs is marked."
+    if not tables.is_comparable([run for run in runs if run.result is not None]):
+        note += " Held-out figures are not ranked: the runs were evaluated on different sources or tokens."
     return _section("What came out", note, _table(["run", *titles], body))
 
 

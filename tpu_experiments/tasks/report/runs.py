@@ -67,6 +67,12 @@ class Run:
         return found[min(SPEED_WINDOW, len(found)) - 1 :]
 
     @property
+    def held_out(self) -> tuple[tuple[str, ...], float] | None:
+        """Sources and tokens of the evaluation at its end: losses over others are another thing. None if not known."""
+        tokens = (self.result or {}).get("eval_tokens")
+        return None if tokens is None else (tuple(sorted((self.result or {}).get("eval_sources") or ())), tokens)
+
+    @property
     def last_step(self) -> int:
         """Of the newest record."""
         return max((record["step"] for record in self.records), default=0)

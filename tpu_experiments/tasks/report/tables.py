@@ -1,6 +1,7 @@
 """Tables of a report: what differs between the configs, what came out, and where the time went."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tpu_experiments.metrics.goodput import PARTS
@@ -8,6 +9,7 @@ from tpu_experiments.tasks.report.runs import Run
 
 NOT_COMPARED = ("name", "output_dir")
 MAX_CHARACTERS = 60
+PARTS_BY_NAME = re.compile(r"(data|logger|curriculum\.stages)\.[^.]+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ FIGURES = (
     Figure("host GiB", _of("peak_host_rss_gib"), ",.2f"),
     Figure("device GiB", _of("peak_device_memory_gib"), ",.2f"),
 )
+OF_HELD_OUT = ("held-out loss", "perplexity", "bits per byte", "accuracy", "test loss", "test bits per byte")
+"""Figures that say nothing of each other where the runs were evaluated on different text, or on other tokens of it."""
 RELATIVE = ("held-out loss", "tokens/s", "wall seconds")
 """Figures that are shown beside the baseline's as well."""
 
@@ -81,19 +85,26 @@ def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list
     best = {}
     for figure in shown:
         values = [value for run in finished if (value := figure.value(run)) is not None]
-        if figure.best is not None and len(set(values)) > 1:
+        is_ranked = figure.title not in OF_HELD_OUT or is_comparable(finished)
+        if figure.best is not None and len(set(values)) > 1 and is_ranked:
             best[figure.title] = figure.best(values)
     lines = []
     for run in runs:
         line = [Cell(run.status)]
         for figure in shown:
             value = figure.value(run)
-            beside = relative(figure, value, figure.value(baseline)) if run is not baseline else ""
+            is_beside = figure.title not in OF_HELD_OUT or is_comparable([run, baseline])
+            beside = relative(figure, value, figure.value(baseline)) if run is not baseline and is_beside else ""
             beside = interval(run) if figure.title == "test loss" else beside
             is_best = run.result is not None and value is not None and best.get(figure.title) == value
             line.append(Cell("" if value is None else format(value, figure.form), beside, is_best))
         lines.append(line)
     return ["status", *(figure.title for figure in shown)], lines
+
+
+def is_comparable(runs: Sequence[Run]) -> bool:
+    """Whether all were evaluated on the same sources and number of tokens, as far as it is known."""
+    return len({run.held_out for run in runs} - {None}) < 2
 
 
 def relative(figure: Figure, value: float | None, other: float | None) -> str:
@@ -114,14 +125,42 @@ def interval(run: Run) -> str:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Keys whose values are not the same in all runs, with the values; `-` where a config has no such key."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
+    """Keys whose values are not the same in all runs, with the values; `-` where a config has no such key.
+
+    A source, stage or logger that some runs do not have is one line; so is a model, whose shape goes with its name.
+    """
+    configs = [_in_short(run.config, whole=_not_in_all(runs)) for run in runs]
     lines = []
-    for key in keys:
-        values = [_shown(run.config[key]) if key in run.config else "-" for run in runs]
-        if len(set(values)) > 1:
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [_shown(config[key]) if key in config else "-" for config in configs]
+        if key not in NOT_COMPARED and len(set(values)) > 1:
             lines.append((key, values))
     return lines
+
+
+def _not_in_all(runs: Sequence[Run]) -> set[str]:
+    """Names below `PARTS_BY_NAME` that not every run has, and `model.arch` where the models are not the same."""
+    found = [{part for key in run.config if (part := _part(key)) is not None} for run in runs]
+    models = {str(run.config.get("model.name")) for run in runs}
+    return set().union(*found) - set.intersection(*found) | ({"model.arch"} if len(models) > 1 else set())
+
+
+def _part(key: str) -> str | None:
+    """`data.uk_law` of `data.uk_law.path`."""
+    match = PARTS_BY_NAME.match(key)
+    return match[0] if match else None
+
+
+def _in_short(config: Mapping[str, object], *, whole: set[str]) -> dict[str, object]:
+    """The config with one entry for each of `whole`; of a model's shape none, for its name says it."""
+    short: dict[str, object] = {}
+    for key, value in config.items():
+        part = _part(key)
+        if part in whole:
+            short[str(part)] = "yes"
+        elif not any(key.startswith(f"{name}.") for name in ("model.arch", "model.tiny_arch") if "model.arch" in whole):
+            short[key] = value
+    return short
 
 
 def time_parts(run: Run) -> list[tuple[str, float]]:
