@@ -142,7 +142,8 @@ def _not_in_all(runs: Sequence[Run]) -> set[str]:
     """Names below `PARTS_BY_NAME` that not every run has, and `model.arch` where the models are not the same."""
     found = [{part for key in run.config if (part := _part(key)) is not None} for run in runs]
     models = {str(run.config.get("model.name")) for run in runs}
-    return set().union(*found) - set.intersection(*found) | ({"model.arch"} if len(models) > 1 else set())
+    parts = {part for of_run in found for part in of_run if not all(part in other for other in found)}
+    return parts | ({"model.arch"} if len(models) > 1 else set())
 
 
 def _part(key: str) -> str | None:
