@@ -36,6 +36,7 @@ from tpu_experiments.config.refusals import is_of_composition, sentence, uncompo
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.io import paths
+from tpu_experiments.io.offline import go_offline_if_unreachable
 from tpu_experiments.io.retry import StorageFailed
 from tpu_experiments.logging.closing import told_finished
 from tpu_experiments.runtime.env import prepare_environment
@@ -93,11 +94,12 @@ def run(config: Config) -> None:
     """Set the environment and run the task."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
-    if config.task.name == "train":
-        if config.hw.num_hosts == 1 and told_finished(config):
-            return
-        if config.hw.chip is not None:
-            check_plan(config)
+    if config.task.name == "train" and config.hw.num_hosts == 1 and told_finished(config):
+        return
+    if config.task.name not in ("report", "doctor"):
+        go_offline_if_unreachable(config)
+    if config.task.name == "train" and config.hw.chip is not None:
+        check_plan(config)
     if config.task.name not in ("report", "doctor"):  # a doctor looks at the environment as it is, and starts no device
         prepare_environment(config.hw, is_planned=config.task.name == "plan")
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
