@@ -3,7 +3,7 @@
 import pytest
 
 from tests.config.composing import composed
-from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
 from tpu_experiments.planning.length import EVALUATION_SHARE, Beside, between_steps, run_length
 from tpu_experiments.planning.timing import StepTime
 
@@ -59,3 +59,16 @@ def test_without_a_time_or_steps_there_is_no_length() -> None:
     assert run_length(
         CONFIG, STAGES, steps={"text": 60, "chat": None}, times={"text": STEP, "chat": STEP}, beside=beside
     ) == (None, [])
+
+
+@pytest.mark.parametrize(("seq_len", "computed"), [(128, None), (1024, None), (100, 128), (1000, 1024), (8, 128)])
+def test_rows_that_a_tpu_computes_more_for_are_told(seq_len: int, computed: int | None) -> None:
+    told = uneven_rows(resolve_stages(composed("curriculum=ro_two_stage", "hw=v5e8", f"trainer.seq_len={seq_len}")))
+    if computed is None:
+        assert told == []
+    else:
+        assert len(told) == 1, "both stages have one length"
+        assert told[0].startswith(
+            f"rows of {seq_len} tokens are no multiple of 128, the width of a TPU's tiles, so they"
+        )
+        assert f"are computed as {computed}; use that many" in told[0]

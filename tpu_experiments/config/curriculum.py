@@ -3,7 +3,7 @@
 Pure arithmetic, so that the checks, the trainer and the plan all read the same stages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpu_experiments.config.errors import ConfigError, suggest
@@ -13,6 +13,8 @@ from tpu_experiments.config.stages import ExitTestConfig, ScheduleConfig, StageC
 
 MIN_TOKENS = 8
 """Of a row."""
+LANES = 128
+"""Numbers in a row of a TPU's tile (jax.dev, Pallas TPU details): what is shorter is computed as if it were as long."""
 
 
 @dataclass(frozen=True)
@@ -220,3 +222,14 @@ def _sources_before(name: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[s
     names = list(chosen)
     before = dict.fromkeys(source for other in names[: names.index(name)] for source in chosen[other])
     return tuple(source for source in before if source not in chosen[name])
+
+
+def uneven_rows(stages: Sequence[Stage]) -> list[str]:
+    """A sentence for each row length that a TPU computes more for than the row holds."""
+    lengths = dict.fromkeys(stage.geometry.seq_len for stage in stages)
+    return [
+        f"rows of {length} tokens are no multiple of {LANES}, the width of a TPU's tiles, so they are computed as "
+        f"{-(-length // LANES) * LANES}; use that many (trainer.seq_len, or seq_len of the stage)"
+        for length in lengths
+        if length % LANES
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.build import locate
-from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
 from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
@@ -37,6 +37,8 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     inputs = make_inputs(config)
     check_ids(config, inputs, vocab_size=vocab_size)
     check_data(folder, inputs, config=config)
+    for text in uneven_rows(inputs.stages) if config.hw.chip is not None else ():
+        log.warning("%s", text)
     for stage in inputs.stages:
         stage_rows(inputs, stage, config=config)  # refuses too few written epochs
     return inputs

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.curriculum import Stage, uneven_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.length import Beside, run_length
@@ -43,7 +43,7 @@ def with_run(
     steps, unknown = steps_of(config, stages)
     length, notes = run_length(config, stages, steps=steps, times=times, beside=beside)
     cost = cost_of(length, price=hw.price, num_devices=hw.num_devices, calibration=plan.calibration) if length else None
-    return replace(plan, run=length, cost=cost, notes=(*plan.notes, *unknown, *notes))
+    return replace(plan, run=length, cost=cost, notes=(*plan.notes, *unknown, *notes, *uneven_rows(stages)))
 
 
 def counted_only(config: Config) -> Iterator[Program]:
