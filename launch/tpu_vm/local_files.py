@@ -1,9 +1,12 @@
 """What the launcher writes on this machine besides its state; a dry run writes nothing."""
 
+import shutil
 import tarfile
+import zlib
 from pathlib import Path
 
 from launch.tpu_vm import code_sync
+from launch.tpu_vm.errors import RemoteError
 
 
 class LocalFiles:
@@ -32,13 +35,35 @@ class LocalFiles:
         return sorted(path.name for path in folder.iterdir())
 
     def unpack(self, file: Path, into: Path) -> list[str]:
-        """The results in a tar file, which is then deleted; their names."""
+        """The results in a tar file, which is then deleted; their names.
+
+        Raises:
+            RemoteError: it is damaged, or holds what no results hold.
+        """
         self.make_dirs(into)
-        with tarfile.open(file) as tar:
-            tar.extractall(into, filter="data")
-            names = sorted({name.split("/")[0] for name in tar.getnames()})
+        try:
+            names = _unpacked(file, into)
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            raise RemoteError(f"the results came damaged: {error}") from error
         file.unlink()
         return names
+
+
+def _unpacked(file: Path, into: Path) -> list[str]:
+    """Write regular files below `into`, and nothing else: tarfile's own filter is not in Python 3.11.0 to 3.11.3."""
+    root, names = into.resolve(), set()
+    with tarfile.open(file) as tar:
+        for member in tar:
+            place = (root / member.name).resolve()
+            if not place.is_relative_to(root) or not (member.isfile() or member.isdir()):
+                raise tarfile.TarError(f"{member.name} is no file of a run")
+            names.add(member.name.split("/")[0])
+            content = tar.extractfile(member)
+            if content is not None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with place.open("wb") as written:
+                    shutil.copyfileobj(content, written)
+    return sorted(names)
 
 
 class NoFiles(LocalFiles):

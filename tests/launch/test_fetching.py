@@ -13,7 +13,7 @@ import gcsfs
 import pytest
 
 from launch.tpu_vm.bucket import Bucket
-from launch.tpu_vm.errors import LaunchError
+from launch.tpu_vm.errors import LaunchError, RemoteError
 from launch.tpu_vm.job import check_outlives, is_grid, is_sweep, job_of
 from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.running import Completed
@@ -99,9 +99,41 @@ def test_every_point_of_a_sweep_comes_from_a_disk(tmp_path: Path) -> None:
     env = os.environ | {"TPUEXP_STATE": str(tmp_path / "state")}
     command = ["bash", str(WORKER), "pack", "ranks"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True, timeout=60)
-    with tarfile.open(fileobj=BytesIO(done.stdout)) as tar:
-        tar.extractall(tmp_path / "here", filter="data")
+    (tmp_path / "came.tar.gz").write_bytes(done.stdout)
+    LocalFiles().unpack(tmp_path / "came.tar.gz", tmp_path / "here")
     assert files_below(tmp_path / "here") == FETCHED
+    assert not (tmp_path / "came.tar.gz").exists()
+
+
+def packed(file: Path, **members: tarfile.TarInfo) -> Path:
+    with tarfile.open(file, "w:gz") as tar:
+        for member in members.values():
+            tar.addfile(member, BytesIO(b"x" * member.size))
+    return file
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/tpuexp_out", "a/../../out"])
+def test_results_stay_in_their_folder(name: str, tmp_path: Path) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = 1
+    with pytest.raises(RemoteError, match=r"the results came damaged: .* is no file of a run"):
+        LocalFiles().unpack(packed(tmp_path / "came.tar.gz", one=member), tmp_path / "here")
+    assert files_below(tmp_path / "here") == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_hold_no_links_and_are_whole(tmp_path: Path) -> None:
+    link, whole = tarfile.TarInfo("link"), tarfile.TarInfo("a/whole")
+    link.type, link.linkname, whole.size = tarfile.SYMTYPE, "/etc/passwd", 100_000
+    with pytest.raises(RemoteError, match="link is no file of a run"):
+        LocalFiles().unpack(packed(tmp_path / "came.tar.gz", link=link), tmp_path / "here")
+    file = packed(tmp_path / "came.tar.gz", whole=whole)
+    cut = file.read_bytes()[:-20]
+    file.write_bytes(cut)
+    with pytest.raises(RemoteError, match="the results came damaged"):
+        LocalFiles().unpack(file, tmp_path / "here")
+    assert LocalFiles().unpack(packed(file, whole=whole), tmp_path / "here") == ["a"]
+    assert (tmp_path / "here" / "a" / "whole").stat().st_size == 100_000
 
 
 @pytest.mark.parametrize(
