@@ -61,7 +61,7 @@ def test_learning_rates_are_the_formula_at_every_step(staged):
 
 
 def test_stages_end_by_their_exit_tests(staged):
-    _, result = staged
+    folder, result = staged
     text, chat = result["stages"]
     assert text["steps"] < 14
     assert text["steps"] % 2 == 0
@@ -69,7 +69,11 @@ def test_stages_end_by_their_exit_tests(staged):
     assert text["eval_sources"]["sample_text"] <= 8.29
     assert chat["steps"] < 14
     assert "2 evaluations in a row were not better" in chat["ended_by"]
-    assert chat["restored_step"] == text["steps"] + chat["steps"] - 4
+    seen = {r["step"]: r["eval/loss_sample_chat"] for r in records(folder) if "eval/loss_sample_chat" in r}
+    of_chat = {step: loss for step, loss in seen.items() if step > text["steps"]}
+    assert chat["restored_step"] == min(of_chat, key=lambda step: of_chat[step])
+    assert chat["best_loss"] == min(of_chat.values())
+    assert chat["restored_step"] < text["steps"] + chat["steps"]
 
 
 def test_the_stage_ends_with_the_parameters_of_its_best_evaluation(staged):
