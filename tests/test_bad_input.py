@@ -113,7 +113,8 @@ def test_a_checkpoint_without_weights_is_refused_before_there_is_a_run_folder(re
 
 
 def test_a_run_folder_of_another_config_lists_what_changed(tmp_path: Path) -> None:
-    first = composed("name=before", f"output_dir={tmp_path}", "lora.r=8", "optim.lr=0.0002")
+    rows = ("trainer.seq_len=128", "trainer.global_batch_rows=16")
+    first = composed("name=before", f"output_dir={tmp_path}", *rows, "lora.r=8", "optim.lr=0.0002")
     open_run(first).create(first)
     files = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as caught:
@@ -136,6 +137,7 @@ def test_a_folder_that_no_run_made_is_left_alone(tmp_path: Path) -> None:
 def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path) -> None:
     path = f"data.sample_text.path={tmp_path}/a.jsonl"
     overrides = ("name=grown", f"output_dir={tmp_path}", "data=sample_text", path)
+    overrides += ("trainer.seq_len=128", "trainer.global_batch_rows=16")
     lines = (SAMPLES / "wiki_ro.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
     config = composed(*overrides)

@@ -72,12 +72,14 @@ CASES = {
     "no adapter target": (["lora.targets=[]"], ["lora.targets=[] with lora.r=16; name the modules", "lora=none"]),
     "saved name": (["model.saved=[up_porj]"], ["model.saved has 'up_porj'", "Did you mean 'up_proj'?"]),
     "steps and epochs": (
-        ["curriculum.stages.text.epochs=1"],
+        ["curriculum.stages.text.steps=60", "curriculum.stages.text.epochs=1"],
         ["curriculum.stages.text.steps=60 and curriculum.stages.text.epochs=1.0; only one can end the stage"],
     ),
-    "neither steps nor epochs": (["curriculum.stages.text.steps=null"], ["the stage has no end; set one of the three"]),
+    "rows of a word": (["trainer.seq_len=long"], ["trainer.seq_len=long; it must be a whole number or auto."]),
+    "rows of a fraction": (["trainer.seq_len=1.5"], ["trainer.seq_len=1.5; it must be a whole number or auto."]),
+    "rows of nothing": (["trainer.seq_len=null"], ["trainer.seq_len=null; it must be a whole number or auto."]),
     "steps and tokens": (
-        ["curriculum.stages.text.tokens=5000"],
+        ["curriculum.stages.text.steps=60", "curriculum.stages.text.tokens=5000"],
         ["curriculum.stages.text.steps=60 and curriculum.stages.text.tokens=5000; only one can end the stage"],
     ),
     "nothing to replay": (
@@ -185,10 +187,13 @@ def test_every_problem_is_reported_together() -> None:
 
 def test_the_problems_of_all_stages_are_reported_once_each() -> None:
     message = refusal(
-        "curriculum.stages.text.steps=null", "curriculum.stages.chat.epochs=2", "trainer.micro_batch_rows=3"
+        "curriculum.stages.text.shorter=5",
+        "curriculum.stages.chat.steps=2",
+        "curriculum.stages.chat.epochs=2",
+        "trainer.micro_batch_rows=3",
     )
     starts = [line.split("=")[0] for line in message.splitlines()]
-    assert starts == ["curriculum.stages.text.steps", "trainer.micro_batch_rows", "curriculum.stages.chat.steps"]
+    assert starts == ["curriculum.stages.text.shorter", "curriculum.stages.chat.steps", "trainer.micro_batch_rows"]
 
 
 def test_an_unknown_mesh_axis_is_refused() -> None:

@@ -125,8 +125,9 @@ def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):
 @pytest.mark.parametrize("model", MODELS)
 def test_dropout_has_the_same_masks_forward_and_backward_folded_and_layer_by_layer(gradients_of, model):
     """Masks are a function of row, layer, projection and place: nothing of them is saved."""
-    folded = gradients_of(model, "lora=all_linear_r8", "lora.dropout=0.5")
-    agree(folded, gradients_of(model, "lora=all_linear_r8", "lora.dropout=0.5", eager=True))
+    overrides = ("lora=all_linear_r8", "lora.dropout=0.5", "model.remat=layer_inputs")
+    folded = gradients_of(model, *overrides)
+    agree(folded, gradients_of(model, *overrides, eager=True))
     for graph in folded[2].model.module.model.layers.graphs.values():
         saved = [node for node in graph.forward.graph.output_node().args[0][1:] if node.op != "placeholder"]
         assert len(saved) == 4, "what adapters multiply by their A, of four tensors"

@@ -25,6 +25,7 @@ MISTRAL = (
     "model.attention=sdpa",
     "model.remat=none",
 )
+ALL_ROWS = "trainer.micro_batch_rows=8"
 ANALYTIC = "task.method=analytic"
 WITHOUT = """
 import importlib.abc, runpy, sys
@@ -89,7 +90,7 @@ def test_machines_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_ladder_stands_on_the_largest_micro_batch_that_fits(tmp_path: Path) -> None:
-    run_plan(ANALYTIC, *MISTRAL, "hw=v6e8", "task.explore=ladder", f"output_dir={tmp_path}", "name=p")
+    run_plan(ANALYTIC, *MISTRAL, ALL_ROWS, "hw=v6e8", "task.explore=ladder", f"output_dir={tmp_path}", "name=p")
     fields = plan_fields(tmp_path, "p")
     assert fields["fits"]
     assert fields["micro_batch"] == 1
@@ -103,7 +104,7 @@ def test_the_ladder_stands_on_the_largest_micro_batch_that_fits(tmp_path: Path) 
 def test_the_search_prunes_judges_and_writes_an_overlay_that_training_takes(tmp_path: Path) -> None:
     settings = ("hw=v6e8", "sharding=replicated", f"output_dir={tmp_path}", "name=p")
     axes = "task.search.axes={trainer.micro_batch_rows:[1,8,16],sharding:[fsdp,replicated],model.remat:[]}"
-    run_plan(ANALYTIC, *MISTRAL, *settings, "task.explore=search", axes)
+    run_plan(ANALYTIC, *MISTRAL, ALL_ROWS, *settings, "task.explore=search", axes)
     tried = {" ".join(each["overrides"]): each["outcome"] for each in plan_fields(tmp_path, "p")["search"]}
     assert tried == {
         "trainer.micro_batch_rows=1 sharding=fsdp": "fits",

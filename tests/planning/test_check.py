@@ -15,6 +15,7 @@ from tests.config.composing import composed
 from tests.planning.examples import plan_that_does_not_fit
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import config_hash
+from tpu_experiments.config.rows import settled
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.shapes import ShapesOfModel
 from tpu_experiments.planning.check import check_memory, finding
@@ -22,8 +23,9 @@ from tpu_experiments.planning.report import plan_json
 from tpu_experiments.planning.saved import plan_folders, programs_key, sizes_of
 
 REPOSITORY = Path(__file__).parents[2]
-MISTRAL = ("model=mistral7b", "data=ultrachat_ro", "hw=v5e8", "sharding=replicated")
-LONG = (*MISTRAL, "trainer.seq_len=2048", "trainer.global_batch_rows=64")
+OPEN = ("model=mistral7b", "data=ultrachat_ro", "hw=v5e8", "sharding=replicated")
+MISTRAL = (*OPEN, "trainer.seq_len=128", "trainer.global_batch_rows=16")
+LONG = (*MISTRAL, "trainer.seq_len=2048", "trainer.global_batch_rows=64", "trainer.micro_batch_rows=8")
 NO_TPU = "error: hw=v5e8 asks for a TPU and this machine has none"
 
 
@@ -48,14 +50,16 @@ def key_of(*overrides: str) -> str:
     return programs_key(config, config.model.arch)
 
 
-def test_weights_that_do_not_fit_are_refused_before_the_missing_tpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [MISTRAL, OPEN])
+def test_weights_that_do_not_fit_are_refused_before_the_missing_tpu(tmp_path: Path, rows: tuple[str, ...]) -> None:
     """7,241,732,096 trained parameters on every chip: 27 GiB in float32 and twice that for AdamW."""
-    done = train(tmp_path, *MISTRAL, "lora=none")
+    done = train(tmp_path, *rows, "lora=none")
     assert done.returncode == 2
     assert done.stderr.startswith(
         "error: hw=v5e8; trained weights 26.98, optimizer state 53.96, gradients 13.49 are 94.42"
     )
-    assert "more than the 15.75 GiB that one program may take of a chip; nearest settings that fit: " in done.stderr
+    assert "more than the 15.75 GiB that one program may take of a chip; " in done.stderr
+    assert ("nearest settings that fit: " in done.stderr) == (rows == MISTRAL)
     assert done.stderr.endswith("; or start all the same with trainer.plan_check=warn.\n")
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -79,8 +83,21 @@ def test_off_and_a_run_that_fits_say_nothing(tmp_path: Path, caplog: pytest.LogC
     assert not caplog.records
 
 
+def test_what_depends_on_rows_is_not_said_before_they_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rows that are assumed here, 32,768 tokens on a chip at once, would not fit."""
+    words = (*OPEN, "trainer.micro_batch_rows=8", "model.step_tokens=262144", f"output_dir={tmp_path}")
+    config = composed(*words)
+    check_memory(config)
+    assert not caplog.records
+    check_memory(settled(config, None))
+    assert "formulas put the step" in caplog.text
+
+
 def test_only_the_state_of_known_optimizers_is_certain(tmp_path: Path) -> None:
     full = ("model=qwen05b", "data=uk_law", "hw=v5e1", "lora=none", "hw.chip.program_hbm_gib=5")
+    full += ("trainer.seq_len=128", "trainer.global_batch_rows=16")
     config = composed(*full, f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match=r"trained weights 1\.84, optimizer state 3\.68, gradients 0\.92 are 6\.44"):
         check_memory(config)

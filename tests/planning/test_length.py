@@ -1,14 +1,17 @@
 """The length of a run: evaluations as the trainer makes them, compiled or assumed."""
 
+import math
+
 import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
 from tpu_experiments.planning.length import EVALUATION_SHARE, Beside, between_steps, run_length
 from tpu_experiments.planning.timing import StepTime
+from tpu_experiments.tasks.plan.length import assumed_steps
 
 STEP = StepTime(0.5, 0.0, 0.0, 0.0, 0.5, "compute", 0.4, 1000.0)
-CONFIG = composed("hw=v6e1")
+CONFIG = composed("hw=v6e1", "trainer.eval_every_steps=30")
 STAGES = resolve_stages(CONFIG)
 
 
@@ -47,11 +50,23 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
 
 
 def test_samples_at_the_ends_only_are_two() -> None:
-    at_ends = composed("hw=v6e1", "sample.at=ends")
+    at_ends = composed("hw=v6e1", "trainer.eval_every_steps=30", "sample.at=ends")
     steps, times = {"text": 60, "chat": 60}, {"text": STEP, "chat": STEP}
     length, _ = run_length(at_ends, STAGES, steps=steps, times=times, beside=Beside(8.0, 16, 0.25, 0.125, 77.0))
     assert length is not None
     assert length.eval_seconds == 5 * (2 * 8) * 0.25 + 2 * 48 * 0.125
+
+
+def test_an_epoch_is_assumed_until_its_data_is_prepared() -> None:
+    """687,000 tokens, four fifths of them trained on, three times, in steps of 16 x 896."""
+    (stage,) = resolve_stages(composed("model=qwen05b", "data=uk_law", "hw=v5e8"))
+    config = composed("model=qwen05b", "data=uk_law", "hw=v5e8")
+    assert assumed_steps(config, stage) == math.ceil(3 * 0.8 * 687_000 / (16 * 896)) == 116
+    assert assumed_steps(composed("data=uk_law", "trainer.max_stage_steps=9"), stage) is not None
+    config.data["uk_law"].total_tokens = None
+    assert assumed_steps(config, stage) is None
+    (of_tokens,) = resolve_stages(composed("data=uk_law", "curriculum=single", "curriculum.stages.main.tokens=5000"))
+    assert assumed_steps(config, of_tokens) == 3
 
 
 def test_without_a_time_or_steps_there_is_no_length() -> None:

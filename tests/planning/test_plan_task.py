@@ -15,7 +15,9 @@ from tpu_experiments.planning.parts import PARTS
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 
 REPOSITORY = Path(__file__).parents[2]
-SMALL = ("hw=v6e1", "model.init=random", "model.arch.num_hidden_layers=1")
+SMALL = ("hw=v6e1", "model.init=random", "model.arch.num_hidden_layers=1", "trainer.eval_every_steps=30")
+SMALL += ("curriculum.stages.text.steps=60", "curriculum.stages.chat.steps=60", "trainer.seq_len=128")
+SMALL += ("trainer.global_batch_rows=16",)
 
 
 def plan(folder: Path, *overrides: str, task: str = "plan") -> subprocess.CompletedProcess[str]:

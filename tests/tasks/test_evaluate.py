@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.config.composing import composed
-from tests.training.runs import finished, run
+from tests.training.runs import finished, run, sized
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.runtime.launch import make_runtime
@@ -44,7 +44,7 @@ def trained(tmp_path_factory) -> Path:
 
 def evaluated(outputs: Path, *overrides: str, file: str = f"{NAME}/test_results.json") -> dict:
     """Run the task in this process; its results."""
-    evaluate.run(composed("task=evaluate", *TRAINING, f"output_dir={outputs}", *overrides))
+    evaluate.run(composed("task=evaluate", *sized(TRAINING), f"output_dir={outputs}", *overrides))
     return json.loads((outputs / file).read_text())
 
 
@@ -86,7 +86,7 @@ def test_the_numbers_are_those_of_transformers_on_the_same_texts(trained, result
     named = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     model = AutoModelForCausalLM.from_pretrained(named, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, str(folder)).eval() if side == "trained" else model.eval()
-    config = composed("task=evaluate", *TRAINING, f"output_dir={trained}")
+    config = composed("task=evaluate", *sized(TRAINING), f"output_dir={trained}")
     texts = [json.loads(line) for line in (trained / "documents.jsonl").read_text().splitlines()]
     for name, held_out in held_out_of(config, tokenizer=tokenizer_for(config)).items():
         documents = [(ids, (flags & LEARN) > 0) for ids, flags in held_out.documents()]
@@ -125,7 +125,7 @@ def test_answers_are_held_against_the_real_ones(results, trained):
 def test_answers_are_what_transformers_writes_however_many_are_written_at_once(runtime):
     from transformers import AutoModelForCausalLM
 
-    config = composed("task=evaluate", *TRAINING, f"hw.runtime={runtime}", "task.adapter=none")
+    config = composed("task=evaluate", *sized(TRAINING), f"hw.runtime={runtime}", "task.adapter=none")
     made = make_runtime(config)
     before = made.counters().num_compiles
     built = BesideBase(
@@ -176,7 +176,7 @@ def test_a_run_that_is_not_finished_is_known_by_its_checkpoint(trained, results,
     assert values(found) == pytest.approx(values(results), rel=1e-6)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(ConfigError, match="not finished and has no checkpoint"):
-        subject_of(composed("task=evaluate", *TRAINING, f"output_dir={tmp_path}"))
+        subject_of(composed("task=evaluate", *sized(TRAINING), f"output_dir={tmp_path}"))
 
 
 def test_a_run_is_evaluated_by_its_own_config_and_not_by_the_command_s(trained, results):
@@ -230,7 +230,7 @@ def test_refusals_are_a_sentence(trained, reason):
     overrides, sentence = REFUSED[reason]
     before = sorted(trained.rglob("*results*.json"))
     with pytest.raises(ConfigError, match=sentence):
-        evaluate.run(composed("task=evaluate", *TRAINING, f"output_dir={trained}", *overrides))
+        evaluate.run(composed("task=evaluate", *sized(TRAINING), f"output_dir={trained}", *overrides))
     assert sorted(trained.rglob("*results*.json")) == before
 
 

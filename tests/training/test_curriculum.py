@@ -11,6 +11,7 @@ from tests.training.runs import finished, records
 
 pytestmark = pytest.mark.xla
 COMMON = ("debug=smoke", "hw.runtime=eager", "trainer.log_every_steps=1", "sample.max_new_tokens=0", "name=staged")
+COMMON += ("schedule.warmup_steps=5",)
 STAGES = (
     "trainer.max_stage_steps=14",
     "trainer.eval_every_steps=2",

@@ -1,6 +1,7 @@
 """Meters from given clocks, and the meters of whole runs."""
 
 import logging
+import statistics
 
 import pytest
 
@@ -159,6 +160,7 @@ COMMON = (
     "data=[sample_text]",
     "debug=smoke",
     "lora=all_linear_r8",
+    "model.remat=layer_inputs",
     "trainer.norms_every_steps=4",
     "trainer.eval_every_steps=3",
     "sample.max_new_tokens=0",
@@ -190,6 +192,15 @@ def test_the_meters_of_a_run(tmp_path, runtime):
     assert result["meters"]["mfu"] is result["meters"]["hfu"] is None
     assert result["meters"]["step_seconds"] > 0
     assert result["compiles_after_warmup"] == 0
+
+
+@pytest.mark.xla
+def test_records_of_single_steps_tell_the_time_of_the_device(tmp_path):
+    """Records that nobody waits for tell the time of handing over, a thousandth of it, and one of them all the rest."""
+    finished(*COMMON, "trainer.log_every_steps=1", "trainer.max_stage_steps=20", output_dir=tmp_path)
+    seconds = [record["perf/step_seconds"] for record in records(tmp_path) if "perf/step_seconds" in record]
+    assert len(seconds) >= 15
+    assert statistics.median(seconds) > statistics.mean(seconds) / 10
 
 
 @pytest.mark.xla

@@ -18,6 +18,7 @@ COMMON = (
     "data=[sample_text,sample_chat]",
     "lora=all_linear_r8",
     "debug=smoke",
+    "schedule.warmup_steps=5",
     "optim.lr=1e-3",
     "trainer.log_every_steps=1",
     "trainer.max_stage_steps=4",

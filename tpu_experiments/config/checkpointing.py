@@ -9,8 +9,9 @@ from tpu_experiments.config.fields import number
 class CheckpointConfig:
     """Checkpoints of the run folder."""
 
-    every_steps: int = number(default=100, at_least=0)
-    """Steps between two checkpoints; with this and `every_minutes` 0 there is one at the end of each stage only."""
+    every_steps: int | None = number(default=None, at_least=0)
+    """Steps between two checkpoints; null makes about 20, in at least 50 and at most 500 steps. With this and
+    `every_minutes` 0 there is one at the end of each stage only."""
     every_minutes: float = number(default=0.0, at_least=0)
     """Minutes of the wall clock after which the next step is followed by a checkpoint (with several processes the next
     step that logs), counted from the checkpoint before; 0 goes by steps alone."""

@@ -86,7 +86,9 @@ def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
         yield from _place_problems(key, value, kind=place)
         if allowed and value is not None and value not in allowed:
             yield f"{key}={value}; it is not a choice. {suggest(str(value), allowed)}"
-        if isinstance(value, float) and not math.isfinite(value):
+        if (word := spec.metadata.get("word")) and type(value) is not int and value != word:
+            yield f"{key}={'null' if value is None else value}; it must be a whole number or {word}."
+        elif isinstance(value, float) and not math.isfinite(value):
             yield f"{key}={value}; it must be a finite number."
         elif isinstance(value, int | float):
             yield from _range_problems(key, value, spec.metadata)
@@ -217,7 +219,9 @@ def _model(config: Config) -> list[str]:
 
 
 def _length_problems(config: Config, limit: int) -> list[str]:
-    lengths = {"trainer.seq_len": config.trainer.seq_len, "sample.window": config.sample.window}
+    lengths = {"sample.window": config.sample.window}
+    if isinstance(config.trainer.seq_len, int):
+        lengths["trainer.seq_len"] = config.trainer.seq_len
     for name, stage in config.curriculum.stages.items():
         if stage.seq_len:
             lengths[f"curriculum.stages.{name}.seq_len"] = stage.seq_len
@@ -295,7 +299,7 @@ def _targets(config: Config) -> list[str]:
 
 def _checkpoint(config: Config) -> list[str]:
     keep_best = config.checkpoint.keep_best
-    if not keep_best or config.trainer.eval_every_steps:
+    if not keep_best or config.trainer.eval_every_steps != 0:
         return []
     return [
         f"checkpoint.keep_best={keep_best} goes by held-out loss and trainer.eval_every_steps=0 evaluates no step "

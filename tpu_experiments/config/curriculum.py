@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.rows import LANES, fitting_rows, rows_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.stages import ExitTestConfig, ScheduleConfig, StageConfig, StageScheduleConfig
 
+FULL_LR = 0.1
+"""Of a LoRA run's best rate is the best one of full fine-tuning (Schulman et al., LoRA Without Regret, 2025)."""
 MIN_TOKENS = 8
 """Of a row."""
-LANES = 128
-"""Numbers in a row of a TPU's tile (jax.dev, Pallas TPU details): what is shorter is computed as if it were as long."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def batch_geometry(
         fits = f"{below} or {below + shards}" if below else f"{shards}"
         raise ConfigError(f"{key}={global_rows} is not a multiple of {split_over} (hw={config.hw.name}); use {fits}.")
     per_device = global_rows // shards
-    micro = micro_rows or per_device
+    micro = micro_rows or fitting_rows(per_device, seq_len=seq_len)
     if per_device % micro:
         fits = ", ".join(str(n) for n in range(1, per_device + 1) if per_device % n == 0)
         raise ConfigError(
@@ -147,10 +148,6 @@ def _stage_problems(config: Config, name: str) -> list[str]:
 
 def _length_problems(stage: StageConfig, key: str) -> list[str]:
     given = {n: getattr(stage, n) for n in ("steps", "tokens", "epochs") if getattr(stage, n) is not None}
-    if not given:
-        return [
-            f"{key}.steps=null, {key}.tokens=null and {key}.epochs=null; the stage has no end; set one of the three."
-        ]
     if len(given) > 1:
         shown = " and ".join(f"{key}.{name}={value}" for name, value in given.items())
         return [f"{shown}; only one can end the stage; set the other to null."]
@@ -162,7 +159,7 @@ def _exit_problems(config: Config, stage: StageConfig, key: str) -> list[str]:
     asked = {"eval_loss": test.eval_loss, "patience": test.patience}
     shown = [f"{key}.exit.{name}={value}" for name, value in asked.items() if value is not None]
     shown += [f"{key}.exit.ends_with=best"] if test.ends_with == "best" else []
-    if shown and not every:
+    if shown and every == 0:
         return [
             f"{shown[0]} goes by evaluations, and trainer.eval_every_steps=0 makes none between the first and the last "
             "step; set trainer.eval_every_steps=."
@@ -173,8 +170,8 @@ def _exit_problems(config: Config, stage: StageConfig, key: str) -> list[str]:
 def _stage_geometry(config: Config, name: str) -> Geometry:
     stage = config.curriculum.stages[name]
     own_batch = stage.global_batch_rows is not None
-    rows = stage.global_batch_rows or config.trainer.global_batch_rows
-    seq_len = stage.seq_len or config.trainer.seq_len
+    of_run = rows_of(config)
+    rows, seq_len = stage.global_batch_rows or of_run.global_rows, stage.seq_len or of_run.seq_len
     if seq_len % stage.shorter or seq_len // stage.shorter < MIN_TOKENS:
         fits = [str(n) for n in range(1, seq_len // MIN_TOKENS + 1) if seq_len % n == 0]
         raise ConfigError(
@@ -199,8 +196,8 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
         sources=own,
         geometry=_stage_geometry(config, name),
         steps=stage.steps,
-        epochs=stage.epochs,
-        lr=stage.lr or config.optim.lr or config.model.lr,
+        epochs=_epochs(config, stage, sources=own),
+        lr=stage.lr or config.optim.lr or _lr_of_model(config),
         schedule=_schedule(config.schedule, stage.schedule),
         optimizer=stage.optimizer,
         tokens=stage.tokens,
@@ -210,6 +207,19 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
         trainable=tuple(stage.trainable),
         exit=stage.exit,
     )
+
+
+def _lr_of_model(config: Config) -> float:
+    """The peak that suits adapters on the model; of all its pretrained weights, a tenth of that."""
+    trains_pretrained = config.lora.r == 0 and config.model.init == "pretrained" and config.model.size == "full"
+    return config.model.lr * FULL_LR if trains_pretrained else config.model.lr
+
+
+def _epochs(config: Config, stage: StageConfig, *, sources: Sequence[str]) -> float | None:
+    """Passes over the rows; of a stage that says nothing of its length, as many as suit the source that asks fewest."""
+    if stage.epochs is None and stage.steps is None and stage.tokens is None:
+        return min(config.data[name].epochs for name in sources)
+    return stage.epochs
 
 
 def _schedule(own: ScheduleConfig, of_stage: StageScheduleConfig) -> ScheduleConfig:

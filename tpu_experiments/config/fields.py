@@ -22,8 +22,9 @@ def number(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    word: str | None = None,
 ) -> Any:
-    """A numeric field with bounds; `None` as the value passes (the field says what it means)."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    """A numeric field with bounds; `None` as the value passes (the field says what it means), and so does `word`."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below, "word": word}
     metadata = {name: value for name, value in bounds.items() if value is not None}
     return field(default=default if default is not NO_DEFAULT else MISSING, metadata=metadata)

@@ -89,24 +89,28 @@ class TrainerConfig:
 
     _target_: str = "tpu_experiments.training.trainer.Trainer"
     """Swap point: a subclass of Trainer."""
-    seq_len: int = number(at_least=8, at_most=2**24)
-    """Tokens per row."""
-    global_batch_rows: int = number(at_least=1, at_most=2**24)
-    """Rows per optimizer step over all devices."""
+    seq_len: Any = number(default="auto", at_least=8, at_most=2**24, word="auto")  # noqa: RUF009 (OmegaConf 2.3 merges no int | str)
+    """Tokens per row. `auto` holds 95 % of the documents: that percentile of the prepared data, up to a multiple of
+    128, at most `model.row_tokens`; a run that goes on keeps the length it began with."""
+    global_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
+    """Rows per optimizer step over all devices; null makes steps of `model.step_tokens`, or of fewer where an epoch
+    would have less than 40 of them. A run that goes on keeps the number it began with."""
     micro_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
-    """Rows per device that pass through the model at once; null takes all of a device's rows. What is left of the
-    global batch is accumulated inside the step."""
+    """Rows per device that pass through the model at once; null takes as many of a device's rows as make 8,192 tokens
+    or fewer. What is left of the global batch is accumulated inside the step."""
     loss_chunk_tokens: int | None = number(default=2048, at_least=1)
     """Tokens of a device whose logits exist at once, the same positions of each of its rows: the loss holds this x
     vocabulary numbers. null makes all logits of a micro-batch at once, as a model does whose head is more than a matrix
     product."""
-    log_every_steps: int = number(default=10, at_least=1)
-    """Steps between two log records; only then is a value read from the device."""
+    log_every_steps: int | None = number(default=None, at_least=1)
+    """Steps between two log records; only then is a value read from the device. null makes about 20 records, at least
+    one in 100 steps."""
     norms_every_steps: int = number(default=50, at_least=0)
     """Steps between two records of the gradient's and the update's norm for each kind of module, written with the next
     log record; 0 computes none."""
-    eval_every_steps: int = number(default=0, at_least=0)
-    """Steps between two evaluations; 0 evaluates before the first and after the last step only."""
+    eval_every_steps: int | None = number(default=None, at_least=0)
+    """Steps between two evaluations; null makes about ten, at least one in 1,000 steps; 0 evaluates before the first
+    and after the last step only."""
     max_eval_rows: int = number(default=256, at_least=1)
     """Held-out rows that are evaluated at most, over all sources."""
     max_stage_steps: int | None = number(default=None, at_least=1)

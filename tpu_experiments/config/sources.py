@@ -82,7 +82,12 @@ class ModelConfig:
     saved: list[str] = field(default_factory=list)
     """Saved beside that, by name: `attention` or projections (`q_proj`, `up_proj`, ...)."""
     lr: float = number(default=2e-4, above=0)
-    """Peak learning rate that suits adapters on this model; `optim.lr` and a stage's `lr` win over it."""
+    """Peak learning rate that suits adapters on this model; a run that trains all of its pretrained weights takes a
+    tenth. `optim.lr` and a stage's `lr` win over it."""
+    row_tokens: int = number(default=2048, at_least=8, at_most=2**24)
+    """Longest row that `trainer.seq_len=auto` makes for this model."""
+    step_tokens: int = number(default=65536, at_least=8, at_most=2**40)
+    """Tokens of an optimizer step that suit adapters on this model; `trainer.global_batch_rows` wins over it."""
     arch: dict[str, Any] = field(default_factory=dict)
     """Hugging Face config values; used for `init: random` and to plan without the checkpoint."""
     tiny_arch: dict[str, Any] = field(default_factory=dict)
@@ -168,6 +173,15 @@ class DataSourceConfig:
     """Share of documents held out for evaluation during training, chosen by a hash of the document."""
     test_fraction: float = number(default=0.1, at_least=0, below=1)
     """Share of documents set aside for task=evaluate, never seen in training."""
+    epochs: float = number(default=3.0, above=0)
+    """Passes over the rows in a stage that says nothing of its length: one to three for fine-tuning, fewer the more
+    there is."""
+    p95_tokens: int | None = number(default=None, at_least=1)
+    """Tokens that 95 % of the documents do not exceed, where known; `trainer.seq_len=auto` counts with them until the
+    data is prepared. null counts with rows of `model.row_tokens`."""
+    total_tokens: int | None = number(default=None, at_least=1)
+    """Tokens of all documents, where known; the size of a step goes by them until the data is prepared. null counts
+    with more than enough for steps of `model.step_tokens`."""
     clean: CleanConfig = field(default_factory=CleanConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
 

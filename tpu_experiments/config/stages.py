@@ -13,8 +13,8 @@ class ScheduleConfig:
 
     name: str = choice("constant", "linear", "cosine", "wsd")
     """`wsd`: warm-up, constant, then linear decay (arXiv 2404.06395)."""
-    warmup_steps: int = number(default=0, at_least=0)
-    """Steps of linear rise from 0 to the peak."""
+    warmup_steps: int | None = number(default=None, at_least=0)
+    """Steps of linear rise from 0 to the peak; null takes 3 % of the stage, at most 1,000."""
     floor: float = number(default=0.0, at_least=0, at_most=1)
     """Multiple of the peak at the end of the decay."""
     decay_fraction: float = number(default=0.2, above=0, at_most=1)
@@ -70,7 +70,8 @@ class StageConfig:
     learn: str = choice("answers", "all", default="answers")
     """Tokens in the loss: of conversations the assistant's turns (of texts everything), or every token."""
     steps: int | None = number(default=None, at_least=1)
-    """Optimizer steps; exactly one of `steps`, `tokens` and `epochs` is set."""
+    """Optimizer steps; at most one of `steps`, `tokens` and `epochs` is set. With none of them a stage passes over its
+    rows as often as its data suits: the smallest `data.<name>.epochs` of its sources."""
     tokens: int | None = number(default=None, at_least=1)
     """Tokens to train on, replayed ones and no padding counted: as many steps as make them with rows of mean length."""
     epochs: float | None = number(default=None, above=0)

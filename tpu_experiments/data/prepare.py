@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.redaction import redacted_text
+from tpu_experiments.config.rows import Lengths
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.audit.summary import audit_hash
 from tpu_experiments.data.cleaning.clean import check_rules
@@ -91,6 +92,27 @@ def prepare(
             check=_left_check(manifest for _, manifest in rows.values()),
         )
     return prepared
+
+
+def lengths_of(sources: Mapping[str, DataSourceConfig], *, data_size: str, how: Preparation) -> dict[str, Lengths]:
+    """Lengths of every source's documents, which are tokenised now or found as they are; arguments as of `prepare`.
+
+    Raises:
+        NotPrepared: some are not tokenised, and `how` says to make none.
+        ConfigError: a source that cannot be read or is empty.
+    """
+    paths.require_no_links(how.folder, key=f"prepare.folder={how.folder}")
+    found = {}
+    for name, source in sources.items():
+        spec = spec_of(name, source, data_size=data_size)
+        check_rules(source.clean, source=name, kind=spec.kind)
+        if spec.kind == "chat":
+            require_chat_template(how.tokenizer, source=name)
+        tokens = _tokenized(spec, source=source, how=how, found="taken")
+        lengths_D = np.concatenate([read_index(tokens.folder, block).lengths_D for block in tokens.block_names])
+        p95 = int(np.percentile(lengths_D, 95, method="inverted_cdf")) if len(lengths_D) else None
+        found[name] = Lengths(p95, int(lengths_D.sum()))
+    return found
 
 
 def _tokenized(spec: SourceSpec, *, source: DataSourceConfig, how: Preparation, found: Found) -> TokenizedSource:

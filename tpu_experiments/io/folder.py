@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, require_same
 from tpu_experiments.config.redaction import redacted
+from tpu_experiments.config.rows import AUTO, OPEN, is_open
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.aside import put_aside
@@ -137,6 +138,21 @@ def _literal(value: Any) -> Any:
     if isinstance(value, list):
         return [_literal(item) for item in value]
     return INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def continued(config: Config) -> Config:
+    """The config with the rows of the run that it goes on, where it leaves them open.
+
+    Raises:
+        ConfigError: the identity of that run is damaged.
+    """
+    assert config.name is not None, "to_config names the run"
+    stored = RunFolder(config.output_dir, config.name).stored_identity() if is_open(config) else None
+    if stored is None:
+        return config
+    found = {key: stored.get(f"trainer.{key}") for key in OPEN if getattr(config.trainer, key) in (None, AUTO)}
+    taken: dict[str, Any] = {key: value for key, value in found.items() if isinstance(value, int) and value > 0}
+    return replace(config, trainer=replace(config.trainer, **taken))
 
 
 def open_run(config: Config) -> RunFolder:

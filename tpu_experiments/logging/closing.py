@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder, open_run
+from tpu_experiments.io.folder import RunFolder, continued, open_run
 from tpu_experiments.io.retry import told
 from tpu_experiments.logging.promise import promise_line
 from tpu_experiments.metrics.goodput import goodput_lines
@@ -24,7 +24,7 @@ def told_finished(config: Config) -> bool:
         ConfigError: the folder belongs to another config, or its result is none that a run writes.
     """
     with told(config.output_dir):
-        folder = open_run(config)
+        folder = open_run(continued(config))
         finished = folder.finished()
     if finished is None:
         return False

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.rows import is_open
 from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, TrainerConfig
 from tpu_experiments.config.sources import ModelConfig
 from tpu_experiments.planning.analytic import ITEM_BYTES, largest_stage, step_settings
@@ -48,11 +49,17 @@ def check_memory(config: Config) -> None:
 
 
 def finding(config: Config) -> Finding | None:
-    """What is known; None where the run fits, or where the model's sizes are not known."""
+    """What is known; None where the run fits, or where the model's sizes are not known.
+
+    Of a run whose rows are left to its data nothing is known but what stays on the chip at any length of a row.
+    """
     arch = sizes_of(config.model)
     if arch is None or config.model._target_ != STOCK_MODEL:
         return None
     try:
+        if is_open(config):
+            found = by_formulas(config, arch)
+            return found if found is not None and found.certainty == "known" else None
         known = known_plan(config, arch)
         if known is not None:
             return None if known.fields["fits"] else Finding(planned_words(config, known), "known")
@@ -90,7 +97,8 @@ def by_formulas(config: Config, arch: Any) -> Finding | None:
     stage, memory = largest_stage(config, arch)
     estimate = analytic_memory(arch, step=step_settings(config, stage.geometry))
     estimate = estimate if is_stock(config) else replace(estimate, optimizer=0.0)
-    certain, limit = certain_gib(config, estimate, geometry=stage.geometry), chip_limit_gib(config.hw)
+    geometry = replace(stage.geometry, accumulation=1) if is_open(config) else stage.geometry
+    certain, limit = certain_gib(config, estimate, geometry=geometry), chip_limit_gib(config.hw)
     chip = f"the {limit:.2f} GiB that one program may take of a chip"
     if certain > limit:
         parts = {

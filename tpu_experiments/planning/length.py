@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.intervals import intervals_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.money import RunLength, StageLength
 from tpu_experiments.planning.timing import StepTime
@@ -79,7 +80,8 @@ def evaluating_seconds(
     config: Config, stages: Sequence[Stage], *, lengths: Sequence[StageLength], beside: Beside
 ) -> tuple[float, list[str]]:
     """Seconds of all evaluations and samples, and what was assumed of them."""
-    rows, every = config.trainer.max_eval_rows, config.trainer.eval_every_steps
+    rows = config.trainer.max_eval_rows
+    every = intervals_of(config, total_steps=sum(length.steps for length in lengths)).evaluate
     num_evaluations = 1 + len(lengths) + between_steps([length.steps for length in lengths], every=every)
     num_samples = 2 + (num_evaluations - 1 if config.sample.at == "evaluations" else 0)
     sampling = num_samples * config.sample.max_new_tokens * (beside.sample_token_seconds or 0.0)

@@ -9,6 +9,7 @@ from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.retry import told
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.training.row_lengths import settle
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 
 
@@ -34,6 +35,7 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
     """Sources, manifests and where the audit's page lies."""
     if config.prepare.engine == "local":
         start_server()  # imports while the tokenizer is loaded here
+    config = settle(config)
     stages = stages_of(config)
     tokenizer = tokenizer_for(config)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages, verify="all")

@@ -12,9 +12,10 @@ from typing import Any
 from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.rows import is_open
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import grace, lease
-from tpu_experiments.io.folder import RunFolder, open_run
+from tpu_experiments.io.folder import RunFolder, continued, open_run
 from tpu_experiments.io.mirror import keep_in
 from tpu_experiments.io.process import started_seconds
 from tpu_experiments.io.retry import StorageFailed, complaint, is_told, told
@@ -33,6 +34,7 @@ from tpu_experiments.training.inputs import RunInputs, expected_programs, num_st
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
+from tpu_experiments.training.row_lengths import settle
 from tpu_experiments.training.sources import prepared_folder
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 from tpu_experiments.training.window import TrainingStopped
@@ -67,13 +69,15 @@ def run(config: Config) -> None:
 def train(config: Config, hosts: Hosts) -> None:
     """On every host the same; only the first writes."""
     watch = Stopwatch()
+    start_run_log(None, rank=hosts.rank)
+    with watch.measure("setup"), told(prepared_folder(config), full="failed"):
+        config = hosts.together(lambda: with_rows(config))
     with told(config.output_dir):
         folder = hosts.together(lambda: open_run(config))
         if folder.finished() is not None:  # of one host run.py has looked before
             hosts.on_first(lambda: told_finished(config))
             return
         hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
-    start_run_log(None, rank=hosts.rank)
     with watch.measure("setup"):
         with told(prepared_folder(config), full="failed"):
             inputs = hosts.together(lambda: set_up(config, folder))
@@ -91,6 +95,24 @@ def train(config: Config, hosts: Hosts) -> None:
     assert result is not None, "the run ended without result.json"
     if hosts.rank == 0:
         print(summary(result, folder=folder))
+
+
+def with_rows(config: Config) -> Config:
+    """The config with the rows of the run that it goes on, or those that suit its data, where it leaves them open.
+
+    Raises:
+        ConfigError: a source that cannot be read, or rows that are known not to fit into the chips.
+    """
+    if not is_open(config):
+        return config
+    with told(config.output_dir):
+        found = continued(config)
+    found = settle(found)
+    if config.hw.chip is not None:
+        from tpu_experiments.planning.check import check_memory
+
+        check_memory(found)
+    return found
 
 
 def begin(folder: RunFolder, config: Config) -> None:

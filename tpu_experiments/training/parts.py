@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from tpu_experiments.config.build import locate
+from tpu_experiments.config.intervals import Intervals, intervals_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.tokens.widths import widths_of
@@ -24,7 +25,7 @@ from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.training.evaluate import Evaluation, Evaluator
 from tpu_experiments.training.exported import Export
 from tpu_experiments.training.guard import Guard
-from tpu_experiments.training.inputs import RunInputs, evaluation_batches
+from tpu_experiments.training.inputs import RunInputs, evaluation_batches, steps_by_stage
 from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.progress import Progress
@@ -80,6 +81,12 @@ class Parts:
     def held_out(self) -> dict[str, list[Batch]]:
         """The rows of every evaluation, read once: their storage may be out of reach later."""
         return {name: list(found) for name, found in evaluation_batches(self.inputs, self.config).items()}
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """Steps between log records, evaluations and checkpoints."""
+        total = sum(steps_by_stage(self.inputs, config=self.config).values())
+        return intervals_of(self.config, total_steps=total)
 
     # ---- building -------------------------------------------------------------------------------------------
 
@@ -143,7 +150,8 @@ class Parts:
         answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
         start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
         spool = self.outputs.spool
-        return Saver(self.config.checkpoint, spool, runtime=self.runtime, start=start, answers=answers)
+        settings = replace(self.config.checkpoint, every_steps=self.intervals.save)
+        return Saver(settings, spool, runtime=self.runtime, start=start, answers=answers)
 
     def proof_of_export(self) -> dict[str, Any] | None:
         """What was looked at of the adapter or model that was written; every process takes part."""

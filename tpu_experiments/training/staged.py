@@ -33,7 +33,7 @@ class Staged(Watched):
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after this step of the run."""
-        every = self.config.trainer.eval_every_steps
+        every = self.intervals.evaluate
         return bool(every) and step % every == 0
 
     def evaluate_stage(self, stage: Stage) -> None:

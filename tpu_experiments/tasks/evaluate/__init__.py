@@ -5,10 +5,12 @@ the trained tensors take their place, in the same program.
 """
 
 import logging
+from dataclasses import replace
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.io import paths, strict_json
+from tpu_experiments.io.folder import continued
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.answers import answer_scores
 from tpu_experiments.metrics.bootstrap import Sums
@@ -21,6 +23,7 @@ from tpu_experiments.tasks.evaluate.given import Given, make_given
 from tpu_experiments.tasks.evaluate.report import as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.setup import check_model
+from tpu_experiments.training.row_lengths import settle
 from tpu_experiments.training.written import Exchange
 
 log = logging.getLogger(__name__)
@@ -34,7 +37,8 @@ def run(config: Config) -> None:
     """
     start_run_log(None, rank=0)
     try:
-        subject = subject_of(config)
+        subject = subject_of(continued(config))
+        subject = replace(subject, config=settle(subject.config))
         vocab_size = check_model(subject.config)
         given = make_given(subject, vocab_size=vocab_size)
         launch(evaluate_process, subject.config, subject, given)

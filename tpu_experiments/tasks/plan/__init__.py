@@ -47,12 +47,12 @@ def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConf
         ConfigError: there is no plan for one of them; the others are written.
     """
     from tpu_experiments.logging.runlog import start_run_log, stop_run_log
-    from tpu_experiments.tasks.plan.exploring import Case, plans_of
+    from tpu_experiments.tasks.plan.exploring import case_of, plans_of
     from tpu_experiments.tasks.plan.output import publish
 
     start_run_log(None, rank=0)
     try:
-        cases = [*(Case(each, (f"hw={name}",)) for name, each in machines.items()), Case(config)]
+        cases = [case_of(each, f"hw={name}") for name, each in machines.items()] + [case_of(config)]
         answers = plans_of(cases, settings, method=method)
         for case, answer in zip(cases, answers, strict=True):
             if not isinstance(answer, ConfigError):

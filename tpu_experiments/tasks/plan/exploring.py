@@ -6,6 +6,7 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.planning import PlanTaskConfig
+from tpu_experiments.config.rows import OPEN, is_open
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.variants import variant
 from tpu_experiments.planning.analytic import largest_stage
@@ -25,6 +26,17 @@ class Case:
     def varied(self, *overrides: str) -> Config:
         """The same with further overrides, under the same name."""
         return replace(variant(*self.overrides, *overrides), name=self.config.name)
+
+
+def case_of(config: Config, *overrides: str) -> Case:
+    """The case of a config, with the rows that its data asks for where it leaves them open."""
+    if not is_open(config):
+        return Case(config, overrides)
+    from tpu_experiments.training.row_lengths import settle  # tokenizers and readers take seconds to load
+
+    found = settle(config, is_lookup=True)
+    rows = (f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN)
+    return Case(found, (*overrides, *rows))
 
 
 def plans_of(cases: Sequence[Case], settings: PlanTaskConfig, *, method: str) -> list[Plan | ConfigError]:

@@ -1,5 +1,6 @@
 """What both methods need to know of the run: steps of every stage, its length, the programs that are only counted."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,13 +27,28 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
     try:
         tokenizer = tokenizer_for(config)
         sources = prepare_sources(config, tokenizer=tokenizer, stages=list(stages), is_lookup=True)
-    except NotPrepared as error:
-        return steps, [f"hours and dollars need the length of an epoch: data.{error} is not prepared (task=prepare)"]
-    except ConfigError as error:
-        return steps, [f"hours and dollars need the length of an epoch: {error}"]
+    except (NotPrepared, ConfigError) as error:
+        why = f"data.{error} is not prepared (task=prepare)" if isinstance(error, NotPrepared) else str(error)
+        steps = {stage.name: steps[stage.name] or assumed_steps(config, stage) for stage in stages}
+        if None in steps.values():
+            return steps, [f"hours and dollars need the length of an epoch: {why}"]
+        return steps, [f"the length of an epoch is assumed from data.<name>.total_tokens: {why}"]
     inputs = RunInputs(tokenizer, sources, list(stages))
     rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
     return {stage.name: stage_steps(rows[stage.name], stage, inputs=inputs, config=config) for stage in stages}, []
+
+
+def assumed_steps(config: Config, stage: Stage) -> int | None:
+    """Optimizer steps of a stage, as if its rows were full; None where a source's tokens are not known."""
+    tokens: float | None = stage.tokens
+    if tokens is None:
+        sources = [config.data[name] for name in stage.sources]
+        kept = [s.total_tokens * (1 - s.eval_fraction - s.test_fraction) for s in sources if s.total_tokens is not None]
+        if len(kept) < len(sources) or stage.epochs is None:
+            return None
+        tokens = stage.epochs * sum(kept) / (1 - stage.replay)
+    steps = math.ceil(tokens / (stage.geometry.global_rows * stage.geometry.seq_len))
+    return min(steps, config.trainer.max_stage_steps or steps)
 
 
 def with_run(

@@ -1,0 +1,50 @@
+"""What each model, source and machine composes to: the table of conf/README.md.
+
+`python -m tests.config.pairs` writes it; tests/config/test_pairs.py holds the file against it.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.config.composing import CONF, composed, names
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.variants import machine
+from tpu_experiments.planning.analytic import largest_stage
+from tpu_experiments.planning.plan import chip_limit_gib
+
+MANUAL = CONF / "README.md"
+TABLE = re.compile(r"(?<=<!-- pairs -->\n).*?(?=<!-- end of pairs -->)", re.DOTALL)
+MODELS = [name for name in names("model") if name != "tiny"]
+DATA = [name for name in names("data") if not name.startswith("sample")]
+HW = {"v5e1, colab": "v5e1", "v5e8": "v5e8", "v6e1": "v6e1", "v6e8": "v6e8"}
+
+
+def table() -> str:
+    """The table as Markdown."""
+    titles = ["model", "data", "row", "epochs", "lr", "remat", *HW]
+    lines = [titles, ["---"] * len(titles), *rows()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def rows() -> Iterator[list[str]]:
+    """A line for each model and source."""
+    for model in MODELS:
+        for data in DATA:
+            config = composed(f"model={model}", f"data={data}", "task=plan")
+            configs = [replace(config, hw=machine(name)) for name in HW.values()]
+            (stage,) = resolve_stages(configs[0])
+            first = [model, data, f"{stage.geometry.seq_len:,}", f"{stage.epochs:g}", f"{stage.lr:g}"]
+            yield [*first, configs[0].model.remat, *map(on_machine, configs)]
+
+
+def on_machine(config) -> str:
+    """Rows of a step, those of a chip at once, and the memory that formulas give the step."""
+    stage, memory = largest_stage(config, config.model.arch)
+    rows, limit = stage.geometry, chip_limit_gib(config.hw)
+    fits = f"{memory.total:.1f} GiB" if memory.total <= limit else f"**{memory.total:.1f} of {limit:g} GiB**"
+    return f"{rows.global_rows} by {rows.micro_rows}, {fits}"
+
+
+if __name__ == "__main__":
+    MANUAL.write_text(TABLE.sub(lambda _: table(), MANUAL.read_text(encoding="utf-8")), encoding="utf-8")

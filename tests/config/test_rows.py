@@ -1,0 +1,97 @@
+"""Rows and steps that the command leaves to the model and the data."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.config.composing import composed, names
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.intervals import intervals_of
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.rows import LANES, MICRO_TOKENS, Lengths, fitting_rows, rows_of, settled
+from tpu_experiments.config.variants import machine
+
+MODELS = [name for name in names("model") if name != "tiny"]
+DATA = [name for name in names("data") if not name.startswith("sample")]
+HW = [name for name in names("hw") if name not in ("cpu", "v5e256", "v6e256")]
+
+
+@pytest.mark.parametrize(("model", "data"), list(itertools.product(MODELS, DATA)))
+def test_every_pair_is_a_fine_tune_that_its_user_would_defend(model, data):
+    """Row length, tokens of a step, epochs and micro-batch on every machine, before and after the data is measured."""
+    config = composed(f"model={model}", f"data={data}", "task=plan")
+    open_configs = [replace(config, hw=machine(name)) for name in HW]
+    for config, measured in itertools.product(open_configs, [None, (60, 40_000), (779, 687_000), (5_000, 10**9)]):
+        if measured is not None:
+            config = settled(config, {data: Lengths(*measured)})
+        for stage in resolve_stages(config):
+            rows, tokens = stage.geometry, stage.geometry.global_rows * stage.geometry.seq_len
+            assert rows.seq_len % LANES == 0
+            assert rows.seq_len <= min(config.model.row_tokens, config.model.arch["max_position_embeddings"])
+            assert measured is None or rows.seq_len >= min(measured[0], config.model.row_tokens)
+            assert rows.micro_rows * rows.seq_len <= MICRO_TOKENS or rows.micro_rows == 1
+            assert tokens <= max(config.model.step_tokens, num_shards(config) * rows.seq_len)
+            assert tokens >= 4096 or tokens >= measured[1] // 40
+            assert 1 <= stage.epochs <= 3
+            assert 5e-5 <= stage.lr <= 5e-4
+            assert stage.schedule.warmup_steps is None
+
+
+def test_rows_hold_what_95_of_100_documents_have():
+    config = composed("model=qwen05b", "data=uk_law", "hw=v5e8")
+    assert rows_of(config, {"uk_law": Lengths(513, None)}).seq_len == 640
+    assert rows_of(config, {"uk_law": Lengths(512, None)}).seq_len == 512
+    assert rows_of(config, {"uk_law": Lengths(99_999, None)}).seq_len == 2048
+    assert rows_of(config, {"uk_law": Lengths(None, None)}).seq_len == 2048
+
+
+def test_the_longest_source_decides():
+    config = composed("model=mistral7b", "data=[wiki_ro,uk_law]", "hw=v6e8")
+    lengths = {"wiki_ro": Lengths(1500, 10**8), "uk_law": Lengths(700, 10**8)}
+    assert rows_of(config, lengths).seq_len == 1536
+
+
+def test_little_data_makes_smaller_steps():
+    """40 steps an epoch, of 8,192 tokens or more; a power of two for each chip."""
+    config = composed("model=mistral7b", "data=uk_law", "hw=v6e8")
+    rows = {total: rows_of(config, {"uk_law": Lengths(1024, total)}).global_rows for total in (10**5, 10**6, 10**8)}
+    assert rows == {10**5: 8, 10**6: 16, 10**8: 64}
+
+
+def test_what_is_typed_is_taken():
+    config = composed("model=qwen05b", "data=uk_law", "hw=v5e8", "trainer.seq_len=256", "trainer.global_batch_rows=24")
+    for lengths in (None, {"uk_law": Lengths(2000, 10**9)}):
+        rows = rows_of(config, lengths)
+        assert (rows.seq_len, rows.global_rows) == (256, 24)
+
+
+def test_a_micro_batch_divides_the_rows_of_a_device():
+    assert [fitting_rows(rows, seq_len=1024) for rows in (1, 6, 7, 8, 12, 16)] == [1, 6, 7, 8, 6, 8]
+    assert fitting_rows(4, seq_len=16_384) == 1
+
+
+@pytest.mark.parametrize("steps", [1, 7, 58, 183, 1_000, 20_000, 10**6])
+def test_intervals_are_in_proportion(steps):
+    intervals = intervals_of(composed(), total_steps=steps)
+    assert 1 <= intervals.log <= min(100, max(1, steps / 20))
+    assert 1 <= intervals.evaluate <= min(1000, max(1, steps / 10))
+    assert 50 <= intervals.save <= 500
+    assert steps < 10 or steps > 10_000 or 10 <= steps / intervals.evaluate <= 25
+
+
+def test_all_weights_are_trained_at_a_tenth_of_the_rate_of_adapters():
+    def lr(*words):
+        (stage,) = resolve_stages(composed("model=qwen05b", "data=uk_law", *words))
+        return stage.lr
+
+    assert lr() == 2e-4
+    assert lr("lora=none") == pytest.approx(2e-5)
+    assert lr("lora=none", "model.init=random") == 2e-4
+    assert lr("lora=none", "optim.lr=1e-3") == 1e-3
+
+
+def test_intervals_that_are_typed_are_taken():
+    words = ("trainer.log_every_steps=7", "trainer.eval_every_steps=0", "checkpoint.every_steps=0")
+    intervals = intervals_of(composed(*words), total_steps=1000)
+    assert (intervals.log, intervals.evaluate, intervals.save) == (7, 0, 0)

@@ -1,0 +1,32 @@
+"""How often a run logs, evaluates and saves, where the command leaves that to its length."""
+
+from dataclasses import dataclass
+
+from tpu_experiments.config.schema import Config
+
+ROUND = (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between two of each; 0 of evaluations and checkpoints makes none between the first step and the last."""
+
+    log: int
+    evaluate: int
+    save: int
+
+
+def intervals_of(config: Config, *, total_steps: int) -> Intervals:
+    """The configured intervals, and round numbers of steps for those that are null."""
+    log, evaluate, save = config.trainer.log_every_steps, config.trainer.eval_every_steps, config.checkpoint.every_steps
+    return Intervals(
+        log=_round(total_steps / 20, at_most=100) if log is None else log,
+        evaluate=_round(total_steps / 10, at_most=1000) if evaluate is None else evaluate,
+        save=max(50, _round(total_steps / 20, at_most=500)) if save is None else save,
+    )
+
+
+def _round(steps: float, *, at_most: int) -> int:
+    """The largest of 1, 2, 5, 10, 20, 50, ... that is not above both."""
+    limit = max(1.0, min(steps, at_most))
+    return max(n * 10**power for n in ROUND for power in range(7) if n * 10**power <= limit)

@@ -1,0 +1,100 @@
+"""How long rows are and how many make a step, where the command leaves that to the model and the data.
+
+Pure arithmetic: the checks and the plan do it with what is known of a source beforehand, a run with what it measured.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.schema import Config
+
+AUTO = "auto"
+OPEN = ("seq_len", "global_batch_rows")
+"""Keys of `trainer` that may be left to the data."""
+LANES = 128
+"""Numbers in a row of a TPU's tile (jax.dev, Pallas TPU details): what is shorter is computed as if it were as long."""
+MICRO_TOKENS = 8192
+"""Of a device at once: what the recipes of conf/experiment plan with, 8 to 10 GiB of a chip with Mistral 7B."""
+SMALL_STEP_TOKENS = 8192
+"""Fewest of a step that is made smaller for little data: QLoRA's 16 rows of 512 (arXiv 2305.14314, table 9)."""
+STEPS_OF_AN_EPOCH = 40
+"""Fewest, where that leaves a step `SMALL_STEP_TOKENS`: three epochs are then 120 updates."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of the documents of a source, in tokens of the model's tokenizer."""
+
+    p95: int | None
+    """That 95 % of them do not exceed."""
+    total: int | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of a row, and rows of an optimizer step over all devices."""
+
+    seq_len: int
+    global_rows: int
+
+
+def is_open(config: Config) -> bool:
+    """Whether rows or steps are left to the data."""
+    return config.trainer.seq_len == AUTO or config.trainer.global_batch_rows is None
+
+
+def rows_of(config: Config, measured: Mapping[str, Lengths] | None = None) -> Rows:
+    """The rows of a run; where they are open, by the lengths of its sources.
+
+    Args:
+        measured: lengths by source; by default what `data.<name>` says is known.
+    """
+    lengths = _known(config) if measured is None else measured
+    trainer = config.trainer
+    seq_len = trainer.seq_len if isinstance(trainer.seq_len, int) else _row_tokens(config, lengths)
+    return Rows(seq_len, trainer.global_batch_rows or _global_rows(config, lengths, seq_len=seq_len))
+
+
+def settled(config: Config, measured: Mapping[str, Lengths] | None) -> Config:
+    """The config with nothing left open; arguments as of `rows_of`."""
+    rows = rows_of(config, measured)
+    return replace(config, trainer=replace(config.trainer, seq_len=rows.seq_len, global_batch_rows=rows.global_rows))
+
+
+def fitting_rows(per_device: int, *, seq_len: int) -> int:
+    """Rows of a micro-batch: the most that divide a device's and make `MICRO_TOKENS` or fewer, at least one."""
+    return max(n for n in range(1, per_device + 1) if per_device % n == 0 and (n == 1 or n * seq_len <= MICRO_TOKENS))
+
+
+def _known(config: Config) -> dict[str, Lengths]:
+    if config.data_size == "sample":
+        return {}
+    return {name: Lengths(source.p95_tokens, source.total_tokens) for name, source in config.data.items()}
+
+
+def _row_tokens(config: Config, lengths: Mapping[str, Lengths]) -> int:
+    """A multiple of `LANES` that holds 95 % of every source's documents, at most what suits the model."""
+    known = [lengths[name].p95 if name in lengths else None for name in config.data]
+    longest = None if None in known else max((n for n in known if n is not None), default=None)
+    limits = [config.model.row_tokens, *_position_limits(config)]
+    wanted = limits if longest is None else [-(-longest // LANES) * LANES, *limits]
+    return min(wanted)
+
+
+def _position_limits(config: Config) -> list[int]:
+    arch = {**config.model.arch, **(config.model.tiny_arch if config.model.size == "tiny" else {})}
+    limit = arch.get("max_position_embeddings")
+    return [limit] if isinstance(limit, int) else []
+
+
+def _global_rows(config: Config, lengths: Mapping[str, Lengths], *, seq_len: int) -> int:
+    """A power of two for each of the devices that rows are split over, so that micro-batches of any size divide it."""
+    tokens = config.model.step_tokens
+    if tokens > SMALL_STEP_TOKENS:
+        totals = [found.total for found in lengths.values() if found.total is not None]
+        few = min(totals) // STEPS_OF_AN_EPOCH if len(totals) == len(config.data) else tokens
+        tokens = min(tokens, max(SMALL_STEP_TOKENS, few))
+    shards = num_shards(config)
+    per_device = max(1, tokens // (seq_len * shards))
+    return shards * 2 ** (per_device.bit_length() - 1)

@@ -1,0 +1,57 @@
+"""The rows of a run whose command leaves them to the data: measured on the tokenised documents."""
+
+import logging
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.rows import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, is_open, rows_of, settled
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.prepare import lengths_of
+from tpu_experiments.data.prepared import NotPrepared
+from tpu_experiments.training.sources import preparation, tokenizer_for
+
+log = logging.getLogger(__name__)
+
+
+def settle(config: Config, *, is_lookup: bool = False) -> Config:
+    """The config with the length and number of its rows, by the documents of its sources where they are open.
+
+    Args:
+        is_lookup: tokenises nothing; what is not there is counted with what is known of the source beforehand.
+
+    Raises:
+        ConfigError: a source that cannot be read, or is empty; with `is_lookup` none.
+    """
+    if not is_open(config):
+        return config
+    if config.trainer.seq_len != AUTO and config.model.step_tokens <= SMALL_STEP_TOKENS:
+        return settled(config, {})  # no length of the data changes it
+    try:
+        measured = lengths_of(
+            config.data,
+            data_size=config.data_size,
+            how=preparation(config, tokenizer=tokenizer_for(config), is_lookup=is_lookup),
+        )
+    except (NotPrepared, ConfigError) as error:
+        if not is_lookup:
+            raise
+        why = f"data.{error} is not prepared (task=prepare)" if isinstance(error, NotPrepared) else str(error)
+        rows = rows_of(config)
+        log.warning("%s, assumed until the data is prepared: %s", words_of(rows), why)
+        return settled(config, None)
+    found = settled(config, measured)
+    log.info(
+        "%s: %s", words_of(rows_of(found)), "; ".join(_length_words(name, known) for name, known in measured.items())
+    )
+    return found
+
+
+def words_of(rows: Rows) -> str:
+    """The rows of a step in words."""
+    tokens = rows.global_rows * rows.seq_len
+    return f"steps of {rows.global_rows:,} rows of {rows.seq_len:,} tokens, {tokens:,} in all"
+
+
+def _length_words(name: str, lengths: Lengths) -> str:
+    if lengths.p95 is None:
+        return f"data.{name} has no documents"
+    return f"95 % of the documents of data.{name} have {lengths.p95:,} tokens or fewer, all together {lengths.total:,}"
