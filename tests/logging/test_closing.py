@@ -100,7 +100,7 @@ def test_what_comes_next_goes_on_from_this_run(result: dict[str, Any]) -> None:
     on_tpu = summary({**result, "hw": "v5e8"}, folder=RunFolder("gs://lab/runs", "toy"), arguments=words)
     sweep = "model=qwen05b data=uk_law hw=v5e8 output_dir=gs://lab/runs name=toy_ranks lora.r=8,16,32"
     assert on_tpu.partition("next:\n")[2].splitlines() == [
-        "  tensorboard --logdir gs://lab/runs/toy/tensorboard --load_fast=false",
+        "  tensorboard --logdir_spec toy:gs://lab/runs/toy/tensorboard --load_fast=false",
         "  python run.py task=generate task.run=gs://lab/runs/toy hw=v5e1   # type prompts to it",
         "  python run.py task=evaluate task.run=gs://lab/runs/toy hw=v5e8   # on its test split, beside its base",
         f"  python run.py -m {sweep}   # the same at other ranks",
@@ -108,7 +108,7 @@ def test_what_comes_next_goes_on_from_this_run(result: dict[str, Any]) -> None:
     full = {**result, "adapter_path": "a b/toy/model"}
     here = summary(full, folder=RunFolder("a b", "toy"), arguments=["lora=none", "optim.lr=1e-3"])
     assert here.partition("next:\n")[2].splitlines() == [
-        "  tensorboard --logdir 'a b/toy/tensorboard'",
+        "  tensorboard --logdir_spec 'toy:a b/toy/tensorboard'",
         "  python run.py task=generate 'task.run=a b/toy'   # type prompts to it",
         "  python run.py task=evaluate 'task.run=a b/toy'   # on its test split, beside its base",
     ]

@@ -1,6 +1,7 @@
 """task=plan end to end: a model of one layer compiled for one v6e chip by the TPU's own compiler."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ from tpu_experiments.planning.parts import PARTS
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 
 REPOSITORY = Path(__file__).parents[2]
-SMALL = ("hw=v6e1", "model.init=random", "model.arch.num_hidden_layers=1", "trainer.eval_every_steps=30")
-SMALL += ("curriculum.stages.text.steps=60", "curriculum.stages.chat.steps=60", "trainer.seq_len=128")
-SMALL += ("trainer.global_batch_rows=16",)
+ONE_LAYER = ("hw=v6e1", "model.init=random", "model.arch.num_hidden_layers=1", "trainer.eval_every_steps=30")
+ONE_LAYER += ("trainer.seq_len=128", "trainer.global_batch_rows=16")
+SMALL = (*ONE_LAYER, "curriculum.stages.text.steps=60", "curriculum.stages.chat.steps=60")
 
 
 def plan(folder: Path, *overrides: str, task: str = "plan") -> subprocess.CompletedProcess[str]:
@@ -83,15 +84,19 @@ def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str,
     folder, first, _ = planned
     compiled = sorted((folder / "plans" / "compiled").iterdir())
     settings = ("curriculum=three_epochs", "data=sample_text", f"prepare.folder={folder}/prepared", "seed=7")
-    unknown = plan(folder, *SMALL, *settings)
+    unknown = plan(folder, *ONE_LAYER, *settings, "data.sample_text.total_tokens=null")
     assert unknown.returncode == 0, unknown.stderr[-3000:]
     assert "data.sample_text is not prepared (task=prepare)" in unknown.stdout
     found = json.loads((folder / "plans" / "p" / "plan.json").read_text())
     assert found["hours"] is None
+    assumed = plan(folder, *ONE_LAYER, *settings)
+    assert "is assumed from data.<name>.total_tokens: data.sample_text is not prepared" in assumed.stdout
+    found = json.loads((folder / "plans" / "p" / "plan.json").read_text())
+    assert found["run"]["optimizer_steps"] == math.ceil(3 * 0.9 * 32_600 / 2048)
     assert found["estimated_cycles"] == first["estimated_cycles"]
     made = plan(folder, *settings, task="prepare")
     assert made.returncode == 0, made.stderr[-3000:]
-    assert plan(folder, *SMALL, *settings).returncode == 0
+    assert plan(folder, *ONE_LAYER, *settings).returncode == 0
     [manifest] = (folder / "prepared").glob("sample_text-rows-*/manifest.json")
     rows = json.loads(manifest.read_text())["splits"]["train"]["rows"]
     found = json.loads((folder / "plans" / "p" / "plan.json").read_text())

@@ -77,7 +77,7 @@ def test_main_job_leaves_a_whole_run_folder(tmp_path):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     samples = [(r["step"], tag, text) for r in records for tag, text in r.items() if tag.startswith("sample")]
     during = [(step, "sample") for step in (3, 4, 6, 8)]  # every third step, and the end of each stage
-    assert [(step, tag) for step, tag, _ in samples] == [(0, "sample_before"), *during, (8, "sample_after")]
+    assert [(step, tag) for step, tag, _ in samples] == [(0, "sample"), *during, (8, "sample")]
     assert all(text.count("model: ") == 3 for *_, text in samples)
     assert all(f"prompt: {prompt}\n\nmodel: " in text for prompt in prompts for *_, text in samples)
     assert [stage["name"] for stage in result["stages"]] == ["text", "chat"]

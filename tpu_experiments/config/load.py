@@ -13,6 +13,9 @@ from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.help import choices
 from tpu_experiments.config.schema import GROUPS, Config
 
+PROMPT = "Hello! What can you help me with?"
+"""Asked where the data says nothing."""
+
 
 def to_config(composed: DictConfig) -> Config:
     """Typed, checked and named.
@@ -28,6 +31,8 @@ def to_config(composed: DictConfig) -> Config:
     problems = [*_unknown_keys(config), *_wrong_types(config)]
     if problems:
         raise ConfigError("\n".join(problems))
+    if config.sample.prompt is None:
+        config.sample.prompt = _prompt(config)
     check(config)
     if config.name is None and config.task.name == "report":
         config.name = "report"  # it is about many runs, and not the one that the other keys describe
@@ -40,6 +45,12 @@ def to_config(composed: DictConfig) -> Config:
                 f"and a folder's takes {MAX_NAME_LENGTH}; write name=."
             )
     return config
+
+
+def _prompt(config: Config) -> str:
+    """What the model is asked, in the language of the data."""
+    sources = sorted(config.data.values(), key=lambda source: source.kind != "chat")
+    return next((source.prompt for source in sources[:1] if source.prompt), PROMPT)
 
 
 def require_single_choices(selected: Mapping[str, Any]) -> None:

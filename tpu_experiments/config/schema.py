@@ -139,8 +139,9 @@ class TrainerConfig:
 class SampleConfig:
     """Text written by the model before, during and after training."""
 
-    prompt: str = MISSING
-    """Prompt; rendered with the chat template when a chat source is selected."""
+    prompt: str | None = None
+    """Prompt; rendered with the chat template when a chat source is selected. null takes `data.<name>.prompt` of the
+    first chat source, else of the first source, so that it is in the language of the data."""
     prompts: list[str] = field(default_factory=list)
     """Further prompts, answered beside it as rows of one batch."""
     at: str = choice("ends", "evaluations", default="evaluations")
@@ -155,6 +156,7 @@ class SampleConfig:
     @property
     def all_prompts(self) -> list[str]:
         """`prompt` and the further ones."""
+        assert self.prompt is not None, "to_config gives it"
         return [self.prompt, *self.prompts]
 
 

@@ -173,6 +173,8 @@ class DataSourceConfig:
     """Share of documents held out for evaluation during training, chosen by a hash of the document."""
     test_fraction: float = number(default=0.1, at_least=0, below=1)
     """Share of documents set aside for task=evaluate, never seen in training."""
+    prompt: str | None = None
+    """What a model is asked that is trained on this, where `sample.prompt` says nothing else; null asks in English."""
     epochs: float = number(default=3.0, above=0)
     """Passes over the rows in a stage that says nothing of its length: one to three for fine-tuning, fewer the more
     there is."""

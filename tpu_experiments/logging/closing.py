@@ -71,7 +71,7 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
     run, own = shlex.quote(f"task.run={folder.path()}"), [word for word in arguments if not OF_ONE_RUN.match(word)]
     several, one = _hardware(result["hw"])
     lines = [
-        f"  tensorboard --logdir {shlex.quote(paths.join(folder.path(), 'tensorboard'))}{_remote_flag(folder)}",
+        f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}",
         f"  python run.py task=generate {run}{one}   # type prompts to it",
         f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base",
     ]
@@ -132,6 +132,14 @@ def _guard_lines(guard: dict[str, Any]) -> list[str]:
         steps = ", ".join(f"{first} to {last}" for first, last in guard["passed_over"])
         parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} passed over")
     return [f"  guard           {'; '.join(parts)}"] if parts else []
+
+
+def _logdir(folder: RunFolder) -> str:
+    """Where TensorBoard finds the run, under the run's name where that can be said: commas separate several."""
+    place = paths.join(folder.path(), "tensorboard")
+    if "," in place:
+        return f"--logdir {shlex.quote(place)}"
+    return f"--logdir_spec {shlex.quote(f'{folder.name}:{place}')}"
 
 
 def _remote_flag(folder: RunFolder) -> str:

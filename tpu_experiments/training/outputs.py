@@ -128,13 +128,18 @@ class RunOutputs:
             values |= {f"eval/{name}_{source}": value for name, value in measured.items()}
         self.loggers.scalars(step, values)
 
+    def border(self, step: int, text: str) -> None:
+        """Mark the step behind which a stage begins."""
+        if self.loggers is not None:
+            self.loggers.text(step, tag="stage", text=text)
+
     def sample(self, step: int, texts: list[str], *, when: str) -> None:
         """Samples, one for each prompt; `when` is before, during or after training."""
         if self.loggers is None:
             return
         pairs = list(zip(self.config.sample.all_prompts, texts, strict=True))
         shown = "\n\n---\n\n".join(f"prompt: {prompt}\n\nmodel: {text}" for prompt, text in pairs)
-        self.loggers.text(step, tag="sample" if when == "during" else f"sample_{when}", text=shown)
+        self.loggers.text(step, tag="sample", text=f"{when} training\n\n{shown}")
         for prompt, text in pairs:
             log.info("sample %s training: %r -> %r", when, prompt, text)
 
@@ -177,8 +182,11 @@ class RunOutputs:
         if self.loggers is None:
             return
         config, loss = self.config, ending.evaluation.loss
-        hparams = {"model": config.model.name, "lora.r": config.lora.r, "lora.alpha": config.lora.alpha}
-        hparams |= {"lr": self.inputs.stages[0].lr, "seed": config.seed}
+        hparams: dict[str, Any] = {"model": config.model.name, "data": ", ".join(config.data), "hw": config.hw.name}
+        hparams |= {"curriculum": config.curriculum.name, "lora.r": config.lora.r, "lora.alpha": config.lora.alpha}
+        first = self.inputs.stages[0]
+        hparams |= {"lr": first.lr, "rows": first.geometry.global_rows, "seq_len": first.geometry.seq_len}
+        hparams |= {"seed": config.seed}
         metrics = {"hparam/eval_loss": loss, "hparam/perplexity": ending.evaluation.perplexity}
         self.loggers.hparams(hparams, {name: v for name, v in metrics.items() if math.isfinite(v)})
         goodput = self.ledger.result() if self.ledger is not None else None

@@ -83,10 +83,11 @@ class Trainer(Staged):
             self.progress.guard.recent = []
             if stage.optimizer == "fresh" and stage.index > 0:
                 self.state.update(self.fresh_state())
-        log.info(
-            "stage %s: %d steps over %d rows of %s", stage.name, num_steps, rows.num_rows, ", ".join(stage.sources)
-        )
         step, begun = self.progress.step, self.progress.stage_step > 0
+        text = f"stage {stage.name}: {num_steps} steps over {rows.num_rows} rows of {', '.join(stage.sources)}"
+        log.info("%s", text)
+        if not begun:
+            self.outputs.border(step, text)
         if begun and self.evaluates_after(step) and self.progress.eval_step != step:
             self.evaluate_stage(stage)  # a request to stop came first
         if self.progress.stages[-1].ended_by is None:
