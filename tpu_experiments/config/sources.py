@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
-from tpu_experiments.config.places import place
+from tpu_experiments.config.places import place, places
 
 FORMATS = (
     "auto",
@@ -31,6 +31,8 @@ SAVED: dict[str, tuple[str, ...]] = {
 }
 """Those that each `model.remat` saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
 saves for its own backward pass."""
+QUESTION_ROWS = 32
+"""Questions (`DataSourceConfig.questions`) asked at once; every device writes the answers to all of them."""
 AXES = ("data", "fsdp", "tensor")
 """The mesh axes of `sharding.rules`, that of the most distant devices first."""
 ROWS = ("data", "fsdp")
@@ -170,6 +172,10 @@ class DataSourceConfig:
     """Share of documents set aside for task=evaluate, never seen in training."""
     clean: CleanConfig = field(default_factory=CleanConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
+    questions: dict[str, str] = places("file")
+    """Name of a set to a .jsonl file of held-out conversations in the format `messages`, whose last turn is the answer
+    that is expected. They are asked before training, at every evaluation and after it, always for the likeliest tokens
+    and in rows of `sample.window` tokens; the first sentence counts. The file is not trained on."""
 
 
 @dataclass
