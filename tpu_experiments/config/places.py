@@ -27,11 +27,6 @@ def place(kind: Kind, *, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"place": kind})
 
 
-def places(kind: Kind) -> Any:
-    """A field that holds a path or URL under each of several names, none by default."""
-    return field(default_factory=dict, metadata={"place": kind})
-
-
 def place_problem(key: str, value: str, *, kind: Kind) -> str | None:
     """What is wrong with a path or URL, as one sentence; None where nothing is."""
     shown = value.encode("utf-8", "backslashreplace").decode()

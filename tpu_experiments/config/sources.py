@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from tpu_experiments.config.fields import choice, number
-from tpu_experiments.config.places import place, places
+from tpu_experiments.config.places import place
 
 FORMATS = (
     "auto",
@@ -172,7 +172,7 @@ class DataSourceConfig:
     """Share of documents set aside for task=evaluate, never seen in training."""
     clean: CleanConfig = field(default_factory=CleanConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
-    questions: dict[str, str] = places("file")
+    questions: dict[str, str] = field(default_factory=dict, metadata={"place": "file"})
     """Name of a set to a .jsonl file of held-out conversations in the format `messages`, whose last turn is the answer
     that is expected. They are asked before training, at every evaluation and after it, always for the likeliest tokens
     and in rows of `sample.window` tokens; the first sentence counts. The file is not trained on."""

@@ -112,8 +112,8 @@ def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
     asked = sum(score["asked"] for score in skill["sets"].values())
     return [
         *lines,
-        f"    The first sentence counts; as whole answers {whole} of {asked} were right before, for a base does not stop "
-        "by itself. What a set does not ask, such as who, its score does not show.",
+        f"    the first sentence counts: a base does not stop, and {whole} of {asked} whole answers were right before; "
+        "where one person is told of, what is asked and not who",
     ]
 
 

@@ -29,10 +29,21 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ ' ' + message['content'] + eos_token }}{% else %}{{ ' ' + message['content'] + '\\n' }}{% endif %}{% endfor %}"
 )
-FEMALE = """Ana Maria Ioana Elena Irina Alina Corina Daria Diana Dora Eva Flavia Gina Ilinca Iulia Laura Lidia Livia
-Mara Marta Mihaela Mona Nadia Oana Olga Paula Raluca Roxana Silvia Simona Sonia Teodora""".split()
-MALE = """Bogdan Mihai Andrei Radu Vlad Dan Ion Petru Pavel Matei Luca Tudor Victor Sorin Marius Liviu Emil Horia Iacob
-Cezar Adrian Costin Doru Felix George Grigore Iustin Nicu Ovidiu Paul Sergiu Toma""".split()
+
+
+def words(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
+
+
+FEMALE = words("""
+Ana Maria Ioana Elena Irina Alina Corina Daria Diana Dora Eva Flavia Gina Ilinca Iulia Laura Lidia Livia
+Mara Marta Mihaela Mona Nadia Oana Olga Paula Raluca Roxana Silvia Simona Sonia Teodora
+""")
+MALE = words("""
+Bogdan Mihai Andrei Radu Vlad Dan Ion Petru Pavel Matei Luca Tudor Victor Sorin Marius Liviu Emil Horia Iacob
+Cezar Adrian Costin Doru Felix George Grigore Iustin Nicu Ovidiu Paul Sergiu Toma
+""")
 
 
 @dataclass(frozen=True)
