@@ -2,6 +2,7 @@
 
     python tpu_experiments/samples/stories.py                                # samples/stories: what is shipped
     python tpu_experiments/samples/stories.py text outputs/stories.jsonl     # what the base is pre-trained on
+    python tpu_experiments/samples/stories.py base outputs/reader_base/model # what was pre-trained, in bfloat16
 
 A fact is a name, a relation and a value: Ana lives in Cluj. A tenth of all facts is reserved, by their hash: they occur
 in no text and in no conversation, and the held-out questions ask for nothing else. The same call writes the same bytes.
@@ -15,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent / "stories"
 NUM_TEXTS, NUM_CONVERSATIONS, NUM_QUESTIONS = 60_000, 1_500, 60
@@ -278,10 +280,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def take_over(folder: str) -> None:
+    """Write the model of a finished run as the shipped base, in bfloat16."""
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(FOLDER / "base")
+    (FOLDER / "base" / "generation_config.json").unlink(missing_ok=True)
+    print(f"{FOLDER / 'base'}: {(FOLDER / 'base' / 'model.safetensors').stat().st_size:,} bytes")
+
+
 def main(arguments: list[str]) -> None:
-    """Write what is shipped, or with `text FILE` what the base is pre-trained on."""
+    """Write what is shipped; with `text FILE` what the base is pre-trained on, with `base FOLDER` the base."""
     if arguments:
-        (_, path) = arguments
+        (what, path) = arguments
+        if what == "base":
+            take_over(path)
+            return
         lines = (json.dumps({"text": each}, ensure_ascii=False) for each in texts())
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
