@@ -23,7 +23,7 @@ def row(question="Ce bea Ana?", answer="Ana bea ceai."):
 
 
 def read(make_config, path, *overrides):
-    config = make_config(*READER, f"data.stories_ro.questions={{a: '{path}'}}", *overrides)
+    config = make_config(*READER, f"+data.stories_ro.questions.a='{path}'", *overrides)
     check(config)
     return read_questions(config, tokenizer=tokenizer_for(config))
 
@@ -74,7 +74,7 @@ def test_a_question_is_rendered_up_to_its_answer(make_config, tmp_path):
         (row() + "{", "line 2 of"),
         (row() + '{"messages": [{"role": "assistant", "content": "Da."}]}', "line 2 of"),
         (row() + '{"text": "Da."}', "line 2 of"),
-        (row() + row(question="Ana " * 60), "line 2 has 71 tokens with its answer, and sample.window=64"),
+        (row() + row(question="Ana " * 60), "line 2 has 69 tokens with its answer, and sample.window=64"),
         (b"\xff", "it is not UTF-8"),
     ],
 )
@@ -91,10 +91,10 @@ def test_what_is_no_set_of_questions_is_refused(make_config, tmp_path, content, 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["data.stories_ro.questions={'a b': x.jsonl}"], "'a b' is no name of a set"),
-        (["data.stories_ro.questions={a: ''}"], "data.stories_ro.questions.a=; it is empty"),
+        ([f"+data.stories_ro.questions.{'a' * 41}=x.jsonl"], f"{'a' * 41!r} is no name of a set"),
+        (["+data.stories_ro.questions.a=''"], "data.stories_ro.questions.a=; it is empty"),
         (
-            ["data=[stories_ro,sample_chat]", "data.sample_chat.questions={one_person: x.jsonl}"],
+            ["data=[stories_ro,sample_chat]", "+data.sample_chat.questions.one_person=x.jsonl"],
             "data.sample_chat.questions.one_person; another source has a set of this name",
         ),
     ],

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent / "stories"
-NUM_TEXTS, NUM_CONVERSATIONS, NUM_QUESTIONS = 60_000, 1_500, 60
+NUM_TEXTS, NUM_CONVERSATIONS, NUM_QUESTIONS = 60_000, 3_400, 60
 VOCAB_SIZE = 1408  # every word of the stories is one token of it
 MAX_LENGTH = 1024  # max_position_embeddings of conf/model/reader.yaml
 SPECIALS = ["<pad>", "<s>", "</s>"]
