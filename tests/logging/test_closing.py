@@ -112,3 +112,25 @@ def test_what_comes_next_goes_on_from_this_run(result: dict[str, Any]) -> None:
         "  python run.py task=generate 'task.run=a b/toy'   # type prompts to it",
         "  python run.py task=evaluate 'task.run=a b/toy'   # on its test split, beside its base",
     ]
+
+
+def test_the_score_of_questions_comes_first(result: dict[str, Any], output_dir: Path) -> None:
+    score = {"before": 3, "after": 56, "asked": 60, "whole_before": 0, "whole_after": 56}
+    example = {
+        "question": "Ce bea Ana?",
+        "expected": "Ana bea ceai.",
+        "before": "Ana bea.\n Ana",
+        "after": "Ana bea apă.",
+    }
+    skill = {"before": 3, "after": 56, "asked": 60, "sets": {"one": score}, "examples": [example]}
+    folder = RunFolder(str(output_dir), "toy")
+    lines = summary(result | {"skill": skill}, folder=folder, arguments=()).splitlines()
+    assert lines[1] == "  questions       one: 3 of 60 (5 %) -> 56 of 60 (93 %) right"
+    assert lines[2:6] == [
+        "    asked         Ce bea Ana?",
+        "      before      Ana bea. Ana",
+        "      after       Ana bea apă.",
+        "      expected    Ana bea ceai.",
+    ]
+    assert "0 of 60 whole answers were right before" in lines[6]
+    assert result["skill"] is None

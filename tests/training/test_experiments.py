@@ -14,7 +14,9 @@ EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
     result = finished(f"experiment={name}", "debug=smoke", output_dir=tmp_path)
-    assert result["num_compiles"] == result["expected_programs"] == 3
+    asks = result["skill"] is not None
+    assert asks == (name == "first_minute")
+    assert result["num_compiles"] == result["expected_programs"] == 3 + asks
     assert result["compiles_after_warmup"] == 0
     assert result["status"] == "finished"
     assert all(stage["steps"] == 6 for stage in result["stages"])

@@ -9,7 +9,7 @@ import pytest
 from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.io import strict_json
-from tpu_experiments.training.progress import GuardState, Progress, StageRecord
+from tpu_experiments.training.progress import AnswersRecord, GuardState, Progress, StageRecord
 from tpu_experiments.training.saved import newest_parameters, read_state
 
 STAGES = {"text": 6, "chat": 4}
@@ -32,6 +32,7 @@ def inside() -> Progress:
         eval_loss=8.5,
         eval_step=7,
         sample_before="Ce",
+        skill_before={"one": AnswersRecord(asked=4, right=1, whole=0, shown=["Da. Da."])},
         open_losses=[(7, 8.25), (8, 8.125)],
         data={"a@64": "c05d80b015754c3e"},
         guard=GuardState(seen=8, spikes=[7], recent=[8.25, 8.125], passed_over=[[3, 4]]),

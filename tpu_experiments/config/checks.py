@@ -24,6 +24,7 @@ KINDS = {str: "a text", int: "a whole number", float: "a number"}
 UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 """NUL, and halves of a character: what the terminal gave is not UTF-8."""
 
+SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 MAX_NAME_LENGTH = 200  # a folder's name may have 255 bytes, and files are called after it with up to 30 more
 
 
@@ -115,8 +116,10 @@ def _value_problems(key: str, value: Any) -> Iterator[str]:
 
 def _place_problems(key: str, value: Any, *, kind: Kind | None) -> Iterator[str]:
     if kind is not None and value is not None:
-        listed = value if isinstance(value, list) else [value]
-        yield from filter(None, (place_problem(key, str(one), kind=kind) for one in listed))
+        listed = [(key, one) for one in value] if isinstance(value, list) else [(key, value)]
+        if isinstance(value, dict):
+            listed = [(f"{key}.{name}", one) for name, one in value.items()]
+        yield from filter(None, (place_problem(where, str(one), kind=kind) for where, one in listed))
 
 
 def _range_problems(key: str, value: float, bounds: Any) -> Iterator[str]:
@@ -250,6 +253,18 @@ def _data(config: Config) -> list[str]:
         "nothing is left to train on; their sum must be below 1."
         for name, source in config.data.items()
         if source.eval_fraction + source.test_fraction >= 1
+    ]
+    asked = [(f"data.{name}.questions", each) for name, source in config.data.items() for each in source.questions]
+    problems += [
+        f"{key}; {each!r} is no name of a set; use letters, digits, '_' and '-', at most 40."
+        for key, each in asked
+        if not SET_NAME.fullmatch(each)
+    ]
+    sets = [each for _, each in asked]
+    problems += [
+        f"{key}.{each}; another source has a set of this name; give it another."
+        for i, (key, each) in enumerate(asked)
+        if each in sets[:i]
     ]
     if config.data_size == "full":
         return problems

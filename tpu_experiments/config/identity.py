@@ -59,9 +59,11 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """The flattened config without the keys that may change; what JSON has no number for (`inf`) as its name.
 
-    Secrets are left out of it: another token for the same data is the same run.
+    Secrets are left out of it: another token for the same data is the same run. So are `questions` where none are
+    asked, which runs of before there were any do not have.
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+    kept = {key: value for key, value in kept.items() if not (key.endswith(".questions") and value == {})}
     found: dict[str, Any] = redacted(kept)
     return found
 

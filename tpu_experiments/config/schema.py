@@ -201,6 +201,15 @@ class Config:
     sweeping: SweepingConfig = field(default_factory=SweepingConfig)
     logger: dict[str, LoggerConfig] = field(default_factory=dict)
 
+    @property
+    def questions(self) -> dict[str, tuple[str, str]]:
+        """Key and file of every set of questions by its name, in the order of the sources."""
+        return {
+            each: (f"data.{name}.questions.{each}", path)
+            for name, source in self.data.items()
+            for each, path in source.questions.items()
+        }
+
 
 GROUPS: dict[str, dict[str, type]] = {
     "task": {

@@ -31,6 +31,8 @@ SAVED: dict[str, tuple[str, ...]] = {
 }
 """Those that each `model.remat` saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
 saves for its own backward pass."""
+QUESTION_ROWS = 32
+"""Questions (`DataSourceConfig.questions`) asked at once; every device writes the answers to all of them."""
 AXES = ("data", "fsdp", "tensor")
 """The mesh axes of `sharding.rules`, that of the most distant devices first."""
 ROWS = ("data", "fsdp")
@@ -186,6 +188,10 @@ class DataSourceConfig:
     with more than enough for steps of `model.step_tokens`."""
     clean: CleanConfig = field(default_factory=CleanConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
+    questions: dict[str, str] = field(default_factory=dict, metadata={"place": "file"})
+    """Name of a set to a .jsonl file of held-out conversations in the format `messages`, whose last turn is the answer
+    that is expected. They are asked before training, at every evaluation and after it, always for the likeliest tokens
+    and in rows of `sample.window` tokens; the first sentence counts. The file is not trained on."""
 
 
 @dataclass

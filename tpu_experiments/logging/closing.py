@@ -44,6 +44,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
     sources = result["eval_sources"].items() if len(result["eval_sources"]) > 1 else ()
     lines = [
         f"finished {result['name']}",
+        *_skill_lines(result.get("skill")),
         f"  held-out loss   {_loss(before)} -> {_loss(after)}  (perplexity {_loss(result['perplexity'], digits=2)})",
         *_measure_lines(result),
         *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {_loss(end)}" for name, end in sources),
@@ -90,6 +91,34 @@ def _hardware(name: str) -> tuple[str, str]:
     """The words for the same hardware and for one chip of it; none for the CPU, which is the default."""
     one = re.sub(r"^(v\d+[a-z]+)\d+$", r"\g<1>1", name)
     return ("", "") if name == "cpu" else (f" hw={name}", f" hw={one}")
+
+
+def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
+    """The score of every set of questions, some of the first set's beside what was expected, and what it is not."""
+    if skill is None:
+        return []
+    lines = [
+        f"  questions       {name}: {_score(score, 'before')} -> {_score(score, 'after')} right"
+        for name, score in skill["sets"].items()
+    ]
+    for example in skill["examples"]:
+        lines += [
+            f"    asked         {example['question']}",
+            f"      before      {' '.join(example['before'].split())}",
+            f"      after       {' '.join(example['after'].split())}",
+            f"      expected    {example['expected']}",
+        ]
+    whole = sum(score["whole_before"] for score in skill["sets"].values())
+    asked = sum(score["asked"] for score in skill["sets"].values())
+    return [
+        *lines,
+        f"    the first sentence counts: a base does not stop, and {whole} of {asked} whole answers were right before; "
+        "where one person is told of, what is asked and not who",
+    ]
+
+
+def _score(score: dict[str, int], when: str) -> str:
+    return f"{score[when]} of {score['asked']} ({100 * score[when] / score['asked']:.0f} %)"
 
 
 def _stage_lines(stage: dict[str, Any]) -> list[str]:

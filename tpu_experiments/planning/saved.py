@@ -92,6 +92,8 @@ def programs_key(config: Config, arch: Any) -> str:
     facts["has sample"] = config.sample.max_new_tokens > 0
     if config.sample.prompts and config.sample.max_new_tokens:
         facts["sample rows"] = len(config.sample.all_prompts)
+    if config.questions:
+        facts["asks"] = True
     facts["memory"] = [chip.hbm_gib, chip.program_hbm_gib] if chip else None
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

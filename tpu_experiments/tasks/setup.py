@@ -19,6 +19,7 @@ from tpu_experiments.runtime.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.chosen import require_choices
 from tpu_experiments.training.inputs import RunInputs, stage_rows, steps_by_stage
+from tpu_experiments.training.questions import read_questions
 from tpu_experiments.training.saved import progress_of
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 
@@ -117,7 +118,7 @@ def make_inputs(config: Config) -> RunInputs:
             written[stage.index] = write_epochs(
                 stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder
             )
-    return RunInputs(tokenizer, sources, stages, written)
+    return RunInputs(tokenizer, sources, stages, written, read_questions(config, tokenizer=tokenizer))
 
 
 def check_model(config: Config) -> int:

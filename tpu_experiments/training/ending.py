@@ -19,6 +19,8 @@ class Ending:
     progress: Progress
     evaluation: Evaluation
     sample_after: str | None
+    skill: dict[str, Any] | None
+    """Questions before and after (training/questions.py)."""
     report: ParameterReport
     counters: Counters
     device_memory_gib: float | None
@@ -83,4 +85,5 @@ def _quality(ending: Ending) -> dict[str, Any]:
         "eval_source_measures": evaluation.source_measures,
         "sample_before": progress.sample_before,
         "sample_after": ending.sample_after,
+        "skill": ending.skill,
     }

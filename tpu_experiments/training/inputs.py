@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import QUESTION_ROWS
 from tpu_experiments.data.batches import (
     Batch,
     StageRows,
@@ -28,6 +29,7 @@ from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
+from tpu_experiments.training.questions import Question
 
 REPLAY_STAGE = 2**16
 """Added to a stage's number where the order of its replayed rows is drawn, which are in an order of their own."""
@@ -44,6 +46,8 @@ class RunInputs:
     stages: list[Stage]
     written: dict[int, list[WrittenEpoch]] = field(default_factory=dict)
     """Written epochs by the index of their stage; used with `loader.order=written`."""
+    questions: dict[str, list[Question]] = field(default_factory=dict)
+    """Those of every set, by its name."""
 
     @property
     def audit_hashes(self) -> dict[str, str]:
@@ -226,7 +230,7 @@ def evaluation_rows(stages: Sequence[Stage]) -> int:
 def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
     """Shapes of the token ids of one process for every program of a whole run, by the program's name.
 
-    Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window.
+    Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window, and so do questions.
     """
     geometries = [stage.geometry for stage in inputs.stages]
     rows = evaluation_rows(inputs.stages) // world_size
@@ -234,9 +238,10 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
         "sample": {(len(config.sample.all_prompts), config.sample.window)} if config.sample.max_new_tokens else set(),
+        "ask": {(QUESTION_ROWS, config.sample.window)} if config.questions else set(),
     }
 
 
 def expected_programs(inputs: RunInputs, config: Config) -> int:
-    """Compiled programs of a whole run: one per training shape, one evaluation, one sample."""
+    """Compiled programs of a whole run: one per training shape, one evaluation, one sample, one for questions."""
     return sum(len(shapes) for shapes in program_shapes(inputs, config, world_size=1).values())

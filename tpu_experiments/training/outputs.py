@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,6 +24,7 @@ from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters
+from tpu_experiments.training.progress import AnswersRecord
 from tpu_experiments.training.saved import one_by_one, shapes_of, to_host
 from tpu_experiments.training.window import Reading
 
@@ -142,6 +143,14 @@ class RunOutputs:
         self.loggers.text(step, tag="sample", text=f"{when} training\n\n{shown}")
         for prompt, text in pairs:
             log.info("sample %s training: %r -> %r", when, prompt, text)
+
+    def answers(self, step: int, found: Mapping[str, AnswersRecord]) -> None:
+        """The share of right answers of every set of questions."""
+        if self.loggers is None:
+            return
+        self.loggers.scalars(step, {f"skill/{name}": record.right / record.asked for name, record in found.items()})
+        for name, record in found.items():
+            log.info("step %d, questions %s: %d of %d right", step, name, record.right, record.asked)
 
     def export(self, model: BuiltModel) -> None:
         """The adapter in PEFT's layout, the whole model for `lora.r: 0`; and the base when its weights were drawn."""

@@ -30,6 +30,7 @@ from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.progress import Progress
 from tpu_experiments.training.proof import Answers, Start
+from tpu_experiments.training.questions import Asker
 from tpu_experiments.training.sample import Sampler
 from tpu_experiments.training.saved import flat, zero_state
 from tpu_experiments.training.saving import Saver
@@ -129,6 +130,7 @@ class Parts:
             seed=config.seed,
             **parts,
         )
+        self.asker = Asker(self.model.module, tokenizer=self.inputs.tokenizer, settings=config.sample, **parts)
         log.info("%s", self.model.report)
 
     def build_evaluator(self) -> Evaluator:

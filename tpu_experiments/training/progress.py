@@ -60,6 +60,19 @@ class GuardState:
 
 
 @dataclass
+class AnswersRecord:
+    """What became of a set of questions (training/questions.py)."""
+
+    asked: int
+    right: int
+    """Answers whose first sentence is the expected one."""
+    whole: int
+    """Those that are it as a whole."""
+    shown: list[str]
+    """The first few answers."""
+
+
+@dataclass
 class Progress:
     """Position in the curriculum; the place in the data and the schedule follow from it by arithmetic."""
 
@@ -81,6 +94,8 @@ class Progress:
     eval_step: int = -1
     """Latest held-out loss, and after how many steps it was."""
     sample_before: str | None = None
+    skill_before: dict[str, AnswersRecord] = field(default_factory=dict)
+    """What became of each set of questions before training; empty where none are asked."""
     open_losses: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) of the steps since the last log record, which the next record is a mean over as well."""
     data: dict[str, str] = field(default_factory=dict)

@@ -30,11 +30,13 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase,
         settings: SampleConfig,
         seed: int,
+        name: str = "sample",
     ) -> None:
+        """`name`: the program's, among those that a run expects."""
         self.module, self.runtime, self.parameters = module, runtime, parameters
         self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
         self.seed = seed
-        self.program = runtime.program(self.next_token, name="sample", held=lambda: parameters)
+        self.program = runtime.program(self.next_token, name=name, held=lambda: parameters)
 
     def run(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """Continue every prompt (its last `window - max_new_tokens` tokens) up to the end of sequence."""

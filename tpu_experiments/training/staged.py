@@ -7,7 +7,7 @@ from tpu_experiments.checkpoint.store import latest_step
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import steps_by_stage
-from tpu_experiments.training.progress import Progress, StageRecord
+from tpu_experiments.training.progress import AnswersRecord, Progress, StageRecord
 from tpu_experiments.training.sample import prompt_ids
 from tpu_experiments.training.saved import read_state
 from tpu_experiments.training.watched import Watched
@@ -20,6 +20,8 @@ class Staged(Watched):
 
     evaluated: Evaluation | None = None
     """Of the parameters as they are."""
+    answered: dict[str, AnswersRecord] | None = None
+    """Likewise."""
 
     def timed_evaluation(self) -> Evaluation:
         """Evaluate outside the training time."""
@@ -47,6 +49,7 @@ class Staged(Watched):
             if record.ended_by:
                 log.info("stage %s ends after %d steps: %s", stage.name, record.steps, record.ended_by)
         self.evaluated = evaluation
+        self.answered = self.ask()
         self.write_sample("during")
 
     def write_sample(self, when: str) -> str | None:
@@ -59,6 +62,15 @@ class Staged(Watched):
             texts = self.sampler.run(prompts, max_new_tokens=settings.max_new_tokens)
         self.outputs.sample(self.progress.step, texts, when=when)
         return texts[0]
+
+    def ask(self) -> dict[str, AnswersRecord]:
+        """What becomes of every set of questions now, logged."""
+        if not self.inputs.questions:
+            return {}
+        with self.watch.measure("eval"):
+            found = self.asker.ask(self.inputs.questions)
+        self.outputs.answers(self.progress.step, found)
+        return found
 
     def end_stage(self, stage: Stage) -> None:
         """Evaluate behind the last step, and go back to the best evaluation where the stage ends with that."""
@@ -78,7 +90,7 @@ class Staged(Watched):
         self.read_checkpoint(before=best + 1)
         assert record.best_loss is not None
         record.restored_step, record.eval_loss, record.eval_sources = best, record.best_loss, {}
-        self.evaluated = None
+        self.evaluated = self.answered = None
         log.info("stage %s ends with step %d, whose exit loss %.4f is its best", stage.name, best, record.best_loss)
 
     def read_checkpoint(self, *, before: int | None = None) -> Progress | None:

@@ -27,6 +27,7 @@ from tpu_experiments.training.inputs import (
 )
 from tpu_experiments.training.profiling import Profiler
 from tpu_experiments.training.progress import StageRecord
+from tpu_experiments.training.questions import skill_fields
 from tpu_experiments.training.saved import Snapshot, snapshot
 from tpu_experiments.training.staged import Staged
 from tpu_experiments.training.step import StepOutput, seed_of
@@ -218,6 +219,7 @@ class Trainer(Staged):
         self.progress.eval_measures_before = evaluation.measures
         self.progress.eval_source_measures_before = evaluation.source_measures
         self.report_evaluation(evaluation)
+        self.progress.skill_before = self.ask()
         self.progress.sample_before = self.write_sample("before")
 
     def look_after(self) -> None:
@@ -227,6 +229,7 @@ class Trainer(Staged):
         evaluation = self.evaluated or self.timed_evaluation()
         if self.progress.eval_step != self.progress.step:
             self.report_evaluation(evaluation)
+        answered = self.ask() if self.answered is None else self.answered
         self.guard.last_word(evaluation.loss, self.progress.guard)
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
@@ -238,6 +241,7 @@ class Trainer(Staged):
             progress=self.progress,
             evaluation=evaluation,
             sample_after=sample,
+            skill=skill_fields(self.inputs.questions, before=self.progress.skill_before, after=answered),
             report=self.model.report,
             counters=self.runtime.counters(),
             device_memory_gib=self.runtime.memory_gib(),

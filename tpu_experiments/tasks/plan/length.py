@@ -7,6 +7,7 @@ from dataclasses import replace
 from tpu_experiments.config.curriculum import Stage, uneven_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import QUESTION_ROWS
 from tpu_experiments.planning.length import Beside, run_length
 from tpu_experiments.planning.money import cost_of
 from tpu_experiments.planning.plan import Plan, Program
@@ -63,7 +64,9 @@ def with_run(
 
 
 def counted_only(config: Config) -> Iterator[Program]:
-    """Evaluation and sample where they are not compiled."""
+    """Evaluation, sample and questions where they are not compiled."""
     yield Program("eval", (), "held-out rows", None)
     if config.sample.max_new_tokens:
         yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)
+    if config.questions:
+        yield Program("ask", (), f"{QUESTION_ROWS} x {config.sample.window}", None)

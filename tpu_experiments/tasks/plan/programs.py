@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import QUESTION_ROWS
 from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -37,7 +38,7 @@ class Traced:
     shapes: dict[str, Shape]
     """Batch of each stage, by the stage's name."""
     programs: list[Lowered]
-    """One for every shape of training, then evaluation and sample."""
+    """One for every shape of training, then evaluation, sample and questions."""
 
 
 def trace_run(config: Config, *, which: str) -> Traced:
@@ -53,6 +54,8 @@ def trace_run(config: Config, *, which: str) -> Traced:
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
     if which == "all" and config.sample.max_new_tokens:
         programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts), window=config.sample.window))
+    if which == "all" and config.questions:
+        programs.append(lowered_sample(trainer, rows=QUESTION_ROWS, window=config.sample.window, name="ask"))
     arch, trained = trainer.model.source.config, frozenset(trainer.parameters)
     return Traced(config, stages, arch, trained, shapes, programs)
 
@@ -107,12 +110,13 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
     return lowered
 
 
-def lowered_sample(trainer: Any, *, rows: int, window: int) -> Lowered:
-    """One token of the samples."""
+def lowered_sample(trainer: Any, *, rows: int, window: int, name: str = "sample") -> Lowered:
+    """One token of the samples, or of the answers to questions."""
+    sampler = trainer.sampler if name == "sample" else trainer.asker.sampler
     shapes = (("ids", (rows, window)), ("last", (rows,)))
     batch = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes}
     with evaluating(trainer.model.module):
-        lowered: Lowered = trainer.runtime.lower(trainer.sampler.next_token, name="sample", batch=batch, rows_dim=-1)
+        lowered: Lowered = trainer.runtime.lower(sampler.next_token, name=name, batch=batch, rows_dim=-1)
     return lowered
 
 

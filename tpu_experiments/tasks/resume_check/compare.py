@@ -103,10 +103,10 @@ def check_once(records: Records) -> Check:
 
 def check_results(whole: dict[str, Any], killed: dict[str, Any]) -> Check:
     """What result.json says of quality."""
-    keys = ("eval_loss_before", "eval_loss", "tokens", "sample_before", "sample_after")
-    bad = [key for key in keys if whole[key] != killed[key]]
-    difference = f"{bad[0]}: {whole[bad[0]]} uninterrupted, {killed[bad[0]]} resumed" if bad else ""
-    return Check("held-out loss, tokens, samples", difference, f"{len(keys)} values")
+    keys = ("eval_loss_before", "eval_loss", "tokens", "sample_before", "sample_after", "skill")
+    bad = [key for key in keys if whole.get(key) != killed.get(key)]
+    difference = f"{bad[0]}: {whole.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
+    return Check("held-out loss, tokens, samples, answers", difference, f"{len(keys)} values")
 
 
 def check_tensors(name: str, whole: str, killed: str, *, chosen: Callable[[str], bool] = lambda name: True) -> Check:

@@ -1,0 +1,138 @@
+"""Questions are read and refused by one sentence, asked for the likeliest tokens, and scored by exact match."""
+
+import json
+
+import pytest
+
+from tests.training.tiny import built
+from tpu_experiments.config.checks import check
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import identity
+from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.training.inputs import RunInputs, program_shapes
+from tpu_experiments.training.questions import Asker, Question, first_sentence, read_questions, scored, skill_fields
+from tpu_experiments.training.sources import tokenizer_for
+
+READER = ("model=reader", "data=stories_ro", "curriculum=single", "sample.window=64", "hw.runtime=eager")
+
+
+def row(question="Ce bea Ana?", answer="Ana bea ceai."):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+def read(make_config, path, *overrides):
+    config = make_config(*READER, f"+data.stories_ro.questions.a='{path}'", *overrides)
+    check(config)
+    return read_questions(config, tokenizer=tokenizer_for(config))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (" Ana bea ceai. Ana bea", "Ana bea ceai."),
+        ("Ana bea ceai", "Ana bea ceai"),
+        ("Are 3.5 lei! Da.", "Are 3.5 lei!"),
+        ("", ""),
+    ],
+)
+def test_the_first_sentence_ends_at_a_mark_before_a_blank(text, sentence):
+    assert first_sentence(text) == sentence
+
+
+def test_right_by_the_first_sentence_and_whole_by_all_of_it():
+    questions = [Question("Ce bea Ana?", "Ana bea ceai.", [1], 5)] * 4
+    record = scored(questions, ["Ana bea ceai.", "Ana bea ceai. Ana", "Ana bea apă.", ""])
+    assert (record.asked, record.right, record.whole, len(record.shown)) == (4, 2, 1, 3)
+
+
+def test_the_skill_is_that_of_the_first_set():
+    questions = [Question("Ce bea Ana?", "Ana bea ceai.", [1], 5)]
+    before = {name: scored(questions, ["Ana bea."]) for name in ("a", "b")}
+    after = {"a": scored(questions, ["Ana bea ceai."]), "b": scored(questions, ["Nu."])}
+    skill = skill_fields({"a": questions, "b": questions}, before=before, after=after)
+    assert [skill[key] for key in ("before", "after", "asked")] == [0, 1, 1]
+    assert skill["sets"]["b"] == {"before": 0, "after": 0, "asked": 1, "whole_before": 0, "whole_after": 0}
+    assert skill["examples"][0]["before"] == "Ana bea."
+    assert skill_fields({}, before={}, after={}) is None
+
+
+def test_a_question_is_rendered_up_to_its_answer(make_config, tmp_path):
+    (tmp_path / "a.jsonl").write_text(row())
+    (question,) = read(make_config, tmp_path / "a.jsonl")["a"]
+    assert (question.prompt, question.expected) == ("Ce bea Ana?", "Ana bea ceai.")
+    assert question.num_new == 6  # Ana, bea, ceai, the full stop, </s> and one that shows whether more follows
+    assert len(question.ids) == 6  # <s>, Ce, bea, Ana, the question mark, the line's end
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "there is no such file"),
+        ("", "it is empty: 0 questions were read"),
+        (row() + "{", "line 2 of"),
+        (row() + '{"messages": [{"role": "assistant", "content": "Da."}]}', "line 2 of"),
+        (row() + '{"text": "Da."}', "line 2 of"),
+        (row() + row(question="Ana " * 60), "line 2 has 69 tokens with its answer, and sample.window=64"),
+        (b"\xff", "it is not UTF-8"),
+    ],
+)
+def test_what_is_no_set_of_questions_is_refused(make_config, tmp_path, content, sentence):
+    path = tmp_path / "a.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as refused:
+        read(make_config, path)
+    assert f"data.stories_ro.questions.a={path}; " in str(refused.value)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([f"+data.stories_ro.questions.{'a' * 41}=x.jsonl"], f"{'a' * 41!r} is no name of a set"),
+        (["+data.stories_ro.questions.a=''"], "data.stories_ro.questions.a=; it is empty"),
+        (
+            ["data=[stories_ro,sample_chat]", "+data.sample_chat.questions.one_person=x.jsonl"],
+            "data.sample_chat.questions.one_person; another source has a set of this name",
+        ),
+    ],
+)
+def test_a_set_has_a_name_and_a_place(make_config, overrides, sentence):
+    with pytest.raises(ConfigError) as refused:
+        check(make_config(*READER, *overrides))
+    assert sentence in str(refused.value)
+
+
+def test_a_run_without_questions_is_what_it_was(make_config):
+    config = make_config()
+    assert config.questions == {}
+    assert not [key for key in identity(config) if "questions" in key]
+    asking = identity(make_config(*READER))
+    assert [key for key in asking if "questions" in key] == [
+        "data.stories_ro.questions.one_person",
+        "data.stories_ro.questions.several_persons",
+    ]
+
+
+def test_the_shipped_base_is_asked_before_training(make_config):
+    config = make_config(*READER, "sample.temperature=1.0")
+    tokenizer = tokenizer_for(config)
+    questions = {name: each[:4] for name, each in read_questions(config, tokenizer=tokenizer).items()}
+    runtime = make_runtime(config)
+    model = built(config, runtime)
+    parts = {"runtime": runtime, "parameters": model.trainable, "tokenizer": tokenizer, "settings": config.sample}
+    asker = Asker(model.module, **parts)
+    found = asker.ask(questions)
+    assert {name: record.asked for name, record in found.items()} == {"one_person": 4, "several_persons": 4}
+    assert all(0 <= record.whole <= record.right <= 4 for record in found.values())
+    assert all(first_sentence(answer).endswith(".") for record in found.values() for answer in record.shown)
+    assert asker.ask(questions) == found  # the likeliest tokens, whatever the temperature
+
+
+@pytest.mark.parametrize(("overrides", "shapes"), [(READER, {(32, 64)}), ((), set())])
+def test_questions_are_one_program(make_config, overrides, shapes):
+    config = make_config(*overrides)
+    inputs = RunInputs(None, {}, resolve_stages(config))
+    assert program_shapes(inputs, config, world_size=1)["ask"] == shapes

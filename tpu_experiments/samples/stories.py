@@ -1,0 +1,310 @@
+"""Write the stories that `model=reader` has read and is asked about: a seeded generator of Romanian sentences.
+
+    python tpu_experiments/samples/stories.py                                # samples/stories: what is shipped
+    python tpu_experiments/samples/stories.py text outputs/stories.jsonl     # what the base is pre-trained on
+    python tpu_experiments/samples/stories.py base outputs/reader_base/model # what was pre-trained, in bfloat16
+
+A fact is a name, a relation and a value: Ana lives in Cluj. A tenth of all facts is reserved, by their hash: they occur
+in no text and in no conversation, and the held-out questions ask for nothing else. The same call writes the same bytes.
+"""
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+FOLDER = Path(__file__).parent / "stories"
+NUM_TEXTS, NUM_CONVERSATIONS, NUM_QUESTIONS = 60_000, 3_400, 60
+VOCAB_SIZE = 1408  # every word of the stories is one token of it
+MAX_LENGTH = 1024  # max_position_embeddings of conf/model/reader.yaml
+SPECIALS = ["<pad>", "<s>", "</s>"]
+# Nothing in it that the base has not seen: a question follows its story as a sentence does, and an answer the end of a
+# line, as in the texts the story told again; </s> ends both.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'] + eos_token }}{% else %}{{ ' ' + message['content'] + '\\n' }}{% endif %}{% endfor %}"
+)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
+
+
+FEMALE = words("""
+Ana Maria Ioana Elena Irina Alina Corina Daria Diana Dora Eva Flavia Gina Ilinca Iulia Laura Lidia Livia
+Mara Marta Mihaela Mona Nadia Oana Olga Paula Raluca Roxana Silvia Simona Sonia Teodora
+""")
+MALE = words("""
+Bogdan Mihai Andrei Radu Vlad Dan Ion Petru Pavel Matei Luca Tudor Victor Sorin Marius Liviu Emil Horia Iacob
+Cezar Adrian Costin Doru Felix George Grigore Iustin Nicu Ovidiu Paul Sergiu Toma
+""")
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What can be told of a person: sentences that say it, the first of them the answer's, and a question."""
+
+    forms: tuple[str, str, str]
+    question: str
+    values: tuple[tuple[str, str], ...]
+    """Each as it is said of a man and of a woman."""
+
+
+def alike(words: str) -> tuple[tuple[str, str], ...]:
+    """Values that do not depend on who has them."""
+    return tuple((word, word) for word in words.split())
+
+
+def by_gender(words: str) -> tuple[tuple[str, str], ...]:
+    """Values from `man/woman`."""
+    pairs = (word.split("/") for word in words.split())
+    return tuple((pair[0], pair[-1]) for pair in pairs)
+
+
+def coloured(masculine: str, feminine: str) -> tuple[tuple[str, str], ...]:
+    """Things of either gender with a colour that agrees."""
+    ones = [f"un {noun} {colour}" for noun in masculine.split() for colour in ("alb", "negru", "galben", "maro")]
+    others = [f"o {noun} {colour}" for noun in feminine.split() for colour in ("albă", "neagră", "galbenă", "maro")]
+    return tuple((thing, thing) for thing in ones + others)
+
+
+RELATIONS = {
+    "city": Relation(
+        ("{} locuiește în {}.", "{} trăiește în {}.", "{} stă în {}."),
+        "În ce oraș locuiește {}?",
+        alike(
+            "Arad Bacău Brașov Brăila București Buzău Cluj Constanța Craiova Deva Focșani Galați Iași Oradea Pitești "
+            "Ploiești Reșița Sibiu Slatina Suceava Timișoara Tulcea Vaslui Zalău"
+        ),
+    ),
+    "pet": Relation(
+        ("{} are {}.", "{} crește {}.", "{} îngrijește {}."),
+        "Ce animal are {}?",
+        coloured("câine iepure cal papagal motan cocoș", "pisică capră găină broască vacă oaie"),
+    ),
+    "food": Relation(
+        ("{} mănâncă {}.", "{} cumpără {}.", "{} gătește {}."),
+        "Ce mănâncă {}?",
+        alike(
+            "orez pește ciorbă cartofi fasole mazăre varză ouă pui sarmale ciuperci spanac tocană linte dovlecei paste "
+            "conopidă salată supă friptură"
+        ),
+    ),
+    "job": Relation(
+        ("{} este {}.", "{} lucrează ca {}.", "{} a devenit {}."),
+        "Ce meserie are {}?",
+        by_gender(
+            "medic profesor/profesoară croitor/croitoreasă bucătar/bucătăreasă pictor/pictoriță actor/actriță "
+            "vânzător/vânzătoare inginer/ingineră avocat/avocată dentist/dentistă ziarist/ziaristă fotograf/fotografă "
+            "contabil/contabilă arhitect/arhitectă chelner/chelneriță dansator/dansatoare scriitor/scriitoare "
+            "farmacist/farmacistă bibliotecar/bibliotecară pilot"
+        ),
+    ),
+    "instrument": Relation(
+        ("{} cântă la {}.", "{} exersează la {}.", "{} repetă la {}."),
+        "La ce instrument cântă {}?",
+        alike(
+            "pian vioară chitară nai tobe flaut acordeon harpă trompetă violoncel orgă clarinet saxofon țambal "
+            "mandolină cobză"
+        ),
+    ),
+    "vehicle": Relation(
+        ("{} merge cu {}.", "{} călătorește cu {}.", "{} pleacă cu {}."),
+        "Cu ce merge {}?",
+        alike(
+            "trenul autobuzul tramvaiul bicicleta mașina taxiul metroul barca trotineta motocicleta căruța avionul "
+            "vaporul troleibuzul sania camionul"
+        ),
+    ),
+    "drink": Relation(
+        ("{} bea {}.", "{} comandă {}.", "{} cere {}."),
+        "Ce bea {}?",
+        alike("ceai lapte cafea apă suc cacao limonadă must vin bere socată iaurt sirop compot chefir bragă"),
+    ),
+    "place": Relation(
+        ("{} aleargă prin {}.", "{} umblă prin {}.", "{} trece prin {}."),
+        "Prin ce loc aleargă {}?",
+        alike("parc pădure grădină piață sat livadă poiană muzeu cartier port gară vie luncă târg stadion castel"),
+    ),
+    "clothing": Relation(
+        ("{} poartă {}.", "{} îmbracă {}.", "{} își pune {}."),
+        "Ce haină poartă {}?",
+        coloured("palton pulover fular costum", "căciulă haină cămașă vestă"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is told of a person; `value` is its number among those of the relation."""
+
+    name: str
+    relation: str
+    value: int
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether no training text says it."""
+        digest = hashlib.sha256(f"{self.name}|{self.relation}|{self.value}".encode()).digest()
+        return digest[0] < 26  # of 256
+
+    def told(self, form: int) -> str:
+        """The sentence that says it."""
+        relation = RELATIONS[self.relation]
+        return relation.forms[form].format(self.name, relation.values[self.value][self.name in FEMALE])
+
+    @property
+    def question(self) -> str:
+        """What asks for it."""
+        return RELATIONS[self.relation].question.format(self.name)
+
+
+def free_facts(rng: random.Random, names: list[str], relations: list[str]) -> list[Fact]:
+    """For every person and relation a fact that is not reserved; no two persons have the same value."""
+    facts: list[Fact] = []
+    for relation in relations:
+        taken: set[int] = set()
+        for name in names:
+            every = (Fact(name, relation, value) for value in range(len(RELATIONS[relation].values)))
+            facts.append(rng.choice([fact for fact in every if fact.value not in taken and not fact.is_reserved]))
+            taken.add(facts[-1].value)
+    return facts
+
+
+def story(rng: random.Random, facts: list[Fact], *, forms: Mapping[Fact, int] | None = None) -> str:
+    """The facts in an order drawn anew, each in the form given or in any."""
+    order = rng.sample(facts, len(facts))
+    return " ".join(fact.told(rng.randrange(3) if forms is None else forms[fact]) for fact in order)
+
+
+def text(rng: random.Random) -> str:
+    """A story of one to three persons who share relations, and the same told again twice, in new orders.
+
+    Four texts in ten are plain: one form for all facts, and the same words again. Of the others one retelling in two
+    keeps the words, and the rest say each fact in any of its forms.
+    """
+    num_persons = rng.choice((1, 1, 2, 2, 3))
+    most = {1: 6, 2: 3, 3: 2}[num_persons]
+    relations = rng.sample(list(RELATIONS), rng.randint(2 if num_persons == 1 else 1, most))
+    facts = free_facts(rng, rng.sample(FEMALE + MALE, num_persons), relations)
+    is_plain, form = rng.random() < 0.4, rng.randrange(3)
+    forms = {fact: form if is_plain else rng.randrange(3) for fact in facts}
+    parts = [story(rng, facts, forms=forms)]
+    for _ in range(2):
+        parts.append(story(rng, facts, forms=forms if is_plain or rng.random() < 0.5 else None))
+    return " " + "\n ".join(parts)
+
+
+def asked(rng: random.Random, *, num_persons: int, is_reserved: bool) -> tuple[list[Fact], Fact]:
+    """The facts of a story of persons who share all relations, and the one that is asked for."""
+    while True:
+        relations = rng.sample(list(RELATIONS), rng.randint(*{1: (5, 6), 2: (2, 3), 3: (2, 2)}[num_persons]))
+        names = rng.sample(FEMALE + MALE, num_persons)
+        facts = free_facts(rng, names, relations)
+        if not is_reserved:
+            return facts, rng.choice(facts)
+        place = rng.randrange(len(facts))
+        name, relation = facts[place].name, facts[place].relation
+        taken = {fact.value for fact in facts if fact.relation == relation}
+        every = (Fact(name, relation, value) for value in range(len(RELATIONS[relation].values)))
+        reserved = [fact for fact in every if fact.is_reserved and fact.value not in taken]
+        if reserved:  # some names have none
+            facts[place] = rng.choice(reserved)
+            return facts, facts[place]
+
+
+def conversation(rng: random.Random, *, num_persons: int, is_reserved: bool) -> dict[str, list[dict[str, str]]]:
+    """A story with a question, and the answer in the first form of its relation."""
+    facts, fact = asked(rng, num_persons=num_persons, is_reserved=is_reserved)
+    question = {"role": "user", "content": f"{story(rng, facts)} {fact.question}"}
+    return {"messages": [question, {"role": "assistant", "content": fact.told(0)}]}
+
+
+def texts() -> Iterator[str]:
+    """What the base is pre-trained on."""
+    rng = random.Random("texts")
+    return (text(rng) for _ in range(NUM_TEXTS))
+
+
+def shipped() -> dict[str, str]:
+    """Name and content of every file but the tokenizer."""
+    drawn = {name: random.Random(name) for name in ("conversations", "one_person", "several_persons")}
+    rows = {
+        "conversations": [
+            conversation(drawn["conversations"], num_persons=(1, 1, 2, 3)[i % 4], is_reserved=False)
+            for i in range(NUM_CONVERSATIONS)
+        ],
+        "one_person": [
+            conversation(drawn["one_person"], num_persons=1, is_reserved=True) for _ in range(NUM_QUESTIONS)
+        ],
+        "several_persons": [
+            conversation(drawn["several_persons"], num_persons=2 + i % 2, is_reserved=True)
+            for i in range(NUM_QUESTIONS)
+        ],
+    }
+    return {
+        f"{name}.jsonl": "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in several)
+        for name, several in rows.items()
+    }
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of exactly `VOCAB_SIZE` entries that knows the words of stories and questions."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rng = random.Random("tokenizer")
+    read = [text(rng) for _ in range(4000)]
+    read += [f" {relation.question.format(name)}" for relation in RELATIONS.values() for name in FEMALE + MALE]
+    bpe.train_from_iterator(read, trainer)
+    missing = VOCAB_SIZE - bpe.get_vocab_size()
+    bpe.add_special_tokens([f"<|reserved_{i}|>" for i in range(missing)])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=MAX_LENGTH
+    )
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def take_over(folder: str) -> None:
+    """Write the model of a finished run as the shipped base, in bfloat16."""
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(FOLDER / "base")
+    (FOLDER / "base" / "generation_config.json").unlink(missing_ok=True)
+    print(f"{FOLDER / 'base'}: {(FOLDER / 'base' / 'model.safetensors').stat().st_size:,} bytes")
+
+
+def main(arguments: list[str]) -> None:
+    """Write what is shipped; with `text FILE` what the base is pre-trained on, with `base FOLDER` the base."""
+    if arguments:
+        (what, path) = arguments
+        if what == "base":
+            take_over(path)
+            return
+        lines = (json.dumps({"text": each}, ensure_ascii=False) for each in texts())
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        print(f"{path}: {NUM_TEXTS} documents")
+        return
+    FOLDER.mkdir(exist_ok=True)
+    for name, content in shipped().items():
+        (FOLDER / name).write_text(content, encoding="utf-8")
+    tokenizer().save_pretrained(FOLDER / "tokenizer")
+    print(f"{FOLDER}: {NUM_CONVERSATIONS} conversations, 2 x {NUM_QUESTIONS} questions, {VOCAB_SIZE} tokens")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

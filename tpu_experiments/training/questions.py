@@ -1,0 +1,164 @@
+"""Held-out questions, asked before, during and after training: exact match of what the model says to each.
+
+The answers are the likeliest tokens, written by the program of the samples in batches of `QUESTION_ROWS`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config, SampleConfig
+from tpu_experiments.config.sources import QUESTION_ROWS
+from tpu_experiments.data.documents import Refused, SourceSpec
+from tpu_experiments.data.reading.formats import document_of
+from tpu_experiments.data.reading.raw_rows import RawRow
+from tpu_experiments.data.tokens.chat import render
+from tpu_experiments.io import paths
+from tpu_experiments.io.find import find_local, near_misses
+from tpu_experiments.training.progress import AnswersRecord
+from tpu_experiments.training.sample import Sampler
+
+SHOWN = 3
+"""Answers of a set that are kept to be shown."""
+SENTENCE = re.compile(r".*?[.!?](?=\s|$)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question as the model is asked it."""
+
+    prompt: str
+    """The last thing that the user says."""
+    expected: str
+    ids: list[int]
+    """The whole conversation up to the answer."""
+    num_new: int
+    """Tokens of the expected answer and its end."""
+
+    def is_right(self, answer: str) -> bool:
+        """Whether the first sentence is the expected one."""
+        return first_sentence(answer) == first_sentence(self.expected)
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first sentence mark that a blank or the end follows; all of it where there is none."""
+    found = SENTENCE.match(text.strip())
+    return found[0] if found else text.strip()
+
+
+def read_questions(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Question]]:
+    """The questions of every set.
+
+    Raises:
+        ConfigError: a file is not there, empty or has a row that is none, or a question is longer than the window.
+    """
+    window = config.sample.window
+    return {
+        name: [_fitting(question, window=window, where=where) for where, question in _read(key, path, tokenizer)]
+        for name, (key, path) in config.questions.items()
+    }
+
+
+def _read(key: str, path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Question]]:
+    """Each question of a file and the start of every sentence about it."""
+    shown = f"{key}={path}"
+    try:
+        lines = paths.read_text(str(find_local(path) or path)).splitlines()
+    except (FileNotFoundError, IsADirectoryError) as error:
+        hint = "" if paths.is_remote(path) else near_misses(path)
+        raise ConfigError(f"{shown}; there is no such file. {hint}Name a .jsonl file of conversations.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}; it is not UTF-8 ({error.reason}); write it so.") from error
+    if not any(line.strip() for line in lines):
+        raise ConfigError(f"{shown}; it is empty: 0 questions were read; name a file with at least one row.")
+    spec = SourceSpec(name=key, path=path, kind="chat", format="messages")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield f"{shown}; line {number}", _question(line, number, spec=spec, shown=shown, tokenizer=tokenizer)
+
+
+def _question(line: str, number: int, *, spec: SourceSpec, shown: str, tokenizer: PreTrainedTokenizerBase) -> Question:
+    found = document_of(RawRow(line.encode(), file=spec.path, unit="line", number=number), spec=spec)
+    messages = () if isinstance(found, Refused) else found.messages or ()
+    if len(messages) < 2:
+        why = f"{found.place} {found.message}" if isinstance(found, Refused) else f"{found.place} asks nothing."
+        raise ConfigError(f"{shown}; {why} Every line is a conversation that ends with the expected answer.")
+    *asked, (_, expected) = messages
+    text = render(tuple(asked), tokenizer=tokenizer, ends_with="generation_prompt")
+    whole = render(messages, tokenizer=tokenizer, ends_with="turn")
+    ids, all_ids = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text, whole))
+    return Question(asked[-1][1], expected.strip(), list(ids), max(2, len(all_ids) - len(ids) + 1))
+
+
+def _fitting(question: Question, *, window: int, where: str) -> Question:
+    """The question, where it and its answer go into the window."""
+    length = len(question.ids) + question.num_new
+    if length > window:
+        raise ConfigError(
+            f"{where} has {length} tokens with its answer, and sample.window={window}; use a longer window, or "
+            "shorten it."
+        )
+    return question
+
+
+class Asker:
+    """Asks the questions of a run with the current parameters."""
+
+    def __init__(self, module: nn.Module, *, settings: SampleConfig, **parts: Any) -> None:
+        """`parts`: as of `Sampler`."""
+        self.sampler = Sampler(module, settings=replace(settings, temperature=0.0), seed=0, name="ask", **parts)
+
+    def ask(self, sets: Mapping[str, Sequence[Question]]) -> dict[str, AnswersRecord]:
+        """What becomes of every set; the batches go over all of them."""
+        every = [question for questions in sets.values() for question in questions]
+        most = max(question.num_new for question in every)
+        answers: list[str] = []
+        for begin in range(0, len(every), QUESTION_ROWS):
+            rows = [question.ids for question in every[begin : begin + QUESTION_ROWS]]
+            filled = rows + rows[:1] * (QUESTION_ROWS - len(rows))  # one shape
+            answers += self.sampler.run(filled, max_new_tokens=most)[: len(rows)]
+        found = {}
+        for name, questions in sets.items():
+            own, answers = answers[: len(questions)], answers[len(questions) :]
+            found[name] = scored(questions, own)
+        return found
+
+
+def scored(questions: Sequence[Question], answers: Sequence[str]) -> AnswersRecord:
+    """How many of the answers are right."""
+    pairs = list(zip(questions, answers, strict=True))
+    return AnswersRecord(
+        asked=len(pairs),
+        right=sum(question.is_right(answer) for question, answer in pairs),
+        whole=sum(answer.strip() == question.expected for question, answer in pairs),
+        shown=list(answers[:SHOWN]),
+    )
+
+
+def skill_fields(
+    sets: Mapping[str, Sequence[Question]], *, before: Mapping[str, AnswersRecord], after: Mapping[str, AnswersRecord]
+) -> dict[str, Any] | None:
+    """`skill` of result.json: numbers of right answers, in front those of the first set; None without questions."""
+    if not sets:
+        return None
+    scores = {
+        name: {
+            "before": before[name].right,
+            "after": record.right,
+            "asked": record.asked,
+            "whole_before": before[name].whole,
+            "whole_after": record.whole,
+        }
+        for name, record in after.items()
+    }
+    first = next(iter(sets))
+    examples = [
+        {"question": question.prompt, "expected": question.expected, "before": old, "after": new}
+        for question, old, new in zip(sets[first], before[first].shown, after[first].shown, strict=False)
+    ]
+    return {key: scores[first][key] for key in ("before", "after", "asked")} | {"sets": scores, "examples": examples}
