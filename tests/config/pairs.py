@@ -15,8 +15,8 @@ from tpu_experiments.planning.plan import chip_limit_gib
 
 MANUAL = CONF / "README.md"
 TABLE = re.compile(r"(?<=<!-- pairs -->\n).*?(?=<!-- end of pairs -->)", re.DOTALL)
-MODELS = [name for name in names("model") if name != "tiny"]
-DATA = [name for name in names("data") if not name.startswith("sample")]
+MODELS = [name for name in names("model") if name not in ("tiny", "reader")]
+DATA = [name for name in names("data") if not name.startswith(("sample", "stories"))]
 HW = {"v5e1, colab": "v5e1", "v5e8": "v5e8", "v6e1": "v6e1", "v6e8": "v6e8"}
 
 

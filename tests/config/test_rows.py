@@ -12,8 +12,8 @@ from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.rows import LANES, MICRO_TOKENS, Lengths, fitting_rows, rows_of, settled
 from tpu_experiments.config.variants import machine
 
-MODELS = [name for name in names("model") if name != "tiny"]
-DATA = [name for name in names("data") if not name.startswith("sample")]
+MODELS = [name for name in names("model") if name not in ("tiny", "reader")]
+DATA = [name for name in names("data") if not name.startswith(("sample", "stories"))]
 HW = [name for name in names("hw") if name not in ("cpu", "v5e256", "v6e256")]
 
 

@@ -115,14 +115,14 @@ def test_what_comes_next_goes_on_from_this_run(result: dict[str, Any]) -> None:
 
 
 def test_the_score_of_questions_comes_first(result: dict[str, Any], output_dir: Path) -> None:
-    score = {"before": 3, "after": 56, "asked": 60, "whole_before": 0, "whole_after": 56}
+    score = {"before": 0.05, "after": 56 / 60, "asked": 60, "whole_before": 0.0, "whole_after": 56 / 60}
     example = {
         "question": "Ce bea Ana?",
         "expected": "Ana bea ceai.",
         "before": "Ana bea.\n Ana",
         "after": "Ana bea apă.",
     }
-    skill = {"before": 3, "after": 56, "asked": 60, "sets": {"one": score}, "examples": [example]}
+    skill = {"before": 0.05, "after": 56 / 60, "asked": 60, "sets": {"one": score}, "examples": [example]}
     folder = RunFolder(str(output_dir), "toy")
     lines = summary(result | {"skill": skill}, folder=folder, arguments=()).splitlines()
     assert lines[1] == "  questions       one: 3 of 60 (5 %) -> 56 of 60 (93 %) right"

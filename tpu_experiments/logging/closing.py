@@ -108,7 +108,7 @@ def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
             f"      after       {' '.join(example['after'].split())}",
             f"      expected    {example['expected']}",
         ]
-    whole = sum(score["whole_before"] for score in skill["sets"].values())
+    whole = sum(round(score["whole_before"] * score["asked"]) for score in skill["sets"].values())
     asked = sum(score["asked"] for score in skill["sets"].values())
     return [
         *lines,
@@ -117,8 +117,9 @@ def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _score(score: dict[str, int], when: str) -> str:
-    return f"{score[when]} of {score['asked']} ({100 * score[when] / score['asked']:.0f} %)"
+def _score(score: dict[str, float], when: str) -> str:
+    """A share of the questions in numbers."""
+    return f"{round(score[when] * score['asked'])} of {score['asked']} ({100 * score[when]:.0f} %)"
 
 
 def _stage_lines(stage: dict[str, Any]) -> list[str]:

@@ -143,16 +143,16 @@ def scored(questions: Sequence[Question], answers: Sequence[str]) -> AnswersReco
 def skill_fields(
     sets: Mapping[str, Sequence[Question]], *, before: Mapping[str, AnswersRecord], after: Mapping[str, AnswersRecord]
 ) -> dict[str, Any] | None:
-    """`skill` of result.json: numbers of right answers, in front those of the first set; None without questions."""
+    """`skill` of result.json: shares of right answers, in front those of the first set; None without questions."""
     if not sets:
         return None
     scores = {
         name: {
-            "before": before[name].right,
-            "after": record.right,
+            "before": before[name].right / record.asked,
+            "after": record.right / record.asked,
             "asked": record.asked,
-            "whole_before": before[name].whole,
-            "whole_after": record.whole,
+            "whole_before": before[name].whole / record.asked,
+            "whole_after": record.whole / record.asked,
         }
         for name, record in after.items()
     }
