@@ -133,7 +133,7 @@ def test_a_source_a_stage_or_a_model_is_one_line_of_what_differs(tmp_path: Path)
     assert found["data.sample_chat"] == ["-", "yes"]
     assert found["model.name"] == ["tiny", "qwen05b"]
     assert not [key for key in found if key.startswith(("data.sample_chat.", "model.arch.", "model.tiny_arch."))]
-    assert set(found) <= {"data.sample_chat"} | {key for key in found if key.startswith("model.")}
+    assert set(found) <= {"data.sample_chat", "sample.prompt"} | {key for key in found if key.startswith("model.")}
 
 
 def test_measures_and_the_test_split_are_shown_where_they_are_known(tmp_path: Path) -> None:

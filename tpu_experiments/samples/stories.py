@@ -282,7 +282,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def take_over(folder: str) -> None:
     """Write the model of a finished run as the shipped base, in bfloat16."""
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(FOLDER / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
+    model.save_pretrained(FOLDER / "base")
     (FOLDER / "base" / "generation_config.json").unlink(missing_ok=True)
     print(f"{FOLDER / 'base'}: {(FOLDER / 'base' / 'model.safetensors').stat().st_size:,} bytes")
 

@@ -106,7 +106,7 @@ def check_results(whole: dict[str, Any], killed: dict[str, Any]) -> Check:
     keys = ("eval_loss_before", "eval_loss", "tokens", "sample_before", "sample_after", "skill")
     bad = [key for key in keys if whole.get(key) != killed.get(key)]
     difference = f"{bad[0]}: {whole.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
-    return Check("held-out loss, tokens, samples, answers", difference, f"{len(keys)} values")
+    return Check("held-out loss, tokens, answers", difference, f"{len(keys)} values")
 
 
 def check_tensors(name: str, whole: str, killed: str, *, chosen: Callable[[str], bool] = lambda name: True) -> Check:
