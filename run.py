@@ -33,6 +33,7 @@ from tpu_experiments.config.overlay import overlay_file, with_overlay
 from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.refusals import is_of_composition, sentence, uncomposable, unreadable_yaml
+from tpu_experiments.config.rows import is_open
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.io import paths
@@ -110,9 +111,10 @@ def check_plan(config: Config) -> None:
     """Refuse a run that is known not to fit; a machine without a chip to plan for never loads this."""
     from tpu_experiments.logging.runlog import start_run_log
     from tpu_experiments.planning.check import check_memory
+    from tpu_experiments.planning.tuned import tuned
 
     start_run_log(None, rank=0)
-    check_memory(config)
+    check_memory(config if is_open(config) else tuned(config, is_told=False))
 
 
 def laid_under(arguments: list[str]) -> list[str]:

@@ -6,9 +6,8 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
-from tpu_experiments.planning.length import EVALUATION_SHARE, Beside, between_steps, run_length
+from tpu_experiments.planning.length import EVALUATION_SHARE, Beside, assumed_steps, between_steps, run_length
 from tpu_experiments.planning.timing import StepTime
-from tpu_experiments.tasks.plan.length import assumed_steps
 
 STEP = StepTime(0.5, 0.0, 0.0, 0.0, 0.5, "compute", 0.4, 1000.0)
 CONFIG = composed("hw=v6e1", "trainer.eval_every_steps=30")

@@ -111,7 +111,7 @@ def test_the_search_finds_the_largest_batch_that_a_small_chip_holds(
     """A limit between what 8 and 16 rows take, both by the real compiler; the second try compiles nothing."""
     folder, first, _ = planned
     limit = f"hw.chip.program_hbm_gib={0.9 * first['hbm_gib_per_chip']['total']:.6f}"
-    axes = "task.search.axes={trainer.micro_batch_rows:[8,16],model.remat:[]}"
+    axes = "task.search.axes={trainer.micro_batch_rows:[8,16],model.remat:[],model.stack:[]}"
     searched = plan(folder, *SMALL, "name=s", limit, axes, "task.explore=search", "task.search.prune_above=99")
     assert searched.returncode == 0, searched.stderr[-3000:]
     found = json.loads((folder / "plans" / "s" / "plan.json").read_text())
@@ -138,7 +138,7 @@ def test_the_search_compiles_no_more_rows_than_were_too_large(planned: tuple[Pat
     """One layer is not folded, so that every model.remat is the same program, compiled once."""
     folder, first, _ = planned
     limit = f"hw.chip.program_hbm_gib={0.1 * first['hbm_gib_per_chip']['total']:.6f}"
-    axes = "task.search.axes={trainer.micro_batch_rows:[8,16],model.remat:[none,layer_inputs]}"
+    axes = "task.search.axes={trainer.micro_batch_rows:[8,16],model.remat:[none,layer_inputs],model.stack:[]}"
     settings = (
         "trainer.micro_batch_rows=8",
         "task.explore=search",

@@ -7,7 +7,7 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.planning.plan import Tried
 from tpu_experiments.planning.search import Candidate, combinations, in_waves
-from tpu_experiments.tasks.plan.exploring import axes_of
+from tpu_experiments.tasks.plan.exploring import Case, axes_of, worth_trying
 
 GIVEN = ("hw=v5e8", "task=plan", "trainer.global_batch_rows=64")
 AXES = {"trainer.micro_batch_rows": [8, 2, 4, 1], "model.remat": ["layer_inputs", "none"]}
@@ -99,10 +99,29 @@ def test_a_refusal_prunes_nothing() -> None:
     [
         ((), set()),
         (("hw=v5e1",), {"sharding"}),
-        (("model.stack=unrolled",), {"model.remat"}),
         (("task.search.axes={sharding:[],model.remat:[]}",), {"sharding", "model.remat"}),
     ],
 )
 def test_axes_that_change_nothing_are_left_out(overrides: tuple[str, ...], idle: set[str]) -> None:
     config = composed(*GIVEN, *overrides)
-    assert set(axes_of(config, config.task)) == {"trainer.micro_batch_rows", "sharding", "model.remat"} - idle
+    assert (
+        set(axes_of(config, config.task))
+        == {
+            "trainer.micro_batch_rows",
+            "sharding",
+            "model.remat",
+            "model.stack",
+        }
+        - idle
+    )
+
+
+def test_unrolled_layers_are_tried_once_whatever_folded_ones_would_save() -> None:
+    axes = "task.search.axes={trainer.micro_batch_rows:[2,4],sharding:[],model.remat:[save_dots,none]}"
+    config = composed("model=mistral7b", "data=ultrachat_ro", *GIVEN, axes, "task.search.prune_above=99")
+    case = Case(config, ("model=mistral7b", "data=ultrachat_ro", *GIVEN, axes))
+    found, _ = worth_trying(case, config.task)
+    tried = [each.overrides for each in found if "model.stack=unrolled" in each.overrides]
+    assert sorted(map(sorted, tried)) == [
+        sorted((f"trainer.micro_batch_rows={rows}", "model.remat=save_dots", "model.stack=unrolled")) for rows in (2, 4)
+    ]

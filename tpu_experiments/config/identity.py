@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "trainer.guard.",
     "trainer.canary.",
     "sweeping.",
+    "tuned",
 )
 
 

@@ -22,11 +22,15 @@ class SearchConfig:
     """What `explore: search` tries: every combination of the axes under the configured global batch."""
 
     axes: dict[str, list[Any]] = field(default_factory=dict)
-    """Key or group of the command line to the values it takes, none leaves it alone; a combination that the checks
-    refuse is left out, and so are `sharding` where hw.parallel splits nothing and `model.remat` where model.stack folds
-    nothing. Where combinations differ in the micro-batch alone, none above one that is too large is compiled."""
+    """Key or group of the command line to the values it takes, none leaves it alone. A combination that the checks
+    refuse is left out, and so are `sharding` where hw.parallel splits nothing, and all values but one of `model.remat`
+    and `model.stack_group` where model.stack folds nothing. Where combinations differ in the
+    micro-batch alone, none above one that is too large is compiled."""
     prune_above: float = number(default=1.5, above=0)
     """Multiple of a chip's memory: what the formulas put above it is not compiled. They are up to 45 % wrong."""
+    table: str | None = place("local", default=None)
+    """YAML file that takes the fastest settings of each `model.stack` as lines, as conf/tuned.yaml holds them; null
+    writes none."""
 
 
 @dataclass

@@ -62,9 +62,9 @@ def settled(config: Config, measured: Mapping[str, Lengths] | None) -> Config:
     return replace(config, trainer=replace(config.trainer, seq_len=rows.seq_len, global_batch_rows=rows.global_rows))
 
 
-def fitting_rows(per_device: int, *, seq_len: int) -> int:
-    """Rows of a micro-batch: the most that divide a device's and make `MICRO_TOKENS` or fewer, at least one."""
-    return max(n for n in range(1, per_device + 1) if per_device % n == 0 and (n == 1 or n * seq_len <= MICRO_TOKENS))
+def fitting_rows(per_device: int, *, seq_len: int, at_most: int = MICRO_TOKENS) -> int:
+    """Rows of a micro-batch: the most that divide a device's and make `at_most` tokens or fewer, at least one."""
+    return max(n for n in range(1, per_device + 1) if per_device % n == 0 and (n == 1 or n * seq_len <= at_most))
 
 
 def _known(config: Config) -> dict[str, Lengths]:

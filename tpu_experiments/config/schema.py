@@ -182,6 +182,11 @@ class Config:
     """Folder that holds the run folders."""
     data_size: str = choice("full", "sample", default="full")
     """`sample` reads every source's shipped sample instead of its path."""
+    tuned: str = choice("auto", "off", "settled", default="auto")
+    """`auto`: settings that change only speed and memory (layers folded or not, remat, sharding, rows at once) come
+    from conf/tuned.yaml, where it has a plan of this model on this machine with rows as long and a rank as high, and
+    where the command does not set one of them to something else. `off`: they stay as configured. A run's own
+    config.yaml says `settled`."""
     plugins: list[str] = field(default_factory=list)
     """Import prefixes, beside tpu_experiments, that `_target_` may name."""
     task: TaskConfig = MISSING

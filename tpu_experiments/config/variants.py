@@ -16,6 +16,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.load import to_config
 from tpu_experiments.config.refusals import sentence
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import ShardingConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -37,6 +38,26 @@ def machine(name: str) -> HwConfig:
         ConfigError: there is no such file.
     """
     return _checked([f"hw={name}", "task=plan", "trainer.global_batch_rows=256", "~local"]).hw
+
+
+@cache
+def shipped(model: str, hw: str) -> Config:
+    """The config of a model of conf/model on a machine of conf/hw, with nothing else said.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    return _checked([f"model={model}", f"hw={hw}", "task=plan", "trainer.global_batch_rows=256", "~local"])
+
+
+@cache
+def sharding_table(name: str) -> ShardingConfig:
+    """A choice of conf/sharding as its file has it.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    return _checked([f"sharding={name}", "task=plan", "~local"]).sharding
 
 
 def _checked(overrides: Sequence[str]) -> Config:

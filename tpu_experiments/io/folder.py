@@ -20,6 +20,7 @@ from tpu_experiments.config.identity import identity, require_same
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.rows import AUTO, OPEN, is_open
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.tuned import KEPT, given, value_of, with_values
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.aside import put_aside
 
@@ -141,18 +142,33 @@ def _literal(value: Any) -> Any:
 
 
 def continued(config: Config) -> Config:
-    """The config with the rows of the run that it goes on, where it leaves them open.
+    """The config with the rows of the run that it goes on, where it leaves them open, and with that run's own settings
+    of speed where they belong to its identity and the command names none.
 
     Raises:
         ConfigError: the identity of that run is damaged.
     """
     assert config.name is not None, "to_config names the run"
-    stored = RunFolder(config.output_dir, config.name).stored_identity() if is_open(config) else None
+    may_differ = is_open(config) or config.tuned == "auto"
+    stored = RunFolder(config.output_dir, config.name).stored_identity() if may_differ else None
     if stored is None:
         return config
+    if config.tuned == "auto":
+        changed = {key: stored[key] for key in KEPT if key in stored and stored[key] != value_of(config, key)}
+        config = with_values(config, {key: changed[key] for key in changed.keys() - given(config)} if changed else {})
     found = {key: stored.get(f"trainer.{key}") for key in OPEN if getattr(config.trainer, key) in (None, AUTO)}
     taken: dict[str, Any] = {key: value for key, value in found.items() if isinstance(value, int) and value > 0}
     return replace(config, trainer=replace(config.trainer, **taken))
+
+
+def has_begun(config: Config) -> bool:
+    """Whether the run of this config has a folder with its identity.
+
+    Raises:
+        ConfigError: the identity is damaged.
+    """
+    assert config.name is not None, "to_config names the run"
+    return RunFolder(config.output_dir, config.name).stored_identity() is not None
 
 
 def open_run(config: Config) -> RunFolder:

@@ -1,5 +1,6 @@
 """How long a whole run is: its steps, and what a machine is paid for beside them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,19 @@ def run_length(
     compiling = beside.compile_seconds or 0.0
     length = RunLength(tuple(lengths), eval_seconds=eval_seconds, compile_seconds=compiling, setup_seconds=setup)
     return length, notes
+
+
+def assumed_steps(config: Config, stage: Stage) -> int | None:
+    """Optimizer steps of a stage, as if its rows were full; None where a source's tokens are not known."""
+    tokens: float | None = stage.tokens
+    if tokens is None:
+        sources = [config.data[name] for name in stage.sources]
+        kept = [s.total_tokens * (1 - s.eval_fraction - s.test_fraction) for s in sources if s.total_tokens is not None]
+        if len(kept) < len(sources) or stage.epochs is None:
+            return None
+        tokens = stage.epochs * sum(kept) / (1 - stage.replay)
+    steps = math.ceil(tokens / (stage.geometry.global_rows * stage.geometry.seq_len))
+    return min(steps, config.trainer.max_stage_steps or steps)
 
 
 def between_steps(steps: Sequence[int], *, every: int) -> int:

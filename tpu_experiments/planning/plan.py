@@ -146,6 +146,8 @@ class Tried:
     total_gib: float | None = None
     step_seconds: float | None = None
     """Estimate, of the stage that needs most memory."""
+    compile_seconds: float | None = None
+    """Of the training programs, on this machine."""
     reason: str = ""
     """Why it was refused or pruned."""
 

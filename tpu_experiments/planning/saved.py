@@ -79,7 +79,24 @@ def programs_key(config: Config, arch: Any) -> str:
     Raises:
         ConfigError: a model that decoder.py does not know.
     """
-    chip, geometries = config.hw.chip, [stage.geometry for stage in resolve_stages(config)]
+    geometries = [stage.geometry for stage in resolve_stages(config)]
+    facts = program_facts(config, arch)
+    facts["batches"] = list(dict.fromkeys((g.accumulation, g.micro_rows, g.seq_len) for g in geometries))
+    facts["has sample"] = config.sample.max_new_tokens > 0
+    if config.sample.prompts and config.sample.max_new_tokens:
+        facts["sample rows"] = len(config.sample.all_prompts)
+    if config.questions:
+        facts["asks"] = True
+    return digest_of(facts)
+
+
+def program_facts(config: Config, arch: Any) -> dict[str, Any]:
+    """Settings that the run's programs depend on, the model's sizes and the chip's memory; not the batches.
+
+    Raises:
+        ConfigError: a model that decoder.py does not know.
+    """
+    chip = config.hw.chip
     facts = {
         key: value
         for key, value in flatten(config).items()
@@ -88,13 +105,12 @@ def programs_key(config: Config, arch: Any) -> str:
     if config.hw.parallel != "spmd":
         facts = {key: value for key, value in facts.items() if not key.startswith("sharding.")}
     facts["decoder"] = asdict(read_decoder(arch))
-    facts["batches"] = list(dict.fromkeys((g.accumulation, g.micro_rows, g.seq_len) for g in geometries))
-    facts["has sample"] = config.sample.max_new_tokens > 0
-    if config.sample.prompts and config.sample.max_new_tokens:
-        facts["sample rows"] = len(config.sample.all_prompts)
-    if config.questions:
-        facts["asks"] = True
     facts["memory"] = [chip.hbm_gib, chip.program_hbm_gib] if chip else None
+    return facts
+
+
+def digest_of(facts: dict[str, Any]) -> str:
+    """First 16 hex digits of the SHA-256 of facts in any order."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

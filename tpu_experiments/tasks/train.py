@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.rows import is_open
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import grace, lease
-from tpu_experiments.io.folder import RunFolder, continued, open_run
+from tpu_experiments.io.folder import RunFolder, continued, has_begun, open_run
 from tpu_experiments.io.mirror import keep_in
 from tpu_experiments.io.process import started_seconds
 from tpu_experiments.io.retry import StorageFailed, complaint, is_told, told
@@ -34,7 +34,7 @@ from tpu_experiments.training.inputs import RunInputs, expected_programs, num_st
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
-from tpu_experiments.training.row_lengths import settle
+from tpu_experiments.training.row_lengths import settled_run
 from tpu_experiments.training.sources import prepared_folder
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 from tpu_experiments.training.window import TrainingStopped
@@ -98,17 +98,16 @@ def train(config: Config, hosts: Hosts) -> None:
 
 
 def with_rows(config: Config) -> Config:
-    """The config with the rows of the run that it goes on, or those that suit its data, where it leaves them open.
+    """The config with rows and settings of the run that it goes on; else with rows that suit its data and the fastest
+    known settings for them, where the command leaves them open.
 
     Raises:
         ConfigError: a source that cannot be read, or rows that are known not to fit into the chips.
     """
-    if not is_open(config):
-        return config
     with told(config.output_dir):
-        found = continued(config)
-    found = settle(found)
-    if config.hw.chip is not None:
+        found, is_begun = continued(config), has_begun(config)
+    found = settled_run(found, is_begun=is_begun)
+    if config.hw.chip is not None and is_open(config):
         from tpu_experiments.planning.check import check_memory
 
         check_memory(found)

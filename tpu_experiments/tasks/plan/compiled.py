@@ -21,6 +21,7 @@ from tpu_experiments.planning.remedies import remedies_for
 from tpu_experiments.planning.saved import COMPILED, PLANS
 from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.trace import Lowered
+from tpu_experiments.planning.tuned import tuned_notes
 from tpu_experiments.tasks.plan.length import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
@@ -132,7 +133,8 @@ def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
         compile_seconds=sum(p.compiled.seconds for p in made),
     )
     times = {stage.name: of_shape[run.shapes[stage.name]] for stage in run.stages}
-    return with_run(plan, run.config, run.stages, times=times, beside=beside)
+    notes = tuned_notes(run.config, plan.time.tokens_per_second_per_chip) if plan.time else []
+    return with_run(replace(plan, notes=(*notes, *plan.notes)), run.config, run.stages, times=times, beside=beside)
 
 
 def geometry_of(run: Traced, made: Planned) -> Geometry:

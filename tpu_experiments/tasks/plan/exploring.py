@@ -1,18 +1,24 @@
 """One plan of a config, or the best of many: the ladder of micro-batches, and the search."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.planning import PlanTaskConfig
 from tpu_experiments.config.rows import OPEN, is_open
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.tuned import value_of
 from tpu_experiments.config.variants import variant
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.ladder import climb, rungs
 from tpu_experiments.planning.plan import Plan, Tried, chip_limit_gib
 from tpu_experiments.planning.search import Candidate, best_of, combinations, in_waves, ranked
+from tpu_experiments.planning.tuned import SET, Line, facts_of, overrides_of, tuned, write_line
 from tpu_experiments.tasks.plan.formulas import arch_of, formula_plan
 
 
@@ -29,14 +35,19 @@ class Case:
 
 
 def case_of(config: Config, *overrides: str) -> Case:
-    """The case of a config, with the rows that its data asks for where it leaves them open."""
-    if not is_open(config):
-        return Case(config, overrides)
-    from tpu_experiments.training.row_lengths import settle  # tokenizers and readers take seconds to load
+    """The case of a config, with the rows that its data asks for where it leaves them open; and with the fastest known
+    settings, unless settings are what the command looks for."""
+    assert isinstance(config.task, PlanTaskConfig)
+    if config.task.explore != "none":
+        config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
+    if is_open(config):
+        from tpu_experiments.training.row_lengths import settled_run  # tokenizers and readers take seconds to load
 
-    found = settle(config, is_lookup=True)
-    rows = (f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN)
-    return Case(found, (*overrides, *rows))
+        found = settled_run(config, is_lookup=True)
+        overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN))
+    else:
+        found = tuned(config)
+    return Case(found, (*overrides, *overrides_of(config, found)))
 
 
 def plans_of(cases: Sequence[Case], settings: PlanTaskConfig, *, method: str) -> list[Plan | ConfigError]:
@@ -101,13 +112,16 @@ def searched(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
     candidates, left_out = worth_trying(case, settings)
     tried = [*left_out, *in_waves(candidates, attempt)]
     best = best_of(tried)
+    if settings.search.table is not None and method == "compiled":
+        for line in lines_of(case, tried):
+            write_line(line, file=Path(settings.search.table))
     config = next((each.config for each in candidates if best and each.overrides == best.overrides), case.config)
     return replace(the_plan(config, settings, method=method), search=ranked(tried))
 
 
 def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate], list[Tried]]:
     """The combinations of the axes, and those that the checks refuse or formulas put far above the memory."""
-    candidates, left_out = [], []
+    candidates, left_out, unfolded = [], [], set[str]()
     limit = settings.search.prune_above * chip_limit_gib(case.config.hw)
     arch = arch_of(case.config)
     for point in combinations(axes_of(case.config, settings)):
@@ -116,6 +130,12 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
         except ConfigError as error:
             left_out.append(Tried(point, "refused", reason=str(error).splitlines()[0]))
             continue
+        if config.model.stack == "unrolled" and point:  # one program, whatever folded layers would save
+            plain = replace(config.model, remat="none", stack_group=1)
+            same = str(flatten(replace(config, model=plain)))
+            if same in unfolded:
+                continue
+            unfolded.add(same)
         total = largest_stage(config, arch)[1].total
         if point and total > limit:
             left_out.append(Tried(point, "pruned", total, reason=f"formulas put it at {total:.1f} GiB"))
@@ -127,9 +147,47 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
 def axes_of(config: Config, settings: PlanTaskConfig) -> dict[str, list[Any]]:
     """The axes that have values and make a difference on this machine."""
     idle = set() if config.hw.parallel == "spmd" else {"sharding"}
-    idle |= set() if config.model.stack == "scanned" else {"model.remat", "model.stack_group"}
     axes = settings.search.axes
     return {key: values for key, values in axes.items() if values and idle.isdisjoint({key, key.partition(".")[0]})}
+
+
+def lines_of(case: Case, tried: Sequence[Tried]) -> list[Line]:
+    """The fastest settings of each way to stack layers, as lines of the table of tuned settings."""
+    best: dict[str, Line] = {}
+    for each in ranked(tried):
+        if each.outcome != "fits" or each.step_seconds is None or not isinstance(case.config.task, PlanTaskConfig):
+            continue
+        config = case.varied(*each.overrides)
+        if config.model.stack not in best:
+            best[config.model.stack] = line_of(config, each)
+    return list(best.values())
+
+
+def line_of(config: Config, tried: Tried) -> Line:
+    """One of them."""
+    stage, _ = largest_stage(config, arch_of(config))
+    rows, settled = stage.geometry, {key: value_of(config, key) for key in SET}
+    if config.hw.parallel != "spmd":
+        del settled["sharding"]
+    tokens = rows.global_rows * rows.seq_len
+    assert tried.step_seconds is not None
+    assert tried.total_gib is not None
+    return Line(
+        model=config.model.name,
+        hw=config.hw.name,
+        row_tokens=rows.seq_len,
+        micro_tokens=rows.micro_rows * rows.seq_len,
+        rank=config.lora.r,
+        targets=tuple(config.lora.targets),
+        settings=settled,
+        tokens_per_second=round(tokens / tried.step_seconds / config.hw.num_devices, 1),
+        step_tokens=tokens,
+        hbm_gib=round(tried.total_gib, 2),
+        compile_seconds=round(tried.compile_seconds or 0.0, 1),
+        facts=facts_of(config),
+        libtpu=version("libtpu"),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+    )
 
 
 def outcome(point: tuple[str, ...], answer: Plan | ConfigError) -> Tried:
@@ -139,4 +197,4 @@ def outcome(point: tuple[str, ...], answer: Plan | ConfigError) -> Tried:
     total = answer.memory.total
     if not answer.fits:
         return Tried(point, "too large", total, reason=answer.shortage.message if answer.shortage else "")
-    return Tried(point, "fits", total, answer.time.total_s if answer.time else None)
+    return Tried(point, "fits", total, answer.time.total_s if answer.time else None, answer.compile_seconds)

@@ -1,6 +1,5 @@
 """What both methods need to know of the run: steps of every stage, its length, the programs that are only counted."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ from tpu_experiments.config.curriculum import Stage, uneven_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import QUESTION_ROWS
-from tpu_experiments.planning.length import Beside, run_length
+from tpu_experiments.planning.length import Beside, assumed_steps, run_length
 from tpu_experiments.planning.money import cost_of
 from tpu_experiments.planning.plan import Plan, Program
 from tpu_experiments.planning.timing import StepTime
@@ -37,19 +36,6 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
     inputs = RunInputs(tokenizer, sources, list(stages))
     rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
     return {stage.name: stage_steps(rows[stage.name], stage, inputs=inputs, config=config) for stage in stages}, []
-
-
-def assumed_steps(config: Config, stage: Stage) -> int | None:
-    """Optimizer steps of a stage, as if its rows were full; None where a source's tokens are not known."""
-    tokens: float | None = stage.tokens
-    if tokens is None:
-        sources = [config.data[name] for name in stage.sources]
-        kept = [s.total_tokens * (1 - s.eval_fraction - s.test_fraction) for s in sources if s.total_tokens is not None]
-        if len(kept) < len(sources) or stage.epochs is None:
-            return None
-        tokens = stage.epochs * sum(kept) / (1 - stage.replay)
-    steps = math.ceil(tokens / (stage.geometry.global_rows * stage.geometry.seq_len))
-    return min(steps, config.trainer.max_stage_steps or steps)
 
 
 def with_run(

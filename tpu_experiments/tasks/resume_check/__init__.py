@@ -28,7 +28,7 @@ from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
 from tpu_experiments.tasks.setup import check_model, make_inputs
 from tpu_experiments.training.inputs import num_steps
-from tpu_experiments.training.row_lengths import settle
+from tpu_experiments.training.row_lengths import settled_run
 
 log = logging.getLogger(__name__)
 MIN_STEPS = 4
@@ -50,7 +50,7 @@ def run(config: Config) -> None:
         )
     start_run_log(None, rank=0)
     try:
-        config = settle(shortened(config))
+        config = settled_run(shortened(config))
         check_model(config)
         kills = plan_kills(config)
         place = clear_place(config)

@@ -1,0 +1,182 @@
+"""The table of planned settings: for which commands its lines hold, what they change, and what they leave alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.rows import settled
+from tpu_experiments.config.tuned import KEPT, SPEED, value_of
+from tpu_experiments.io.folder import RunFolder, continued
+from tpu_experiments.planning import tuned as table
+from tpu_experiments.planning.tuned import Line, facts_of, fastest, fields_of, laid_under, lines, tuned, write_line
+
+HEADLINE = ("model=mistral7b", "data=ultrachat_ro", "hw=v6e8")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FOLDED = {
+    "model.stack": "scanned", "model.stack_group": 1, "model.remat": "save_dots", "sharding": "replicated",
+    "trainer.loss_chunk_tokens": 2048, "hw.attention_block": 1024,
+}  # fmt: skip
+
+
+def settled_of(*words: str):
+    return settled(composed(*words), None)
+
+
+def line(*, speed: float = 12_000.0, compiling: float = 200.0, **changed) -> Line:
+    found = Line(
+        model="mistral7b", hw="v6e8", row_tokens=4096, micro_tokens=4096, rank=16, targets=TARGETS,
+        settings={**FOLDED, "model.stack": "unrolled"}, tokens_per_second=speed, step_tokens=65536, hbm_gib=26.48,
+        compile_seconds=compiling, facts=facts_of(settled_of(*HEADLINE)), libtpu="0.0.21", date="2026-11-23",
+    )  # fmt: skip
+    return replace(found, **changed)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Put lines in the place of the shipped ones."""
+
+    def put(*every: Line) -> None:
+        monkeypatch.setattr(table, "lines", lambda: every)
+
+    put(line())
+    return put
+
+
+def test_the_headline_takes_the_settings_of_its_line(known) -> None:
+    before = settled_of(*HEADLINE)
+    found = tuned(before)
+    assert (before.model.stack, before.sharding.name, before.trainer.micro_batch_rows) == ("scanned", "fsdp", None)
+    assert (found.model.stack, found.sharding.name, found.trainer.micro_batch_rows) == ("unrolled", "replicated", 1)
+    assert found.sharding.rules == composed("sharding=replicated").sharding.rules
+    assert found.tuned == "settled"
+    shown = fields_of(found)
+    assert shown is not None
+    assert (shown["tokens_per_second"], shown["settings"]["model.stack"]) == (12_000.0, "unrolled")
+    assert tuned(found) == found
+    changed = {key for key in SPEED if value_of(before, key) != value_of(found, key)}
+    assert replace(before, model=found.model, sharding=found.sharding, trainer=found.trainer, tuned="settled") == found
+    assert changed == {"model.stack", "model.remat", "sharding", "trainer.micro_batch_rows"}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "tuned=off",
+        "lora.r=32",
+        "lora=none",
+        "trainer.seq_len=8192",
+        "model.stack_group=2",
+        "model.remat=none",
+        "trainer.micro_batch_rows=2",
+        "sharding=hsdp",
+        "hw.libtpu_flags=[]",
+        "hw.num_devices=4",
+        "hw.chip.program_hbm_gib=20",
+        "model.arch.num_hidden_layers=40",
+        "model.attention=sdpa",
+        "model.size=tiny",
+        "hw=v6e4",
+        "model=qwen05b",
+    ],
+)
+def test_what_was_not_planned_stays_as_configured(known, word) -> None:
+    config = settled_of(*HEADLINE, word)
+    found = tuned(config)
+    assert found == config
+    assert fields_of(found) is None
+
+
+@pytest.mark.parametrize(
+    "word", ["model.stack=unrolled", "sharding=replicated", "lora.r=8", "lora.targets=[q_proj]", "seed=3"]
+)
+def test_what_goes_with_a_line_does_not_keep_it_out(known, word) -> None:
+    assert tuned(settled_of(*HEADLINE, word)).model.stack == "unrolled"
+
+
+def test_words_of_the_command_win_where_they_are_the_shipped_values(known, monkeypatch) -> None:
+    monkeypatch.setattr(table, "given", lambda config: {"model.stack"})
+    config = settled_of(*HEADLINE)
+    assert tuned(config) == config
+
+
+@pytest.mark.parametrize(("seq_len", "rows"), [(4096, 1), (2048, 2), (1024, 4), (512, 8)])
+def test_shorter_rows_are_as_many_as_make_no_more_tokens(known, seq_len, rows) -> None:
+    found = tuned(settled_of(*HEADLINE, f"trainer.seq_len={seq_len}"))
+    assert found.trainer.micro_batch_rows == rows
+    assert found.model.stack == "unrolled"
+
+
+@pytest.mark.parametrize(("steps", "stack"), [(10, "scanned"), (300, "scanned"), (900, "unrolled"), (None, "unrolled")])
+def test_folded_or_unrolled_by_the_whole_time(known, steps, stack) -> None:
+    """0.683 against 0.819 s a step, and 200 against 100 s: 733 steps earn it."""
+    known(line(), line(speed=10_000.0, compiling=100.0, settings=FOLDED))
+    words = () if steps is None else (f"curriculum.stages.main.steps={steps}", "curriculum.stages.main.epochs=null")
+    assert tuned(settled_of(*HEADLINE, "curriculum=single", *words)).model.stack == stack
+
+
+def test_measured_tokens_count_more_than_what_is_known_beforehand(known) -> None:
+    known(line(), line(speed=10_000.0, compiling=100.0, settings=FOLDED))
+    config = settled_of(*HEADLINE)
+    assert tuned(config, totals={"ultrachat_ro": 1_000_000}).model.stack == "scanned"
+    assert tuned(config, totals={"ultrachat_ro": None}).model.stack == "unrolled"
+
+
+def test_a_run_keeps_what_belongs_to_its_identity(known, tmp_path) -> None:
+    words = (*HEADLINE, f"output_dir={tmp_path}", "name=first")
+    begun = tuned(settled_of(*words))
+    RunFolder(str(tmp_path), "first").create(begun)
+    known()  # another version of the table, or none
+    again = settled(continued(composed(*words)), None)
+    assert {key: value_of(again, key) for key in KEPT} == {key: value_of(begun, key) for key in KEPT}
+    assert tuned(again, is_begun=True).sharding.name == "fsdp"
+    known(line(settings={**FOLDED, "model.remat": "none"}), line())
+    assert tuned(again, is_begun=True).sharding.name == "replicated"
+    assert tuned(again, is_begun=True).model.remat == "save_dots"
+
+
+def test_a_run_of_before_is_not_changed(known, tmp_path) -> None:
+    words = (*HEADLINE, f"output_dir={tmp_path}", "name=before")
+    RunFolder(str(tmp_path), "before").create(replace(settled_of(*words), tuned="off"))
+    again = settled(continued(composed(*words)), None)
+    assert tuned(again, is_begun=True) == again
+
+
+def test_a_table_is_written_line_by_line_and_read_back(tmp_path) -> None:
+    file = tmp_path / "tuned.yaml"
+    slow, fast = line(settings=FOLDED, speed=1.0), line()
+    for each in (slow, fast, replace(slow, tokens_per_second=2.0)):
+        write_line(each, file=file)
+    assert lines(file) == (fast, replace(slow, tokens_per_second=2.0))
+
+
+def test_a_line_that_no_search_writes_is_refused(tmp_path) -> None:
+    file = tmp_path / "tuned.yaml"
+    file.write_text("- {model: mistral7b, targets: []}\n")
+    with pytest.raises(ConfigError, match=r"tuned\.yaml; a line of it is not what task=plan .* tuned=off"):
+        lines(file)
+
+
+SHIPPED = lines()
+
+
+@pytest.mark.parametrize("each", SHIPPED, ids=lambda each: f"{each.model}-{each.hw}-{each.row_tokens}-{each.words}")
+def test_a_shipped_line_holds_for_the_command_that_it_is_of(each) -> None:
+    """Else a file of conf/model or conf/hw was changed, and the search has to be made again."""
+    words = (f"model={each.model}", f"hw={each.hw}", f"trainer.seq_len={each.row_tokens}", f"lora.r={each.rank}")
+    config = composed(*words, f"lora.targets=[{','.join(each.targets)}]", "trainer.global_batch_rows=64")
+    assert facts_of(config) == each.facts
+    assert laid_under(config, each) is not None
+    best = fastest(config)
+    assert best is not None
+    assert best.tokens_per_second >= each.tokens_per_second
+
+
+def test_less_than_half_of_a_known_speed_is_told(known, caplog) -> None:
+    config = settled_of(*HEADLINE, "tuned=off")
+    assert table.tuned_notes(config, 6_000.0) == []
+    [note] = table.tuned_notes(config, 5_999.0)
+    assert "less than half of the 12,000 tokens/s per chip" in note
+    assert "model.stack=unrolled" in note
+    assert "5,999 tokens/s per chip are less than half" in caplog.text

@@ -1,0 +1,42 @@
+"""Settings that change only speed and memory of a run, and which of them the command leaves to the table of plans.
+
+The table is conf/tuned.yaml; planning/tuned.py chooses from it.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.variants import shipped
+
+KEPT = ("model.stack", "model.stack_group", "model.remat", "trainer.loss_chunk_tokens")
+"""Those that belong to a run's identity, since they change the last bits of a sum: a run goes on with what it has."""
+SPEED = (*KEPT, "sharding", "hw.attention_block", "trainer.micro_batch_rows")
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of one of `SPEED`; of the sharding its name."""
+    return config.sharding.name if key == "sharding" else flatten(config).get(key)
+
+
+def given(config: Config) -> set[str]:
+    """Those of `SPEED` that the command names, or that one of its files sets to another value than the shipped one."""
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    named = {word.partition("=")[0].lstrip("+~") for word in words}
+    try:
+        base = shipped(config.model.name, config.hw.name)
+    except ConfigError:  # a model or a machine of the user's own
+        return set(SPEED)
+    return {key for key in SPEED if key in named or value_of(config, key) != value_of(base, key)}
+
+
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """The config with other values of `group.key`."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    return config

@@ -1,0 +1,268 @@
+"""The fastest known settings of a job: lines of conf/tuned.yaml, which searches of task=plan wrote.
+
+A line is one compiled training step of a model on a machine, with what its settings come to. It holds for runs whose
+rows are no longer, whose rank is no higher and whose micro-batches have no more tokens, all else being equal: their
+step needs no more memory. Of the lines that hold the one with the shortest run is taken, compiling included.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.rows import fitting_rows, is_open
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values
+from tpu_experiments.config.variants import CONF, sharding_table
+from tpu_experiments.planning.length import assumed_steps
+from tpu_experiments.planning.saved import digest_of, program_facts, sizes_of
+
+log = logging.getLogger(__name__)
+TABLE = CONF / "tuned.yaml"
+MICRO = "trainer.micro_batch_rows"
+SET = tuple(key for key in SPEED if key != MICRO)
+"""Settings of a line; its rows at once are counted in tokens."""
+FREE = ("lora.", "optim.", "sample.", "sharding.", "trainer.", "hw.rent.", *SET)
+"""Facts that a run does not have to share with a line: what of them takes memory is compared one by one."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One compiled training step."""
+
+    model: str
+    hw: str
+    row_tokens: int
+    """Longest row that it holds for."""
+    micro_tokens: int
+    """Tokens of a chip at once."""
+    rank: int
+    """Highest rank of the adapter that it holds for."""
+    targets: tuple[str, ...]
+    settings: Mapping[str, Any]
+    tokens_per_second: float
+    """Of a chip, planned."""
+    step_tokens: int
+    """Of the planned step."""
+    hbm_gib: float
+    """Of a chip, planned."""
+    compile_seconds: float
+    facts: str
+    """Digest of all else that the program depends on."""
+    libtpu: str
+    date: str
+
+    @property
+    def words(self) -> str:
+        """The settings as the command line takes them."""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items())
+
+
+def tuned(
+    config: Config, *, totals: Mapping[str, int | None] | None = None, is_begun: bool = False, is_told: bool = True
+) -> Config:
+    """The config with the settings of the line that makes its run shortest; as it is where none holds.
+
+    Args:
+        totals: tokens of the sources, where they were measured; by default what `data.<name>.total_tokens` says.
+        is_begun: the run goes on, and keeps the settings that belong to its identity.
+        is_told: the log says what is taken, or why nothing is.
+    """
+    if config.tuned != "auto" or is_open(config):
+        return config
+    named = given(config) if any(line_is_of(line, config) for line in lines()) else set()
+    tokens = run_tokens(config, totals or {})
+    found: list[tuple[float, Line, Config]] = []
+    kept_out: set[str] = set()
+    for line in holding(config):
+        other = laid_under(config, line)
+        if other is None:
+            continue
+        changed = {key for key in SPEED if value_of(other, key) != value_of(config, key)}
+        if is_begun and changed.intersection(KEPT):
+            continue
+        if changed & named:
+            kept_out |= changed & named
+            continue
+        speed = line.tokens_per_second * config.hw.num_devices
+        found.append((1 / speed if tokens is None else line.compile_seconds + tokens / speed, line, other))
+    if not found:
+        if kept_out and is_told:
+            words = ", ".join(sorted(kept_out))
+            log.info("conf/tuned.yaml has settings for model=%s hw=%s; this command sets %s itself, so they are left "
+                     "out", config.model.name, config.hw.name, words)  # fmt: skip
+        return config
+    _, line, best = min(found, key=lambda each: each[0])
+    if is_told:
+        tell(line, best)
+    return replace(best, tuned="settled")
+
+
+def tell(line: Line, config: Config) -> None:
+    """Say which settings were taken, and what they are planned to come to."""
+    log.info(
+        "settings of conf/tuned.yaml: %s trainer.micro_batch_rows=%s, planned at %s tokens/s per chip and %.2f GiB "
+        "(%s); tuned=off leaves them out",
+        line.words, config.trainer.micro_batch_rows, f"{line.tokens_per_second:,.0f}", line.hbm_gib, line.date,
+    )  # fmt: skip
+
+
+def fields_of(config: Config) -> dict[str, Any] | None:
+    """What result.json says of the line that a config has its settings from; None where it has none."""
+    if config.tuned != "settled":
+        return None
+    for line in holding(config):
+        other = laid_under(config, line)
+        if other is not None and all(value_of(other, key) == value_of(config, key) for key in SPEED):
+            kept = asdict(line)
+            return {key: kept[key] for key in ("settings", "tokens_per_second", "hbm_gib", "libtpu", "date")}
+    return None
+
+
+def fastest(config: Config) -> Line | None:
+    """The fastest line of a config's model and machine, whatever its rows are."""
+    return max((line for line in lines() if line_is_of(line, config)), key=lambda x: x.tokens_per_second, default=None)
+
+
+def tuned_notes(config: Config, speed: float) -> list[str]:
+    """What a plan says of the table: that its settings are from it, or that it is less than half as fast.
+
+    Args:
+        speed: planned tokens per second of a chip.
+    """
+    found, best = fields_of(config), fastest(config)
+    if found is not None:
+        words = " ".join(f"{key}={value}" for key, value in found["settings"].items())
+        return [f"settings of conf/tuned.yaml ({found['date']}): {words}"]
+    if best is None or speed >= best.tokens_per_second / 2:
+        return []
+    log.warning(
+        "%s tokens/s per chip are less than half of the %s that model=%s hw=%s is planned at with rows of %d tokens, "
+        "%d at once: %s",
+        f"{speed:,.0f}", f"{best.tokens_per_second:,.0f}", best.model, best.hw, best.row_tokens, best.micro_tokens,
+        best.words,
+    )  # fmt: skip
+    return [
+        f"less than half of the {best.tokens_per_second:,.0f} tokens/s per chip that conf/tuned.yaml has for "
+        f"model={best.model} hw={best.hw}, with rows of {best.row_tokens:,} tokens: {best.words}"
+    ]
+
+
+def overrides_of(before: Config, after: Config) -> tuple[str, ...]:
+    """What leads from one config to the other, as the command line takes it."""
+    changed = [key for key in SPEED if value_of(before, key) != value_of(after, key)]
+    return (*(f"{key}={value_of(after, key)}" for key in changed), f"tuned={after.tuned}")
+
+
+def line_is_of(line: Line, config: Config) -> bool:
+    """Whether a line is of a config's model and machine, by name."""
+    return (line.model, line.hw) == (config.model.name, config.hw.name) and config.model.size == "full"
+
+
+def holding(config: Config) -> Iterator[Line]:
+    """The lines that hold for a config."""
+    mine = [line for line in lines() if line_is_of(line, config)]
+    if not mine:
+        return
+    try:
+        facts = facts_of(config)
+        longest = max(stage.geometry.seq_len for stage in resolve_stages(config))
+    except ConfigError:
+        return
+    for line in mine:
+        is_no_larger = 0 < config.lora.r <= line.rank and set(config.lora.targets) <= set(line.targets)
+        if facts == line.facts and is_no_larger and longest <= min(line.row_tokens, line.micro_tokens):
+            yield line
+
+
+def facts_of(config: Config) -> str:
+    """Digest of what a step depends on beside its settings of speed, its rows and its adapter.
+
+    Raises:
+        ConfigError: the sizes of the model are not known.
+    """
+    arch = sizes_of(config.model)
+    if arch is None:
+        raise ConfigError(f"model.path={config.model.path}; its config.json cannot be read.")
+    facts = {key: value for key, value in program_facts(config, arch).items() if not key.startswith(FREE)}
+    facts["trainer"] = config.trainer._target_
+    return digest_of(facts)
+
+
+def laid_under(config: Config, line: Line) -> Config | None:
+    """The config with the settings of a line, and as many rows at once as it has tokens; None where they do not go."""
+    values = {key: value for key, value in line.settings.items() if key != "sharding"}
+    try:
+        if "sharding" in line.settings and config.hw.parallel == "spmd":
+            config = replace(config, sharding=sharding_table(line.settings["sharding"]))
+        rows = int(config.trainer.global_batch_rows or 0) // num_shards(config)
+        seq_len = int(config.trainer.seq_len)
+        micro = fitting_rows(max(rows, 1), seq_len=seq_len, at_most=line.micro_tokens)
+        config = with_values(config, {**values, MICRO: micro})
+        stages = resolve_stages(config)
+    except ConfigError:
+        return None
+    is_small = all(s.geometry.micro_rows * s.geometry.seq_len <= line.micro_tokens for s in stages)
+    return config if is_small else None
+
+
+def run_tokens(config: Config, totals: Mapping[str, int | None]) -> int | None:
+    """Tokens of all steps of a run; None where the length of a source is not known, which is taken for a long run."""
+    data = {name: replace(s, total_tokens=totals.get(name) or s.total_tokens) for name, s in config.data.items()}
+    config = replace(config, data=data)
+    tokens = 0
+    for stage in resolve_stages(config):
+        steps = stage.steps or assumed_steps(config, stage)
+        if steps is None:
+            return None
+        tokens += steps * stage.geometry.global_rows * stage.geometry.seq_len
+    return tokens
+
+
+@cache
+def lines(file: Path = TABLE) -> tuple[Line, ...]:
+    """The lines of the table.
+
+    Raises:
+        ConfigError: one of them is not what a search writes.
+    """
+    if not file.exists():
+        return ()
+    found = yaml.safe_load(file.read_text(encoding="utf-8")) or []
+    try:
+        return tuple(Line(**{**each, "targets": tuple(each["targets"])}) for each in found)
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{file}; a line of it is not what task=plan task.explore=search writes ({error}); restore the file, or "
+            "set tuned=off."
+        ) from error
+
+
+def write_line(line: Line, *, file: Path) -> None:
+    """Add a line to a table, in place of one for the same rows, rank and way of stacking layers."""
+    stack = "model.stack"
+    others = [
+        each
+        for each in lines(file)
+        if (each.model, each.hw, each.row_tokens, each.rank, each.targets, each.settings.get(stack))
+        != (line.model, line.hw, line.row_tokens, line.rank, line.targets, line.settings.get(stack))
+    ]
+    every = sorted([*others, line], key=lambda each: (each.model, each.hw, -each.row_tokens, -each.tokens_per_second))
+    shown = [{**asdict(each), "targets": list(each.targets), "settings": dict(each.settings)} for each in every]
+    text = yaml.safe_dump(shown, sort_keys=False, default_flow_style=None, width=120)
+    file.write_text(HEAD + text, encoding="utf-8")
+    lines.cache_clear()
+
+
+HEAD = """\
+# The fastest settings of a step that the TPU's compiler planned, for each model and machine (../README.md, Tuned
+# settings). Written by task=plan task.explore=search task.search.table=conf/tuned.yaml; nobody edits it. Planned, never
+# run on a TPU.
+"""
