@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.jobs import of_tiny_job
+
 REPOSITORY = Path(__file__).parents[2]
 # With several threads XLA's CPU matrix products sum in an order of their own: on a busy machine an ulp differs.
 # The level is LLVM's: compiling three programs of two tiny layers takes 2.0 s at level 1 and 0.8 s at level 0.
@@ -34,10 +36,10 @@ def sized(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def run(*overrides: str, output_dir: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    """`python run.py ...`; the environment is the caller's without what the tests set for themselves."""
+    """Run the tiny job with these overrides, or a recipe, in the caller's environment less what the tests set in it."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     return subprocess.run(
-        [sys.executable, "run.py", *sized(overrides), f"output_dir={output_dir}"],
+        [sys.executable, "run.py", *of_tiny_job(sized(overrides)), f"output_dir={output_dir}"],
         cwd=REPOSITORY,
         env=kept | SAME_SUMS | (env or {}),
         capture_output=True,
