@@ -13,8 +13,8 @@ EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").
 
 @pytest.mark.parametrize("name", ["default", *EXPERIMENTS])
 def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
-    recipe = "null" if name == "default" else name
-    result = finished(f"experiment={recipe}", "debug=smoke", output_dir=tmp_path)
+    words = [] if name == "default" else [f"experiment={name}"]
+    result = finished(*words, "debug=smoke", output_dir=tmp_path, as_typed=True)
     asks = result["skill"] is not None
     assert asks == (name == "default")
     assert result["num_compiles"] == result["expected_programs"] == 3 + asks
