@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from tests.jobs import of_tiny_job
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import grace
 
@@ -35,7 +36,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def make_config() -> Callable[..., Config]:
-    """Compose a config from overrides, as run.py does, without running anything."""
+    """Compose a config of the tiny job, as run.py does, without running anything."""
     from hydra import compose, initialize_config_dir
 
     from tpu_experiments.config.load import to_config
@@ -45,7 +46,7 @@ def make_config() -> Callable[..., Config]:
 
     def make(*overrides: str) -> Config:
         with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            return to_config(compose("config", overrides=["hw.num_threads=1", *overrides]))
+            return to_config(compose("config", overrides=["hw.num_threads=1", *of_tiny_job(overrides)]))
 
     return make
 

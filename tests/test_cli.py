@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed
+from tests.jobs import of_tiny_job
 from tpu_experiments.io.folder import open_run
 from tpu_experiments.runtime.env import tpu_present
 
@@ -88,7 +89,7 @@ class Ended:
 def run_py(overrides: str, *, folder: Path, tmp: Path) -> Ended:
     """Run run.py in `folder`, with its output_dir there unless the overrides name one."""
     folder.mkdir()
-    words = overrides.format(tmp=tmp).split()
+    words = of_tiny_job(overrides.format(tmp=tmp).split())
     if "output_dir=" not in overrides:
         words.append(f"output_dir={folder}/outputs")
     ended = subprocess.run(

@@ -13,12 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.jobs import TINY_JOB
 from tests.training.runs import REPOSITORY, SAME_SUMS, run
 
 POINTS = (
-    "-m", "debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single", "trainer.log_every_steps=1",
+    "-m", *TINY_JOB, "debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single",
     "curriculum.stages.main.steps=100000", "trainer.max_stage_steps=100000", "logger=jsonl", "name=tried",
-    "lora.r=4,8,16",
+    "trainer.log_every_steps=1", "lora.r=4,8,16",
 )  # fmt: skip
 
 

@@ -21,10 +21,11 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from tests.benchmarks.outage import REPOSITORY, Bucket
+from tests.jobs import TINY_JOB
 
 RUN = "gs://bkt/runs/bucket_run"
 SETTINGS = (
-    "debug=smoke", "hw.runtime=eager", "trainer.max_stage_steps=120", "trainer.log_every_steps=1",
+    *TINY_JOB, "debug=smoke", "hw.runtime=eager", "trainer.max_stage_steps=120", "trainer.log_every_steps=1",
     "trainer.eval_every_steps=20", "checkpoint.every_steps=20", "curriculum.stages.text.steps=120",
     "curriculum.stages.chat.steps=120", "sample.max_new_tokens=0", "name=bucket_run", "output_dir=gs://bkt/runs",
 )  # fmt: skip

@@ -17,8 +17,9 @@ REPOSITORY = Path(__file__).parents[2]
 SIZES_KIB = (16, 64, 200, 600, 1000, 1400, 2000, 2800, 4000, 8000)
 ROOM = "64m"
 SETTINGS = (
-    *("debug=smoke", "hw.runtime=eager", "data=[sample_text,sample_chat]", "trainer.max_stage_steps=4", "name=full"),
-    *("trainer.max_eval_rows=2", "trainer.global_batch_rows=2", "checkpoint.every_steps=2", "sample.max_new_tokens=0"),
+    *("model=tiny", "data=[sample_text,sample_chat]", "debug=smoke", "hw.runtime=eager", "name=full"),
+    *("trainer.max_stage_steps=4", "trainer.max_eval_rows=2", "trainer.global_batch_rows=2"),
+    *("checkpoint.every_steps=2", "sample.max_new_tokens=0"),
 )
 
 

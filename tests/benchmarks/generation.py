@@ -73,7 +73,7 @@ def decoder_of(overrides: list[str], runtime: str, *, rows: int, new: int) -> tu
     """The base model on a runtime."""
     with initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base="1.3"):
         own = [f"hw.runtime={runtime}", f"hw.num_threads={THREADS}"]
-        config = to_config(compose("config", overrides=[*overrides, *own]))
+        config = to_config(compose("config", overrides=["model=tiny", *overrides, *own]))
     made = make_runtime(config)
     source = HuggingFaceModel(config.model, seed=0)
     module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=made.place)

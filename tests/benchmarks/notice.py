@@ -22,9 +22,10 @@ from tests.benchmarks.outage import REPOSITORY, Bucket
 from tpu_experiments.io import paths
 
 SETTINGS = (
-    "debug=smoke", "hw.runtime=eager", "data=sample_text", "trainer.max_stage_steps=null", "curriculum=single",
-    "trainer.log_every_steps=10", "checkpoint.every_steps=20", "trainer.seq_len=64", "trainer.global_batch_rows=8",
-    "curriculum.stages.main.steps=100000", "output_dir=gs://bkt/runs", "sample.max_new_tokens=0",
+    "model=tiny", "debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single",
+    "trainer.max_stage_steps=null", "trainer.log_every_steps=10", "checkpoint.every_steps=20", "trainer.seq_len=64",
+    "trainer.global_batch_rows=8", "curriculum.stages.main.steps=100000", "output_dir=gs://bkt/runs",
+    "sample.max_new_tokens=0",
 )  # fmt: skip
 
 

@@ -22,9 +22,9 @@ from gcp_storage_emulator.server import create_server
 REPOSITORY = Path(__file__).parents[2]
 RUN = "gs://bkt/runs/outage"
 SETTINGS = (
-    "debug=smoke", "hw.runtime=eager", "data=sample_text", "trainer.max_stage_steps=null", "curriculum=single",
-    "trainer.log_every_steps=10", "checkpoint.every_steps=20", "trainer.seq_len=64", "trainer.global_batch_rows=8",
-    "curriculum.stages.main.steps=300", "name=outage", "output_dir=gs://bkt/runs",
+    "model=tiny", "debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single",
+    "trainer.max_stage_steps=null", "trainer.log_every_steps=10", "checkpoint.every_steps=20", "trainer.seq_len=64",
+    "trainer.global_batch_rows=8", "curriculum.stages.main.steps=300", "name=outage", "output_dir=gs://bkt/runs",
 )  # fmt: skip
 WORDS = ("out of reach", " is back", "upload", "waits", "answer")
 

@@ -23,10 +23,10 @@ import matplotlib.pyplot as plt
 REPOSITORY = Path(__file__).parents[2]
 KEYS = ("lora.r", "optim.lr")
 COMMAND = [
-    sys.executable, "run.py", "-m", "lora.r=4,16", "optim.lr=3e-4,1e-3,3e-3", "name=rank_and_rate", "data=sample_chat",
-    "curriculum=single", "trainer.max_stage_steps=40", "trainer.seq_len=128", "trainer.global_batch_rows=8",
-    "trainer.log_every_steps=1", "trainer.eval_every_steps=10", "trainer.max_eval_rows=32", "sample.max_new_tokens=0",
-    "sweeping.points_at_once=2",
+    sys.executable, "run.py", "-m", "lora.r=4,16", "optim.lr=3e-4,1e-3,3e-3", "name=rank_and_rate",
+    "model=tiny", "data=sample_chat", "curriculum=single", "trainer.max_stage_steps=40", "trainer.seq_len=128",
+    "trainer.global_batch_rows=8", "trainer.log_every_steps=1", "trainer.eval_every_steps=10",
+    "trainer.max_eval_rows=32", "sample.max_new_tokens=0", "sweeping.points_at_once=2",
 ]  # fmt: skip
 STOPPED = 75
 

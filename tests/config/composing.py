@@ -6,6 +6,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from tests.jobs import of_tiny_job
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.load import to_config
 from tpu_experiments.config.refusals import sentence
@@ -16,7 +17,12 @@ register()
 
 
 def composed(*overrides: str) -> Config:
-    """The checked config; `~local` keeps a developer's own conf/local/default.yaml out of it."""
+    """The checked config of the tiny job with these overrides, or of a recipe."""
+    return composed_as_typed(*of_tiny_job(overrides))
+
+
+def composed_as_typed(*overrides: str) -> Config:
+    """The checked config of a command; `~local` keeps a developer's own conf/local/default.yaml out of it."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return to_config(compose("config", overrides=["~local", *overrides]))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.composing import CONF, composed, names
+from tests.config.composing import CONF, composed, composed_as_typed, names
+from tests.jobs import TINY_JOB
 from tpu_experiments.config.help import GROUPS
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.schema import Config
@@ -21,6 +22,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "configs"
 RECIPES = {
     "default": [],
     "default-smoke": ["debug=smoke"],
+    "tiny": [*TINY_JOB],
+    "tiny-smoke": [*TINY_JOB, "debug=smoke"],
     **{name: [f"experiment={name}"] for name in names("experiment")},
     **{f"{name}-smoke": [f"experiment={name}", "debug=smoke"] for name in names("experiment")},
 }
@@ -37,7 +40,7 @@ def as_text(config: Config) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_flattened_config_is_the_golden_one(recipe: str) -> None:
-    text = as_text(composed(*RECIPES[recipe]))
+    text = as_text(composed_as_typed(*RECIPES[recipe]))
     golden = GOLDEN / f"{recipe}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")

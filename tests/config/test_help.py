@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from tests.config.composing import CONF, composed, names
+from tests.config.composing import CONF, composed_as_typed, names
 from tpu_experiments.config.help import GROUPS, help_text
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
@@ -32,7 +32,7 @@ def test_it_shows_five_commands() -> None:
 def test_a_shown_command_composes(command: str) -> None:
     overrides = [word for word in shlex.split(command)[2:] if word != "-m"]
     first_point = [o if "[" in o else re.sub(r"=([^,]+),.*", r"=\1", o) for o in overrides]
-    assert composed(*first_point)
+    assert composed_as_typed(*first_point)
 
 
 def test_the_exit_codes_are_the_ones_in_use() -> None:

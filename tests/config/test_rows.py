@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.config.composing import composed, names
+from tests.config.composing import composed, composed_as_typed, names
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.intervals import intervals_of
 from tpu_experiments.config.mesh import num_shards
@@ -78,6 +78,23 @@ def test_intervals_are_in_proportion(steps):
     assert 1 <= intervals.evaluate <= min(1000, max(1, steps / 10))
     assert 50 <= intervals.save <= 500
     assert steps < 10 or steps > 10_000 or 10 <= steps / intervals.evaluate <= 25
+
+
+def test_the_default_job_is_150_steps_with_four_rounds_of_questions():
+    """What it takes for a minute and a half belongs to its model and its data, and to no other command."""
+    config = composed_as_typed()
+    (stage,) = resolve_stages(config)
+    assert (stage.geometry.seq_len, stage.geometry.global_rows, stage.epochs) == (128, 16, 2.38)
+    assert intervals_of(config, total_steps=150).evaluate == 50
+    assert (config.sample.max_new_tokens, config.sample.window, config.sample.temperature) == (12, 64, 0.0)
+    other = composed_as_typed("model=mistral7b")
+    assert list(other.data) == ["stories_ro"]
+    assert other.sample.window == composed("model=mistral7b").sample.window == 128
+
+
+@pytest.mark.parametrize(("steps", "evaluate"), [(20, 50), (400, 50), (5_000, 500), (10**6, 1000)])
+def test_questions_are_asked_once_in_50_steps_at_most(steps, evaluate):
+    assert intervals_of(composed_as_typed(), total_steps=steps).evaluate == evaluate
 
 
 def test_all_weights_are_trained_at_a_tenth_of_the_rate_of_adapters():

@@ -12,6 +12,8 @@ from tests.data.preparing import REPOSITORY, digests, prepared, text_source, tex
 from tpu_experiments.config.sources import DuplicatesConfig
 from tpu_experiments.data.steps import blocks as blocks_module
 
+SAMPLE = ("model=tiny", "data=sample_text")
+
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_preparation_that_was_cut_short_goes_on(tmp_path, tokenizer, monkeypatch, workers):
@@ -42,7 +44,7 @@ def test_a_preparation_that_was_cut_short_goes_on(tmp_path, tokenizer, monkeypat
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer):
     """SIGKILL after ever longer times, until one start gets to its end."""
     path = texts(tmp_path / "a.jsonl", 12_000)
-    command = [sys.executable, "run.py", "task=prepare", "data=sample_text", f"data.sample_text.path={path}"]
+    command = [sys.executable, "run.py", "task=prepare", *SAMPLE, f"data.sample_text.path={path}"]
     command += ["prepare.window_tokens=50000", "prepare.workers=1", "data.sample_text.duplicates.near=0.9"]
     starts = 0
     for seconds in itertools.count(3.0, 1.5):
@@ -66,7 +68,7 @@ def test_ray_makes_the_same_bytes(tmp_path, tokenizer):
     folder.mkdir()
     for number in range(5):
         texts(folder / f"{number}.jsonl", 300, first=300 * number)
-    command = [sys.executable, "run.py", "task=prepare", "data=sample_text", f"data.sample_text.path={folder}"]
+    command = [sys.executable, "run.py", "task=prepare", *SAMPLE, f"data.sample_text.path={folder}"]
     command += ["prepare.engine=ray", "prepare.workers=2", "prepare.window_tokens=2000", f"output_dir={tmp_path}"]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300)
     sources = {"sample_text": text_source(folder, format="text", eval_fraction=0.05, test_fraction=0.05)}

@@ -16,6 +16,7 @@ from tpu_experiments.config.help import choices
 from tpu_experiments.config.schema import GROUPS, Config, register
 
 TOY = (
+    "model=tiny",
     "debug=smoke",
     "model.size=full",
     "hw.runtime=eager",

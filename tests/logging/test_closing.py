@@ -18,7 +18,7 @@ from tpu_experiments.sweeping import leaderboard
 from tpu_experiments.sweeping.rows import Row
 
 TOY = (
-    *("debug=smoke", "hw.runtime=eager", "data=[sample_text,sample_chat]", "trainer.max_stage_steps=1"),
+    *("model=tiny", "data=[sample_text,sample_chat]", "debug=smoke", "hw.runtime=eager", "trainer.max_stage_steps=1"),
     *("trainer.max_eval_rows=2", "trainer.global_batch_rows=2", "logger=jsonl", "name=toy"),
 )
 WRONG = ("\n", None, [], {}, [[1]], {"a": {"b": 1}}, -1e308, True)

@@ -8,13 +8,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
 from tests.config.composing import CONF
+from tests.jobs import of_tiny_job
 from tpu_experiments.config.load import to_config
 from tpu_experiments.tasks.plan import run
 
 
 def run_plan(*overrides: str) -> None:
     """Run the task; Hydra knows the overrides, as within run.py."""
-    given = ["~local", "task=plan", *overrides]
+    given = ["~local", "task=plan", *of_tiny_job(overrides)]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         HydraConfig.instance().set_config(compose("config", overrides=given, return_hydra_config=True))
         try:

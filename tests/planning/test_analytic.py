@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed
+from tests.jobs import of_tiny_job
 from tests.planning.commands import plan_fields, run_plan
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
@@ -43,7 +44,7 @@ runpy.run_path("run.py", run_name="__main__")
 
 def without_libtpu(*overrides: str) -> subprocess.CompletedProcess[str]:
     """run.py where neither libtpu nor torch_xla nor jax can be imported."""
-    command = [sys.executable, "-c", WITHOUT, "task=plan", "~local", *overrides]
+    command = [sys.executable, "-c", WITHOUT, "task=plan", "~local", *of_tiny_job(overrides)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.config.composing import composed
+from tests.jobs import of_tiny_job
 from tests.planning.examples import plan_that_does_not_fit
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import config_hash
@@ -31,7 +32,7 @@ NO_TPU = "error: hw=v5e8 asks for a TPU and this machine has none"
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """run.py with nothing else in the folder that it may write to."""
-    command = [sys.executable, "run.py", "~local", f"output_dir={folder}/outputs", *overrides]
+    command = [sys.executable, "run.py", "~local", f"output_dir={folder}/outputs", *of_tiny_job(overrides)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 

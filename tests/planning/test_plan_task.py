@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.config.composing import composed
+from tests.jobs import of_tiny_job
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.decoder import read_decoder
 from tpu_experiments.planning.parts import PARTS
@@ -24,7 +25,7 @@ SMALL = (*ONE_LAYER, "curriculum.stages.text.steps=60", "curriculum.stages.chat.
 def plan(folder: Path, *overrides: str, task: str = "plan") -> subprocess.CompletedProcess[str]:
     """run.py with `name=p` unless the overrides say otherwise."""
     flags = [override for override in overrides if override == "-m"]
-    overrides = tuple(override for override in overrides if override != "-m")
+    overrides = tuple(of_tiny_job([override for override in overrides if override != "-m"]))
     command = [sys.executable, "run.py", *flags, f"task={task}", "~local", f"output_dir={folder}", *overrides]
     command += [] if any(override.startswith("name=") for override in overrides) else ["name=p"]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.jobs import of_tiny_job
+
 REPOSITORY = Path(__file__).parents[2]
 # With several threads XLA's CPU matrix products sum in an order of their own: on a busy machine an ulp differs.
 # The level is LLVM's: compiling three programs of two tiny layers takes 2.0 s at level 1 and 0.8 s at level 0.
@@ -33,11 +35,18 @@ def sized(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(overrides) if any(word.startswith(OWN_LENGTH) for word in overrides) else (*SMALL, *overrides)
 
 
-def run(*overrides: str, output_dir: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    """`python run.py ...`; the environment is the caller's without what the tests set for themselves."""
+def run(
+    *overrides: str, output_dir: Path, env: dict[str, str] | None = None, as_typed: bool = False
+) -> "subprocess.CompletedProcess[str]":
+    """Run the tiny job with these overrides, or a recipe, in the caller's environment less what the tests set in it.
+
+    Args:
+        as_typed: run what the overrides alone say.
+    """
+    words = overrides if as_typed else of_tiny_job(sized(overrides))
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     return subprocess.run(
-        [sys.executable, "run.py", *sized(overrides), f"output_dir={output_dir}"],
+        [sys.executable, "run.py", *words, f"output_dir={output_dir}"],
         cwd=REPOSITORY,
         env=kept | SAME_SUMS | (env or {}),
         capture_output=True,
@@ -47,9 +56,9 @@ def run(*overrides: str, output_dir: Path, env: dict[str, str] | None = None) ->
     )
 
 
-def finished(*overrides: str, output_dir: Path) -> dict[str, Any]:
+def finished(*overrides: str, output_dir: Path, as_typed: bool = False) -> dict[str, Any]:
     """Run to the end and return result.json; the output is shown when the run fails."""
-    done = run(*overrides, output_dir=output_dir)
+    done = run(*overrides, output_dir=output_dir, as_typed=as_typed)
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = output_dir.glob("*/result.json")
     loaded: dict[str, Any] = json.loads(result.read_text())

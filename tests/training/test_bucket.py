@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.benchmarks.outage import Bucket
+from tests.jobs import TINY_JOB
 from tests.training.runs import REPOSITORY, SAME_SUMS, finished
 from tpu_experiments.io import paths
 from tpu_experiments.io.lease import Lease
@@ -40,7 +41,7 @@ def started(output_dir: str, *overrides: str, disk: Path | None = None) -> "subp
     if disk is not None:
         disk.mkdir(exist_ok=True)
         kept |= {"TMPDIR": str(disk), "XDG_CACHE_HOME": str(disk / "cache")}
-    command = [sys.executable, "run.py", *COMMON, f"name={NAME}", f"output_dir={output_dir}", *overrides]
+    command = [sys.executable, "run.py", *TINY_JOB, *COMMON, f"name={NAME}", f"output_dir={output_dir}", *overrides]
     return subprocess.Popen(
         command, cwd=REPOSITORY, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

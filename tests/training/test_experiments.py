@@ -1,4 +1,4 @@
-"""Every experiment's tiny version runs as a whole and compiles what it said it would, nothing later."""
+"""The tiny versions of the default and of every experiment run as wholes and compile what they said they would."""
 
 import json
 import os
@@ -11,11 +11,12 @@ pytestmark = pytest.mark.xla
 EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", ["default", *EXPERIMENTS])
 def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
-    result = finished(f"experiment={name}", "debug=smoke", output_dir=tmp_path)
+    words = [] if name == "default" else [f"experiment={name}"]
+    result = finished(*words, "debug=smoke", output_dir=tmp_path, as_typed=True)
     asks = result["skill"] is not None
-    assert asks == (name == "first_minute")
+    assert asks == (name == "default")
     assert result["num_compiles"] == result["expected_programs"] == 3 + asks
     assert result["compiles_after_warmup"] == 0
     assert result["status"] == "finished"

@@ -27,14 +27,15 @@ Fine-tune and pre-train language models on TPUs with torch_xla; the same command
 
   python run.py [GROUP=CHOICE ...] [KEY=VALUE ...]
 
-Without arguments it trains adapters for a tiny model on shipped Romanian text, here, in about a minute.
+Without arguments it trains an adapter for a tiny model that has read Romanian stories, here, in a minute and a half:
+it learns to answer questions about a story, and is asked 120 held-out ones before and after.
 
 Groups and their choices (the files of conf/GROUP):
 """
 
 FOOTER = """
 Examples:
-  python run.py                                                     # the tiny model on this machine's CPU
+  python run.py                                                     # the shipped stories, on this machine's CPU
   python run.py model=mistral7b data=[wiki_ro,ultrachat_ro] hw=v6e8 # two data sets, on a TPU v6e-8
   python run.py experiment=mistral7b_ro debug=smoke                 # try a recipe: tiny model, shipped samples, CPU
   python run.py data=wiki_ro data.wiki_ro.path=/data/articles.jsonl # a file of your own in the same format

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from tpu_experiments.config.schema import Config
 
 ROUND = (1, 2, 5)
+ASKED_EVERY = 50
+"""Steps between two evaluations at least, where they ask questions: with 120 of them one takes as long as 8 steps."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,10 @@ class Intervals:
 def intervals_of(config: Config, *, total_steps: int) -> Intervals:
     """The configured intervals, and round numbers of steps for those that are null."""
     log, evaluate, save = config.trainer.log_every_steps, config.trainer.eval_every_steps, config.checkpoint.every_steps
+    evaluated = max(ASKED_EVERY if config.questions else 1, _round(total_steps / 10, at_most=1000))
     return Intervals(
         log=_round(total_steps / 20, at_most=100) if log is None else log,
-        evaluate=_round(total_steps / 10, at_most=1000) if evaluate is None else evaluate,
+        evaluate=evaluated if evaluate is None else evaluate,
         save=max(50, _round(total_steps / 20, at_most=500)) if save is None else save,
     )
 

@@ -109,8 +109,8 @@ class TrainerConfig:
     """Steps between two records of the gradient's and the update's norm for each kind of module, written with the next
     log record; 0 computes none."""
     eval_every_steps: int | None = number(default=None, at_least=0)
-    """Steps between two evaluations; null makes about ten, at least one in 1,000 steps; 0 evaluates before the first
-    and after the last step only."""
+    """Steps between two evaluations; null makes about ten, at least one in 1,000 steps and, where questions are asked,
+    at most one in 50; 0 evaluates before the first and after the last step only."""
     max_eval_rows: int = number(default=256, at_least=1)
     """Held-out rows that are evaluated at most, over all sources."""
     max_stage_steps: int | None = number(default=None, at_least=1)
