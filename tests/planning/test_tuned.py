@@ -146,9 +146,12 @@ def test_a_run_of_before_is_not_changed(known, tmp_path) -> None:
 def test_a_table_is_written_line_by_line_and_read_back(tmp_path) -> None:
     file = tmp_path / "tuned.yaml"
     slow, fast = line(settings=FOLDED, speed=1.0), line()
-    for each in (slow, fast, replace(slow, tokens_per_second=2.0)):
+    for each in (slow, fast, replace(slow, tokens_per_second=2.0), replace(fast, tokens_per_second=11_000.0)):
         write_line(each, file=file)
-    assert lines(file) == (fast, replace(slow, tokens_per_second=2.0))
+    assert lines(file) == (fast, replace(slow, tokens_per_second=2.0)), "the faster one stays"
+    newer = replace(fast, tokens_per_second=11_000.0, libtpu="0.0.22")
+    write_line(newer, file=file)
+    assert lines(file) == (newer, replace(slow, tokens_per_second=2.0)), "another compiler's plan is another plan"
 
 
 def test_a_line_that_no_search_writes_is_refused(tmp_path) -> None:

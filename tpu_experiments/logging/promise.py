@@ -23,6 +23,8 @@ class Promise:
     """Why there is no plan, or no time in it."""
     compile_reason: str = ""
     """Why there are no compile seconds."""
+    tuned: dict[str, Any] | None = None
+    """The line of conf/tuned.yaml that the run has its settings from; None where it has none."""
 
 
 @dataclass(frozen=True)

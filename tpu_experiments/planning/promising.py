@@ -1,5 +1,6 @@
 """What is planned of a run, in the few figures that it is held against when it has ended."""
 
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.curriculum import Stage, resolve_stages
@@ -8,6 +9,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.logging.promise import Promise
 from tpu_experiments.planning.analytic import estimated_time, largest_stage
 from tpu_experiments.planning.saved import SavedPlan, known_plan, sizes_of
+from tpu_experiments.planning.tuned import fields_of
 
 NOT_ALL = "the plan did not compile every program of the run (task.programs=train)"
 
@@ -21,7 +23,8 @@ def promise_of(config: Config) -> Promise:
         return Promise(reason=f"model.path={config.model.path}; its config.json cannot be read")
     try:
         known = known_plan(config, arch)
-        return by_formulas(config, arch) if known is None else by_plan(config, known)
+        found = by_formulas(config, arch) if known is None else by_plan(config, known)
+        return replace(found, tuned=fields_of(config))
     except ConfigError as error:
         return Promise(reason=str(error))
 

@@ -29,12 +29,12 @@ from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.hosts import HostLost, Hosts, meet
 from tpu_experiments.runtime.launch import launch
+from tpu_experiments.tasks.settling import settled_run
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
 from tpu_experiments.training.inputs import RunInputs, expected_programs, num_steps
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
-from tpu_experiments.training.row_lengths import settled_run
 from tpu_experiments.training.sources import prepared_folder
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 from tpu_experiments.training.window import TrainingStopped

@@ -7,7 +7,6 @@ from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.logging.result import peak_host_rss_gib
 from tpu_experiments.models.lora import ParameterReport
-from tpu_experiments.planning.tuned import fields_of
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.progress import Progress
@@ -47,7 +46,6 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "data": list(config.data),
         "data_audit": progress.data,
         "hw": config.hw.name,
-        "tuned": fields_of(config),
         "stages": [asdict(record) for record in progress.stages],
         **_quality(ending),
         "num_trainable": ending.report.trainable,

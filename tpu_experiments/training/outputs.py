@@ -206,6 +206,7 @@ class RunOutputs:
             "base_path": self.base_path,
             "expected_programs": expected_programs(self.inputs, config),
         }
+        fields["tuned"] = self.promise.tuned
         fields |= {"plan": held_against(self.promise, self._measured(ending)), "goodput": goodput}
         write_card(self.folder, fields, config, self.inputs.stages)
         write_result(self.folder, fields)

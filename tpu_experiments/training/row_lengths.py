@@ -7,23 +7,9 @@ from tpu_experiments.config.rows import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.prepare import lengths_of
 from tpu_experiments.data.prepared import NotPrepared
-from tpu_experiments.planning.tuned import tuned
 from tpu_experiments.training.sources import preparation, tokenizer_for
 
 log = logging.getLogger(__name__)
-
-
-def settled_run(config: Config, *, is_lookup: bool = False, is_begun: bool = False) -> Config:
-    """The config with its rows (`settle`), and with the fastest known settings for them (conf/tuned.yaml).
-
-    Args:
-        is_begun: the run goes on, and keeps the settings that belong to its identity.
-
-    Raises:
-        ConfigError: as of `settle`.
-    """
-    found, totals = _measured(config, is_lookup=is_lookup)
-    return tuned(found, totals=totals, is_begun=is_begun)
 
 
 def settle(config: Config, *, is_lookup: bool = False) -> Config:
@@ -35,11 +21,11 @@ def settle(config: Config, *, is_lookup: bool = False) -> Config:
     Raises:
         ConfigError: a source that cannot be read, or is empty; with `is_lookup` none.
     """
-    return _measured(config, is_lookup=is_lookup)[0]
+    return settled_with_totals(config, is_lookup=is_lookup)[0]
 
 
-def _measured(config: Config, *, is_lookup: bool) -> tuple[Config, dict[str, int | None]]:
-    """The config with its rows, and the tokens of every source that was measured for them."""
+def settled_with_totals(config: Config, *, is_lookup: bool) -> tuple[Config, dict[str, int | None]]:
+    """The config with its rows (`settle`), and the tokens of every source that was measured for them."""
     if not is_open(config):
         return config, {}
     if config.trainer.seq_len != AUTO and config.model.step_tokens <= SMALL_STEP_TOKENS:

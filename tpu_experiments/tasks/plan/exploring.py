@@ -41,7 +41,7 @@ def case_of(config: Config, *overrides: str) -> Case:
     if config.task.explore != "none":
         config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
     if is_open(config):
-        from tpu_experiments.training.row_lengths import settled_run  # tokenizers and readers take seconds to load
+        from tpu_experiments.tasks.settling import settled_run  # tokenizers and readers take seconds to load
 
         found = settled_run(config, is_lookup=True)
         overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN))

@@ -26,9 +26,9 @@ from tpu_experiments.tasks.resume_check.children import (
 )
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
+from tpu_experiments.tasks.settling import settled_run
 from tpu_experiments.tasks.setup import check_model, make_inputs
 from tpu_experiments.training.inputs import num_steps
-from tpu_experiments.training.row_lengths import settled_run
 
 log = logging.getLogger(__name__)
 MIN_STEPS = 4
