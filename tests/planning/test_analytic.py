@@ -104,7 +104,9 @@ def test_the_ladder_stands_on_the_largest_micro_batch_that_fits(tmp_path: Path) 
 
 def test_the_search_prunes_judges_and_writes_an_overlay_that_training_takes(tmp_path: Path) -> None:
     settings = ("hw=v6e8", "sharding=replicated", f"output_dir={tmp_path}", "name=p")
-    axes = "task.search.axes={trainer.micro_batch_rows:[1,8,16],sharding:[fsdp,replicated],model.remat:[],model.stack:[]}"
+    axes = (
+        "task.search.axes={trainer.micro_batch_rows:[1,8,16],sharding:[fsdp,replicated],model.remat:[],model.stack:[]}"
+    )
     run_plan(ANALYTIC, *MISTRAL, ALL_ROWS, *settings, "task.explore=search", axes)
     tried = {" ".join(each["overrides"]): each["outcome"] for each in plan_fields(tmp_path, "p")["search"]}
     assert tried == {
