@@ -55,6 +55,7 @@ def test_a_compiled_plan_tells_the_time_of_every_stage(tmp_path: Path, parallel:
         "compile_seconds": 40.0,
         "reason": "",
         "compile_reason": "",
+        "tuned": None,
     }
 
 
