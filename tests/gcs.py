@@ -36,6 +36,9 @@ def gcs_server() -> Iterator[Server]:
     emulator._read_raw_data = whole_body
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
     server.start()
+    # It answers one connection after another, and its socket keeps 5 waiting: of 256 reads at once the others were
+    # dropped by the kernel, and a run waited for 40 s and more (0.6 s at most with room for all).
+    server._api._httpd.socket.listen(1024)
     # A reader that stops early closes its connection; the server would print a trace for each.
     server._api._httpd.handle_error = lambda request, client_address: None
     yield server

@@ -1,3 +1,4 @@
+import random
 import uuid
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def test_ranges(path: str) -> None:
     assert ranges.read_ranges([]) == []
 
 
+@pytest.mark.parametrize("gap, joined", [(0, 15), (1, 14), (5, 8)])
+def test_near_ranges_are_one_request(remote: str, gap: int, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "GAP_BYTES", gap)
+    monkeypatch.setattr(ranges, "JOINED_BYTES", 60)
+    asked = failing(ValueError(), times=0, monkeypatch=monkeypatch)
+    draw = random.Random(1)
+    starts = [draw.randrange(190) for _ in range(30)]
+    pieces = [(remote, start, start + draw.randrange(10)) for start in starts]
+    assert ranges.read_ranges(pieces) == [DATA[start:stop] for _, start, stop in pieces]
+    assert len(asked) == joined
+    pieces += [(remote, 3, 150), (remote, 3, 170)]  # two that overlap and are longer than what is joined
+    assert ranges.read_ranges(pieces) == [DATA[start:stop] for _, start, stop in pieces]
+
+
 def test_a_missing_file(path: str) -> None:
     assert ranges.size_of(path + "x") is None
     with pytest.raises(ConfigError, match=r"a\.binx; there is no such file"):
@@ -63,6 +78,7 @@ def test_a_file_that_ends_early(path: str) -> None:
     "error", [HttpError({"code": 429}), HttpError({"code": 503}), ConnectionResetError(), aiohttp.ClientError()]
 )
 def test_a_passing_error_is_tried_again(error: Exception, remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "GAP_BYTES", -1)
     asked, waited = failing(error, times=3, monkeypatch=monkeypatch), []
     assert ranges.read_ranges([(remote, 0, 5), (remote, 5, 9)], wait=waited.append) == [DATA[:5], DATA[5:9]]
     assert asked == [(0, 5), (5, 9), (0, 5), (5, 9), (0, 5)]

@@ -255,7 +255,7 @@ def test_a_program_that_draws_numbers_on_the_host_is_never_replayed(draw):
     _, program = make(step, every=50)
     sums = [float(program(rows(45))["sum"].cpu()) for _ in range(6)]
     assert program.num_traced == 6
-    assert sums == [pytest.approx(3 * 45 * (2.0 + number), rel=1e-6) for number in drawn]
+    assert sums == [pytest.approx(3 * 45 * (2.0 + number), rel=1e-5) for number in drawn]  # a sum in float32
     assert len(set(sums)) == 6
 
 

@@ -1,5 +1,7 @@
 """Parts of files, local or behind an fsspec URL; a remote read that fails for the moment is tried again."""
 
+import bisect
+import math
 import os
 import random
 import time
@@ -13,6 +15,11 @@ from tpu_experiments.io.retry import SILENT_TRIES_AGAIN, WAITS_SECONDS, is_trans
 
 Range = tuple[str, int, int]
 """Path or URL, first byte, byte after the last."""
+
+GAP_BYTES = 2**15
+"""Between two ranges that one request reads: 0.7 ms at 50 MB/s, where a request of its own takes 20 to 50 ms."""
+JOINED_BYTES = 2**23
+"""Of one request that reads several ranges; one that fails is made again as a whole."""
 
 
 def size_of(path: str, *, wait: Callable[[float], object] = time.sleep) -> int | None:
@@ -84,10 +91,31 @@ def _read_once(pieces: Sequence[Range]) -> list[bytes | BaseException]:
 
 
 def _remote_ranges(pieces: Sequence[Range]) -> list[bytes | BaseException]:
+    """Read near ranges by one request each: 256 rows of a small shard are one request, not 256."""
     filesystem, _ = paths.filesystem_of(pieces[0][0])
-    keys = [filesystem._strip_protocol(path) for path, _, _ in pieces]
-    starts, stops = [start for _, start, _ in pieces], [stop for _, _, stop in pieces]
-    return list(filesystem.cat_ranges(keys, starts, stops, on_error="return"))
+    joined = _joined(pieces)
+    keys = [filesystem._strip_protocol(path) for path, _, _ in joined]
+    starts, stops = [start for _, start, _ in joined], [stop for _, _, stop in joined]
+    blocks = filesystem.cat_ranges(keys, starts, stops, on_error="return")
+    found: list[bytes | BaseException] = []
+    for path, start, stop in pieces:
+        at = bisect.bisect_right(joined, (path, start, math.inf)) - 1
+        block, first = blocks[at], joined[at][1]
+        found.append(block[start - first : stop - first] if isinstance(block, bytes) else block)
+    return found
+
+
+def _joined(pieces: Sequence[Range]) -> list[Range]:
+    """Sorted ranges that hold all of `pieces`, with those closer than `GAP_BYTES` in one of `JOINED_BYTES` at most."""
+    joined: list[Range] = []
+    for path, start, stop in sorted(pieces):
+        if joined and joined[-1][0] == path:
+            _, first, last = joined[-1]
+            if start <= last + GAP_BYTES and max(stop, last) - first <= JOINED_BYTES or stop <= last:
+                joined[-1] = (path, first, max(stop, last))
+                continue
+        joined.append((path, start, stop))
+    return joined
 
 
 def _remote_size(path: str) -> int:
