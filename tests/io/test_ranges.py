@@ -49,7 +49,7 @@ def test_ranges(path: str) -> None:
     assert ranges.read_ranges([]) == []
 
 
-@pytest.mark.parametrize("gap, joined", [(0, 15), (1, 14), (5, 8)])
+@pytest.mark.parametrize(("gap", "joined"), [(0, 15), (1, 14), (5, 8)])
 def test_near_ranges_are_one_request(remote: str, gap: int, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "GAP_BYTES", gap)
     monkeypatch.setattr(ranges, "JOINED_BYTES", 60)

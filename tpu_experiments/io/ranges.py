@@ -111,7 +111,7 @@ def _joined(pieces: Sequence[Range]) -> list[Range]:
     for path, start, stop in sorted(pieces):
         if joined and joined[-1][0] == path:
             _, first, last = joined[-1]
-            if start <= last + GAP_BYTES and max(stop, last) - first <= JOINED_BYTES or stop <= last:
+            if (start <= last + GAP_BYTES and max(stop, last) - first <= JOINED_BYTES) or stop <= last:
                 joined[-1] = (path, first, max(stop, last))
                 continue
         joined.append((path, start, stop))
