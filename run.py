@@ -6,6 +6,7 @@ Nothing here or in tpu_experiments/config imports torch: torch_xla fixes its fla
 from tpu_experiments.runtime.interrupts import INTERRUPTED, INTERRUPTED_EXIT_CODE  # isort: split
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -40,8 +41,13 @@ from tpu_experiments.io import paths
 from tpu_experiments.io.offline import go_offline_if_unreachable
 from tpu_experiments.io.retry import StorageFailed
 from tpu_experiments.logging.closing import told_finished
+from tpu_experiments.logging.runlog import start_run_log
 from tpu_experiments.runtime.env import prepare_environment
 from tpu_experiments.sweeping.launcher import PointLauncher
+
+log = logging.getLogger(__name__)
+LOADING = ("train", "evaluate", "generate", "resume_check")
+"""Tasks that import torch, torch_xla and transformers, 8 s on one core, before they say anything."""
 
 register()
 REPOSITORY = Path(__file__).parent
@@ -103,13 +109,15 @@ def run(config: Config) -> None:
         check_plan(config)
     if config.task.name not in ("report", "doctor"):  # a doctor looks at the environment as it is, and starts no device
         prepare_environment(config.hw, is_planned=config.task.name == "plan")
+    if config.task.name in LOADING:
+        start_run_log(None, rank=0)
+        log.info("%s: loading torch and what goes with it", config.name)
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
 
 
 def check_plan(config: Config) -> None:
     """Refuse a run that is known not to fit; a machine without a chip to plan for never loads this."""
-    from tpu_experiments.logging.runlog import start_run_log
     from tpu_experiments.planning.check import check_memory
     from tpu_experiments.planning.tuned import tuned
 

@@ -10,7 +10,7 @@ import pytest
 
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.logging.runlog import OURS, start_run_log, stop_run_log
+from tpu_experiments.logging.runlog import OURS, held_back, start_run_log, stop_run_log
 
 log = logging.getLogger("tpu_experiments.somewhere")
 
@@ -99,3 +99,20 @@ def test_starting_twice_leaves_one_set_of_handlers(tmp_path: Path, root_logger: 
     assert len([h for h in root_logger.handlers if isinstance(h, OURS)]) == 2  # terminal and memory
     stop_run_log()
     assert not [h for h in root_logger.handlers if isinstance(h, OURS)]
+
+
+def test_what_is_logged_while_a_line_is_written_comes_behind_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(str(tmp_path), "x")
+    paths.make_dirs(folder.path())
+    start_run_log(folder, rank=0)
+    log.info("before")
+    with pytest.raises(KeyboardInterrupt), held_back():
+        log.info("meanwhile")
+        assert "meanwhile" not in capsys.readouterr().err
+        assert "meanwhile" in paths.read_text(folder.path("run.log"))
+        raise KeyboardInterrupt
+    log.info("after")
+    stop_run_log()
+    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["meanwhile", "after"]

@@ -18,6 +18,7 @@ from tpu_experiments.io.folder import config_yaml
 from tpu_experiments.logging import tensorboard
 from tpu_experiments.logging.base import LoggerContext
 from tpu_experiments.logging.tensorboard import TensorBoardLogger
+from tpu_experiments.training.pictures import loss_figure, png_of
 
 MakeContext = Callable[..., LoggerContext]
 
@@ -52,6 +53,16 @@ def test_scalars_text_and_config_read_back_while_running(make_context: MakeConte
     assert curve(found, "train/lr") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert text(found, "sample") == [(3, "Dunărea")]
     assert text(found, "config") == [(0, f"```yaml\n{config_yaml(context.config)}```")]
+
+
+def test_a_picture_reads_back_with_its_size(make_context: MakeContext) -> None:
+    context = make_context()
+    logger = start(context, steps=[1])
+    png = png_of(loss_figure([{"step": 1, "train/loss": 1.0}], stages={"only": 1}, title="run"))
+    logger.image(7, tag="loss", png=png)
+    logger.finish()
+    (image,) = read(context.run_folder.path("tensorboard")).Images("loss")
+    assert (image.step, image.width, image.height, image.encoded_image_string) == (7, 900, 400, png)
 
 
 def test_a_resumed_run_has_one_curve(make_context: MakeContext) -> None:

@@ -67,16 +67,17 @@ def test_the_compiler_asked_for_without_libtpu_is_one_sentence(tmp_path: Path) -
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_machines_are_side_by_side_and_two_t4_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_are_side_by_side_and_gpus_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_plan(ANALYTIC, "hw=v6e1", "task.compare=[v5e8,colab]", f"output_dir={tmp_path}", "name=p")
     rows = {row["hw"]: row for row in plan_fields(tmp_path, "p")["comparisons"]}
-    assert set(rows) == {"v5e8", "colab", "t4x2"}
-    assert rows["t4x2"]["method"] == "datasheet"
+    assert set(rows) == {"v5e8", "colab", "t4x2", "a100"}
+    assert rows["t4x2"]["method"] == rows["a100"]["method"] == "datasheet"
+    assert rows["t4x2"]["step_seconds"] == pytest.approx(rows["a100"]["step_seconds"] * 312 / 130)
     assert rows["colab"]["step_seconds"] == plan_fields(tmp_path, "p_colab")["estimated_step_seconds"]
-    last = capsys.readouterr().out.split("  beside")[-5:]
-    assert [line.split()[0] for line in last] == ["hw", "v6e1", "colab", "v5e8", "t4x2"]
+    last = capsys.readouterr().out.split("  beside")[-6:]
+    assert [line.split()[0] for line in last] == ["hw", "v6e1", "colab", "v5e8", "t4x2", "a100"]
     run_plan(ANALYTIC, "hw=v6e4", f"output_dir={tmp_path}", "name=q", "lora.r=4")
-    assert [row["hw"] for row in plan_fields(tmp_path, "q")["comparisons"]] == ["t4x2"], "another job"
+    assert [row["hw"] for row in plan_fields(tmp_path, "q")["comparisons"]] == ["t4x2", "a100"], "another job"
 
 
 def test_machines_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:

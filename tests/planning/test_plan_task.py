@@ -220,7 +220,7 @@ def test_a_sweep_over_machines_ends_with_all_of_them_side_by_side(tmp_path: Path
     done = plan(tmp_path, "-m", "hw=v6e1,colab", "task.method=analytic")
     assert done.returncode == 0, done.stderr[-3000:]
     last = done.stdout.rpartition("  plan ")[2].split("  beside")
-    assert [line.split()[0] for line in last[1:]] == ["hw", "colab", "v6e1", "t4x2"]
+    assert [line.split()[0] for line in last[1:]] == ["hw", "colab", "v6e1", "t4x2", "a100"]
     *_, sweep, titles, first, second, total, file = done.stdout.splitlines()
     assert sweep == "the whole sweep, 2 points; the points one after the other:"
     assert titles.split() == ["hw", "fits", "hours", "$", "on", "demand", "$", "spot"]

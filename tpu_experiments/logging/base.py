@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 class MetricLogger(Protocol):
     """A place metrics are written to.
 
+    A class may have `image(step, *, tag, png)`: pictures of the run, as PNG files.
+
     A class may have `rows(step, labels)` too: it is given `source:row` of every row of the global batch when a step is
     queued, which may be repeated when the run is killed before its next checkpoint.
 
@@ -65,6 +67,14 @@ class Loggers:
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
         """See MetricLogger."""
         self._each(lambda logger: logger.hparams(values, metrics))
+
+    def takes_images(self) -> bool:
+        """Whether any of them shows pictures."""
+        return any(hasattr(logger, "image") for logger in self._loggers.values())
+
+    def image(self, step: int, *, tag: str, png: bytes) -> None:
+        """See MetricLogger."""
+        self._each(lambda logger: logger.image(step, tag=tag, png=png) if hasattr(logger, "image") else None)
 
     def rows(self, step: int, labels: list[str]) -> None:
         """See MetricLogger."""

@@ -18,6 +18,7 @@ from tpu_experiments.io.mirror import Mirror
 from tpu_experiments.io.retry import kind_of, shown
 from tpu_experiments.logging.base import LoggerContext
 
+METRICS_FILE = "metrics.jsonl"
 MAX_WAITING = 10_000
 """Records that are kept while the disk is full; older ones are dropped."""
 
@@ -28,11 +29,11 @@ class JsonlLogger:
     """Appends to <run>/metrics.jsonl, flushed per record."""
 
     def __init__(self, context: LoggerContext) -> None:
-        self._mirror = Mirror.of_file(context.run_folder.path("metrics.jsonl"))
+        self._mirror = Mirror.of_file(context.run_folder.path(METRICS_FILE))
         local = str(self._mirror.local)
         self._resume_step, self._kept = context.resume_step, set[frozenset[str]]()
         if paths.exists(local):
-            kept = _keep_until(local, step=context.resume_step, place=context.run_folder.path("metrics.jsonl"))
+            kept = _keep_until(local, step=context.resume_step, place=context.run_folder.path(METRICS_FILE))
             self._mirror.upload()  # without what was dropped: then what is there is the beginning of what will be
             self._kept = {frozenset(record) for record in kept if record["step"] == context.resume_step}
         self._file = self._mirror.local.open("ab", buffering=0)
@@ -82,6 +83,14 @@ class JsonlLogger:
         except OSError:
             self._file.truncate(end)
             raise
+
+
+def read_records(path: str) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, without lines that cannot be read; none where there is no file."""
+    if not paths.exists(path):
+        return []
+    found = (_record(line) for line in paths.read_bytes(path).split(b"\n"))
+    return [record for record in found if record is not None]
 
 
 def _keep_until(path: str, *, step: int, place: str) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ import atexit
 import logging
 import logging.handlers
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -26,9 +28,17 @@ log = logging.getLogger(__name__)
 class TerminalHandler(logging.Handler):
     """Prints above a running progress bar, and leaves out the records the bar itself shows."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[logging.LogRecord] | None = None
+        """Records that wait for the end of a line that something else is writing (`held_back`)."""
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record to stderr."""
         if getattr(record, "shown_by_bar", False):
+            return
+        if self.held is not None:
+            self.held.append(record)
             return
         try:
             tqdm.write(self.format(record), file=sys.stderr)
@@ -113,6 +123,21 @@ def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
         root.addHandler(file)
         # logging's own exit hook runs after the temporary folder of a remote run.log is gone
         atexit.register(stop_run_log)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Keep records from the terminal until the block ends: they would cut the line that it writes."""
+    terminals = [handler for handler in logging.getLogger().handlers if isinstance(handler, TerminalHandler)]
+    for terminal in terminals:
+        terminal.held = []
+    try:
+        yield
+    finally:
+        for terminal in terminals:
+            records, terminal.held = terminal.held or [], None
+            for record in records:
+                terminal.handle(record)
 
 
 def stop_run_log() -> None:

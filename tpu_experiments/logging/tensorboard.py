@@ -5,6 +5,7 @@ files are written locally and uploaded: on gs:// the writer would overwrite the 
 """
 
 import logging
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoardLogger:
-    """Scalars, text, the config, and one row of the HPARAMS tab."""
+    """Scalars, text, pictures, the config, and one row of the HPARAMS tab."""
 
     def __init__(self, context: LoggerContext) -> None:
         self._mirror = Mirror.of_folder(context.run_folder.path("tensorboard"))
@@ -46,6 +47,15 @@ class TensorBoardLogger:
     def text(self, step: int, *, tag: str, text: str) -> None:
         """Shown as Markdown under the TEXT tab."""
         self._write(lambda writer: writer.add_text(tag, text, step))
+
+    def image(self, step: int, *, tag: str, png: bytes) -> None:
+        """Shown under the IMAGES tab."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = struct.unpack(">II", png[16:24])  # of the IHDR chunk, which is the first (PNG, 11.2.2)
+        image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=4)
+        summary = Summary(value=[Summary.Value(tag=tag, image=image)])
+        self._write(lambda writer: writer._get_file_writer().add_summary(summary, step))
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
         """One row of the HPARAMS tab, in this run (`add_hparams` would make a sub-run of it)."""

@@ -1,6 +1,7 @@
 """Weights & Biases, off by default. Offline unless WANDB_MODE or `mode` says otherwise."""
 
 import html
+import io
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ class WandbLogger:
             raise ConfigError(
                 "logger=wandb needs the package wandb; pip install wandb or leave it out of logger=."
             ) from error
-        self._html = wandb.Html
+        self._html, self._image = wandb.Html, wandb.Image
         self._mirror = Mirror.of_folder(context.run_folder.path("wandb"))
         mode = mode or os.environ.get("WANDB_MODE", "offline")
         self._run: Any = wandb.init(
@@ -48,6 +49,12 @@ class WandbLogger:
     def text(self, step: int, *, tag: str, text: str) -> None:
         """Shown as a media panel."""
         self._run.log({"step": step, tag: self._html(f"<pre>{html.escape(text)}</pre>")})
+
+    def image(self, step: int, *, tag: str, png: bytes) -> None:
+        """Shown as a media panel."""
+        from PIL import Image
+
+        self._run.log({"step": step, tag: self._image(Image.open(io.BytesIO(png)))})
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
         """Settings to the run's config, results to its summary."""

@@ -152,12 +152,17 @@ def goodput_lines(totals: Mapping[str, Any] | None) -> list[str]:
     """Lines of the closing summary."""
     if not totals:
         return []
-    parts = ", ".join(f"{part.replace('_', ' ')} {seconds:,.1f}" for part, seconds in totals["seconds"].items())
+    parts = parts_text(totals["seconds"])
     lives = totals["lives"]
     several = "" if lives == 1 else f" over {lives} lives, {totals['down_seconds']:,.0f} s between them"
     dollars = [f"${usd:,.2f} {kind.replace('_', ' ')}" for kind, usd in totals["usd"].items() if usd is not None]
     cost = f"; {', '.join(dollars)}" if dollars else ""
     return [f"  wall time       {totals['wall_seconds']:,.1f} s{several}: {parts}{cost}"]
+
+
+def parts_text(seconds: Mapping[str, float]) -> str:
+    """Seconds by `PARTS` as words."""
+    return ", ".join(f"{part.replace('_', ' ')} {value:,.1f}" for part, value in seconds.items())
 
 
 def _dollars(lives: Sequence[Life], kind: str) -> float | None:

@@ -13,7 +13,7 @@ from tpu_experiments.planning.saved import saved_plans
 from tpu_experiments.planning.timing import Calibration, datasheet_time
 
 SHARE_OF_PEAK = 0.35
-"""Assumed for a machine of which only the datasheet is known; nothing published tells it for LoRA on a T4."""
+"""Assumed for a machine of which only the datasheet is known; nothing published tells it for LoRA on these."""
 
 
 def saved_comparisons(plan: Plan, *, folder: str) -> tuple[Comparison, ...]:

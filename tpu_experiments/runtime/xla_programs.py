@@ -165,6 +165,10 @@ class XlaProgram(Generic[Out]):
         signature = signature_of(batch)
         is_first = signature not in self._texts
         is_warmup = is_first and self._is_admitted(signature)
+        what, compile_seconds = f"{self.name} {shape_text(leading_shape(signature))}", 0.0
+        if is_first:
+            log.info("%s: compiling", what)
+            compile_seconds = _compile_seconds()
         places = [id(tensor) for tensor in self.held().values()]
         if is_first or places != self._places:  # the tensors of a checkpoint are in the place of the held ones
             run_what_is_pending()
@@ -187,7 +191,7 @@ class XlaProgram(Generic[Out]):
         self._num_calls += 1
         compiled = self.compiles.after(self.name, num_before=num_before, is_warmup=is_warmup)
         if is_first:
-            log.info("%s %s: compiled %d program(s)", self.name, shape_text(leading_shape(signature)), compiled)
+            log.info("%s: compiled %d program(s) in %.1f s", what, compiled, _compile_seconds() - compile_seconds)
         elif (compiled and not is_warmup) or change is not None:
             self._tell(batch, signature, compiled=compiled, change=change)
         return out

@@ -15,8 +15,10 @@ from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.io.retry import is_told, shown
 from tpu_experiments.io.spool import Spool
 from tpu_experiments.logging.base import Loggers
+from tpu_experiments.logging.jsonl import METRICS_FILE, read_records
 from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
+from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.training.card import write_card
 from tpu_experiments.training.ending import Ending, result_fields
@@ -24,9 +26,13 @@ from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters
+from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
 from tpu_experiments.training.progress import AnswersRecord
 from tpu_experiments.training.saved import one_by_one, shapes_of, to_host
 from tpu_experiments.training.window import Reading
+
+SHOWN = ("train/loss", "eval/loss", "skill/")
+"""Beginnings of the names of values in the picture of a run."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +62,9 @@ class RunOutputs:
         self.export_digests: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
         self._tokens = 0
+        self._records: list[dict[str, float]] = []
+        """Losses and shares of right answers by step, for the picture at the end."""
+        self._is_first = True
 
     def rewind(self, step: int, *, num_lost: int) -> None:
         """Start the loggers anew after a rollback to `step`: each drops what it wrote after the checkpoint of it."""
@@ -64,6 +73,7 @@ class RunOutputs:
         if self.loggers is not None:
             self.loggers.finish()
             self.loggers = self.reopened()
+        self._records = [record for record in self._records if record["step"] <= step]
 
     def close(self, ended: str = "failed") -> None:
         """Finish the loggers and the ledger of this life, then deliver what waits; nothing is logged afterwards.
@@ -90,6 +100,9 @@ class RunOutputs:
         """Training goes on from `step`."""
         if self.ledger is not None:
             self.ledger.begin(step=step, input_wait=lambda: meters.input_wait_seconds)
+        if self.loggers is not None and step > 0 and not self._records:
+            earlier = read_records(self.folder.path(METRICS_FILE))
+            self._records = [_losses_of(record) for record in earlier if record["step"] <= step]
 
     def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
         """One training record: mean loss of the interval, learning rate, norms, meters; `groups` names the norms."""
@@ -111,7 +124,11 @@ class RunOutputs:
         self._steps[stage] += reading.num_steps
         self._tokens += reading.num_tokens
         goodput = self.ledger.update(reading.step) if self.ledger is not None else {}
-        self.loggers.scalars(reading.step, values | meters | goodput)
+        self._scalars(reading.step, values | meters | goodput)
+        if self._is_first and self.ledger is not None:
+            self._is_first = False
+            life = self.ledger.life
+            log.info("step %d, %.1f s after the start: %s", reading.step, life.wall_seconds, parts_text(life.seconds))
 
     def rows(self, step: int, labels: list[str]) -> None:
         """The rows of the global batch of a step that is queued."""
@@ -127,7 +144,7 @@ class RunOutputs:
         values |= {f"eval/{name}": value for name, value in evaluation.measures.items()}
         for source, measured in evaluation.source_measures.items():
             values |= {f"eval/{name}_{source}": value for name, value in measured.items()}
-        self.loggers.scalars(step, values)
+        self._scalars(step, values)
 
     def border(self, step: int, text: str) -> None:
         """Mark the step behind which a stage begins."""
@@ -148,7 +165,7 @@ class RunOutputs:
         """The share of right answers of every set of questions."""
         if self.loggers is None:
             return
-        self.loggers.scalars(step, {f"skill/{name}": record.right / record.asked for name, record in found.items()})
+        self._scalars(step, {f"skill/{name}": record.right / record.asked for name, record in found.items()})
         for name, record in found.items():
             log.info("step %d, questions %s: %d of %d right", step, name, record.right, record.asked)
 
@@ -196,6 +213,7 @@ class RunOutputs:
         first = self.inputs.stages[0]
         hparams |= {"lr": first.lr, "rows": first.geometry.global_rows, "seq_len": first.geometry.seq_len}
         hparams |= {"seed": config.seed}
+        self._pictures(ending)
         metrics = {"hparam/eval_loss": loss, "hparam/perplexity": ending.evaluation.perplexity}
         self.loggers.hparams(hparams, {name: v for name, v in metrics.items() if math.isfinite(v)})
         goodput = self.ledger.result() if self.ledger is not None else None
@@ -211,6 +229,26 @@ class RunOutputs:
         write_card(self.folder, fields, config, self.inputs.stages)
         write_result(self.folder, fields)
 
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        assert self.loggers is not None
+        self.loggers.scalars(step, values)
+        self._records.append(_losses_of(values | {"step": step}))
+
+    def _pictures(self, ending: Ending) -> None:
+        """Losses and data as images, for the loggers that show them."""
+        assert self.loggers is not None
+        if not self.loggers.takes_images():
+            return
+        progress = ending.progress
+        before = "-" if progress.eval_loss_before is None else f"{progress.eval_loss_before:.4f}"
+        title = f"{self.config.name}: held-out loss {before} -> {ending.evaluation.loss:.4f}"
+        stages = {record.name: record.steps for record in progress.stages}
+        self.loggers.image(
+            progress.step, tag="loss", png=png_of(loss_figure(self._records, stages=stages, title=title))
+        )
+        manifests = [manifest for source in self.inputs.sources.values() for manifest in source.manifests.values()]
+        self.loggers.image(progress.step, tag="audit", png=png_of(audit_figure(manifests)))
+
     def _measured(self, ending: Ending) -> Measured:
         """What a plan is held against; the seconds are those that `tokens_per_second` is made of."""
         shapes = {stage.name: stage.geometry for stage in self.inputs.stages}
@@ -222,3 +260,8 @@ class RunOutputs:
             compile_seconds=ending.counters.compile_seconds,
             num_devices=self.config.hw.num_devices,
         )
+
+
+def _losses_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The step, the losses and the shares of right answers of a log record."""
+    return {name: value for name, value in record.items() if name == "step" or name.startswith(SHOWN)}

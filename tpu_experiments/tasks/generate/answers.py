@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.logging.runlog import held_back
 from tpu_experiments.models.generation.decoder import Decoder
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.prompts import Ends, Prompt
@@ -97,19 +99,25 @@ class Answers:
     def _batch(
         self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, live: bool
     ) -> Iterator[tuple[int, Answer]]:
-        started, screen = time.perf_counter(), Screen()
+        with Screen() as screen:
+            yield from self._answered(rows, bucket=bucket, screen=screen if live else None)
+
+    def _answered(
+        self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, screen: "Screen | None"
+    ) -> Iterator[tuple[int, Answer]]:
+        started = time.perf_counter()
         draws = [number for number, _, _ in rows]
         answers: list[Answer] = []
         for written in self.decoder.stream([ids for _, _, ids in rows], draws=draws, bucket=bucket):
             answers = [self.reader.answer(row[1], own) for row, own in zip(rows, written, strict=True)]
-            if live and len(rows) == 1:
+            if screen is not None and len(rows) == 1:
                 screen.show(answers[0].text)
             if all(answer.finished for answer in answers):
                 break
         self.seconds += time.perf_counter() - started
         self.num_answers += len(answers)
         self.num_tokens += sum(answer.num_tokens for answer in answers)
-        if live:
+        if screen is not None:
             screen.end([answer.text for answer in answers])
         yield from zip(draws, answers, strict=True)
 
@@ -130,15 +138,24 @@ class Answers:
 
 
 class Screen:
-    """Text on the terminal as it grows."""
+    """Text on the terminal as it grows; what is logged meanwhile comes behind it."""
 
     def __init__(self) -> None:
         self.shown = ""
+        self._log = ExitStack()
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.close()
 
     def show(self, text: str) -> None:
         """Print what is new; half of a letter waits for the other half."""
         whole = text.rstrip("\ufffd")
         if whole.startswith(self.shown):
+            if not self.shown and whole:
+                self._log.enter_context(held_back())
             print(whole[len(self.shown) :], end="", flush=True)
             self.shown = whole
 
@@ -149,3 +166,4 @@ class Screen:
                 print(text[len(self.shown) :], flush=True)
             else:
                 print(("\n" if self.shown else "") + text, flush=True)
+        self._log.close()

@@ -16,15 +16,16 @@ from tpu_experiments.planning.saved import PLAN_FILE, PLANS
 from tpu_experiments.planning.search import overlay_yaml
 from tpu_experiments.tasks.plan.formulas import arch_of
 
-REFERENCE_HW = "t4x2"
-"""What the UK-law recipe was compared with; known from its datasheet alone."""
+REFERENCE_HW = ("t4x2", "a100")
+"""What the UK-law recipe was compared with, and what most people rent instead; known from their datasheets alone."""
 
 
 def publish(plan: Plan, *, config: Config) -> None:
     """Write plan.json, plan.md, plan.svg (and best.yaml of a search) and print the table."""
     everything = paths.join(config.output_dir, PLANS)
     folder = paths.join(everything, str(config.name))
-    plan = replace(plan, comparisons=(*saved_comparisons(plan, folder=everything), *reference(plan, config=config)))
+    others = [row for name in REFERENCE_HW for row in reference(plan, name, config=config)]
+    plan = replace(plan, comparisons=(*saved_comparisons(plan, folder=everything), *others))
     paths.make_dirs(folder)
     paths.write_text_atomic(paths.join(folder, "plan.svg"), plan_chart_svg(plan))
     paths.write_text_atomic(paths.join(folder, "plan.md"), plan_markdown(plan, chart="plan.svg"))
@@ -37,9 +38,9 @@ def publish(plan: Plan, *, config: Config) -> None:
         print(f"best: the same command with task=train +plan={folder}/best.yaml")
 
 
-def reference(plan: Plan, *, config: Config) -> list[Comparison]:
-    """Two T4 from their datasheet; none where the batch cannot be cut for them."""
-    hw = machine(REFERENCE_HW)
+def reference(plan: Plan, name: str, *, config: Config) -> list[Comparison]:
+    """A machine of conf/hw from its datasheet; none where the batch cannot be cut for it."""
+    hw = machine(name)
     if plan.global_batch % hw.num_devices:
         return []
     there = replace(config, hw=hw)
