@@ -243,11 +243,10 @@ class RunOutputs:
         before = "-" if progress.eval_loss_before is None else f"{progress.eval_loss_before:.4f}"
         title = f"{self.config.name}: held-out loss {before} -> {ending.evaluation.loss:.4f}"
         stages = {record.name: record.steps for record in progress.stages}
-        self.loggers.image(
-            progress.step, tag="loss", png=png_of(loss_figure(self._records, stages=stages, title=title))
-        )
         manifests = [manifest for source in self.inputs.sources.values() for manifest in source.manifests.values()]
-        self.loggers.image(progress.step, tag="audit", png=png_of(audit_figure(manifests)))
+        figures = {"loss": loss_figure(self._records, stages=stages, title=title), "audit": audit_figure(manifests)}
+        for tag, figure in figures.items():
+            self.loggers.image(progress.step, tag=tag, png=png_of(figure))
 
     def _measured(self, ending: Ending) -> Measured:
         """What a plan is held against; the seconds are those that `tokens_per_second` is made of."""
