@@ -108,9 +108,12 @@ def launched(root: Path, *words: str, run: list[str]) -> "subprocess.Popen[str]"
     env |= {"PATH": f"{root.parent / 'bin'}:{env['PATH']}", "TPUEXP_PYTHON": sys.executable, "HF_TOKEN": "it's $hush!"}
     common = ["name=e2e", "plan=skip", "yes=true", "project=p", "zones=z-a", "poll_seconds=0.2"]
     command = [sys.executable, "launch/tpu.py", "train", *words, *common, "--", *run]
-    # A shell has what it starts in the background ignore Ctrl-C, and what the tests start inherits that.
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell has what it starts in the background ignore Ctrl-C, nohup has it ignore SIGHUP, and what the tests start
+    # inherits that.
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    former = {number: signal.signal(number, handler) for number, handler in usual.items()}
     try:
         return subprocess.Popen(command, cwd=root, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     finally:
-        signal.signal(signal.SIGINT, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)
