@@ -1,5 +1,6 @@
 """Pictures of a run: what their lines and bars stand for, not how they look."""
 
+import math
 import struct
 
 import pytest
@@ -62,6 +63,15 @@ def test_the_data_of_two_sources():
     assert [bar.get_width() for bar in tokens.patches] == [25.0, 50.0, 25.0]
     assert [bar.get_height() for bar in other_lengths.patches] == [9]
     assert [bar.get_width() for bar in other_tokens.patches] == [100.0, 0.0, 0.0], "a split without rows has no bar"
+
+
+def test_losses_that_are_not_finite_are_gaps():
+    records = [record(step, train__loss=loss) for step, loss in enumerate((1.0, math.inf, math.nan, 2.0))]
+    figure = loss_figure(records, stages={"only": 4}, title="run")
+    assert png_of(figure).startswith(b"\x89PNG")
+    low, high = figure.axes[0].get_ylim()
+    assert 0.5 < low < 1.0
+    assert 2.0 < high < 2.5
 
 
 def test_a_run_without_a_record_and_a_source_without_documents_are_drawn():
