@@ -59,7 +59,6 @@ MORE: dict[str, dict[str, Any]] = {
     "rank_pattern={'q_proj': 4}": {"rank_pattern": {"q_proj": 4}},
     "alpha_pattern={'q_proj': 4}": {"alpha_pattern": {"q_proj": 4}},
     "use_dora=True": {"use_dora": True},
-    "fan_in_fan_out=True": {"fan_in_fan_out": True},
     "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
     "layer_replication=[[0, 1]]": {"layer_replication": [[0, 1]]},
     "peft_type=LOHA": {"peft_type": "LOHA"},

@@ -64,13 +64,21 @@ def test_targets_are_last_parts_or_globs(module, targets, expected):
     assert sorted(adapted(module)) == expected
 
 
+def test_all_linear_are_those_of_the_layers(module):
+    module.lm_head = nn.Linear(8, 40, bias=False)
+    inject(module, LoraConfig(r=4, targets=["all-linear"]))
+    assert adapted(module) == [
+        f"layers.{n}.{name}" for n in (0, 1) for name in ("attn.q_proj", "attn.v_proj", "up_proj")
+    ]
+
+
 def test_an_unmatched_target_lists_the_names_that_exist(module):
     with pytest.raises(ConfigError) as caught:
         inject(module, LoraConfig(r=2, targets=["q_proj", "qproj"]))
     message = str(caught.value)
     assert message.startswith("lora.targets has 'qproj'")
     assert "Did you mean 'q_proj'?" in message
-    assert message.endswith("Names that exist: q_proj, up_proj, v_proj.")
+    assert message.endswith("Names that exist: all-linear, q_proj, up_proj, v_proj.")
 
 
 def test_a_module_that_is_no_linear_is_no_target(module):

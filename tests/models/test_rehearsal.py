@@ -63,9 +63,11 @@ def test_values_that_do_not_go_together_are_refused(name: str, value: object) ->
 
 
 def test_an_attention_that_the_model_has_not_is_refused() -> None:
-    source = source_of("mamba")
-    source.config._attn_implementation = source.model.attention = "eager"
-    with pytest.raises(ConfigError, match=r"model\.attention=eager; transformers' mamba cannot compute"):
+    source = source_of("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    source.config._attn_implementation = source.model.attention = "sdpa"
+    with pytest.raises(
+        ConfigError, match=r"model\.attention=sdpa; transformers' gpt_oss cannot compute .*attention=eager"
+    ):
         source.empty()
 
 

@@ -73,6 +73,7 @@ def test_the_known_windows() -> None:
     ("model", "rank", "targets", "adapters"),
     [
         ("mistral7b", 32, TARGETS, 83_886_080),
+        ("mistral7b", 32, ("all-linear",), 83_886_080),
         ("mistral7b", 8, ("q_proj", "v_proj"), 3_407_872),
         ("gemma3_270m", 32, TARGETS, 7_593_984),
         ("qwen05b", 32, TARGETS, 17_596_416),

@@ -205,7 +205,8 @@ class LoraConfig:
     dropout: float = number(default=0.0, at_least=0, below=1)
     """Probability of dropping an input of A during training."""
     targets: list[str] = field(default_factory=list)
-    """Linear modules that get an adapter, by the last part of their name or by a glob over the full name."""
+    """Linear modules that get an adapter, by the last part of their name or by a glob over the full name; `all-linear`
+    is every one of every layer."""
     init: str = choice("b_zero", "a_zero", "pissa", default="b_zero")
     """`b_zero`: A Kaiming-uniform, B zero. `a_zero`: A zero, B normal. `pissa`: principal singular directions
     of W, which is reduced by them (arXiv 2404.02948)."""

@@ -17,6 +17,8 @@ from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.io import paths
 
 PREFIX = "base_model.model."
+DECODER = "model.language_model."
+"""How the names of a decoder begin in a model that also sees (Gemma 3 4B); by itself they begin with `model.`."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 """Written after the tensors: where it is, they are whole."""
@@ -30,12 +32,14 @@ def write_adapter(
     lora: LoraConfig,
     base_path: str,
     revision: str | None,
+    is_transposed: bool = False,
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `<module>.lora_B`).
 
     Args:
         initial: PiSSA's A and B at the start. The adapter is meant for the unreduced base, so the export is
             B A - B0 A0, of rank 2 r.
+        is_transposed: the base weights are (in, out), as GPT-2's Conv1D has them.
 
     Returns:
         SHA-256 of the tensors' file by its name.
@@ -52,18 +56,23 @@ def write_adapter(
     paths.write_bytes_atomic(paths.join(folder, ADAPTER_FILE), content)
     config = adapter_config(
         lora, r=r, alpha=alpha, modules=_modules(parameters), base_path=base_path, revision=revision
-    )
+    ) | {"fan_in_fan_out": is_transposed}
     paths.write_text_atomic(paths.join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2))
     return {ADAPTER_FILE: hashlib.sha256(content).hexdigest()}
 
 
 def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters that `write_adapter` made these tensors of."""
-    found = {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in layout.items()}
+    found = {_inner_name(key): tensor for key, tensor in layout.items()}
     for name, start in initial.items():
         rank = start.shape[0] if name.endswith("lora_A") else start.shape[1]
         found[name] = (found[name][:rank] if name.endswith("lora_A") else found[name][:, :rank]).contiguous()
     return found
+
+
+def _inner_name(key: str) -> str:
+    name = key.removeprefix(PREFIX).removesuffix(".weight")
+    return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name
 
 
 def adapter_config(
@@ -81,7 +90,6 @@ def adapter_config(
         "use_rslora": lora.scaling == "alpha_over_sqrt_r",
         "target_modules": modules,
         "bias": "none",
-        "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }

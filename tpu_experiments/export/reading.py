@@ -19,7 +19,6 @@ REFUSED = (
     "rank_pattern",
     "alpha_pattern",
     "use_dora",
-    "fan_in_fan_out",
     "modules_to_save",
     "lora_bias",
     "alora_invocation_tokens",

@@ -4,13 +4,13 @@ Known are dense decoders with grouped-query attention and a gated MLP, whose sev
 o, gate, up and down; any other model type is refused rather than counted wrongly.
 """
 
-import fnmatch
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
+from tpu_experiments.config.targets import is_target
 
 REQUIRED = (
     "hidden_size",
@@ -99,18 +99,14 @@ class Decoder:
         return self.matrices + self.vectors
 
     def adapted(self, targets: Iterable[str]) -> list[tuple[int, int]]:
-        """(in, out) of every Linear that `lora.targets` names, by the rule of models/lora.py: leaf name or glob."""
+        """(in, out) of every Linear that `lora.targets` names, by the rule of config/targets.py."""
         return [shape for _, shape in self.adapted_by_leaf(targets)]
 
     def adapted_by_leaf(self, targets: Iterable[str]) -> list[tuple[str, tuple[int, int]]]:
         """The same with the last part of each name."""
         wanted = list(targets)
         named = ((name, name.rpartition(".")[2], shape) for name, shape in self._linears())
-        return [
-            (leaf, shape)
-            for name, leaf, shape in named
-            if any(leaf == target or fnmatch.fnmatchcase(name, target) for target in wanted)
-        ]
+        return [(leaf, shape) for name, leaf, shape in named if any(is_target(name, each) for each in wanted)]
 
     def adapter_parameters(self, *, rank: int, targets: Iterable[str]) -> int:
         """Elements of all A (rank, in) and B (out, rank)."""

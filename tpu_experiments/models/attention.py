@@ -5,6 +5,7 @@ tokens as (B, 1, 1, T): transformers hands anything with four dimensions to ever
 has one kind of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.turning import take
 from tpu_experiments.runtime.attention import Scores, attention, has_attention_kernel
 
 FLASH = "segment_kernel"
 """Its name among transformers' attentions; a name with `flash` in it makes transformers look for a CUDA package."""
+
+WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
+"""What transformers hands to an attention for others of its kind: positions are in the rotated queries and keys, and
+nothing is cached here."""
 
 
 def causal_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
@@ -42,7 +48,7 @@ def flash(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the form that transformers calls it.
 
@@ -51,10 +57,15 @@ def flash(
         attention_mask: segments (B, 1, 1, T), of any type that holds them.
         sliding_window: a token sees keys at a distance below it.
         softcap: c; scores become c tanh(score / c).
+        others: what else transformers hands to every attention; taken where it does not change the result.
 
     Returns:
         (B, T, H, D), and no attention weights.
+
+    Raises:
+        ConfigError: the model wants something of its attention that is not computed here, such as attention sinks.
     """
+    require_known(module, others)
     segments_BT = attention_mask[:, 0, 0].to(torch.int32)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if has_attention_kernel():
@@ -68,6 +79,19 @@ def flash(
     if softcap is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale)
     return _capped(query, key, value, mask=mask, scale=scale, soft_cap=softcap, dropout=dropout), None
+
+
+def require_known(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Refuse by name what this attention would leave out of its result; null and False ask for nothing."""
+    unknown = [name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None]
+    unknown = [name for name in unknown if others[name] is not False or name == "is_causal"]
+    if getattr(module, "is_causal", True) is False and "is_causal" not in unknown:
+        unknown.append("is_causal")
+    if unknown:
+        raise ConfigError(
+            f"model.attention=flash; {type(module).__name__} asks for {', '.join(sorted(unknown))}, which it does not "
+            "compute; use model.attention=eager."
+        )
 
 
 def _capped(

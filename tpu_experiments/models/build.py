@@ -11,7 +11,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import LoraLinear, ParameterReport, inject
+from tpu_experiments.models.lora import ParameterReport, adapted_weights, inject
 from tpu_experiments.models.stacking import stacked_weights
 from tpu_experiments.models.trained import fingerprints
 from tpu_experiments.runtime.layout import Folding
@@ -50,7 +50,7 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
     module = source.empty()
     report = inject(module, lora)
     named = {name for name, _ in module.named_parameters()}
-    shared = [n for n, part in module.named_modules() if isinstance(part, LoraLinear) and f"{n}.weight" not in named]
+    shared = [name.removesuffix(".weight") for name in adapted_weights(module) if name not in named]
     if shared:
         raise ConfigError(
             f"lora.targets=[{', '.join(lora.targets)}] matches {shared[0]}, whose weight is the embedding's "
@@ -80,7 +80,7 @@ def build_model(
         folding: folds equal layers into one that runs in a loop; None leaves the layers as they are.
     """
     module, report = describe(source, lora=lora)
-    adapted = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, LoraLinear)}
+    adapted = adapted_weights(module)
     source.require_weights(shapes_of_base(module))
     if folding is not None and source.model.stack == "scanned":
         chosen = source.model

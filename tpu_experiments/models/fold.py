@@ -18,6 +18,7 @@ from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.layer_graph import LayerGraph
+from tpu_experiments.models.rehearsal import gives_tensor
 from tpu_experiments.models.scanned import compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.layout import BY_ROWS, Folding
 
@@ -28,7 +29,7 @@ NUMBER = "number of the layer"
 
 def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str] = (), group: int = 1) -> int:
     """Fold the decoder layers of a module on the meta device, in place; returns the layers of one iteration, 0 where
-    none repeats.
+    none repeats, or they give more than hidden states.
 
     Args:
         remat: what the backward pass finds saved (layer_graph.py).
@@ -39,6 +40,9 @@ def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str
     period = _period(layers)
     if not period:
         log.info("%d layers of %s do not repeat: each is compiled on its own", len(layers), path or "the model")
+        return 0
+    if not gives_tensor(layers[0], module=module):  # Falcon's give attention weights as well
+        log.info("layers of %s give more than hidden states: each is compiled on its own", path)
         return 0
     period *= max(1, min(group, len(layers) // (2 * period)))
     folded = FoldedLayers(layers, path=path, period=period, folding=folding, remat=remat, saved=tuple(saved))

@@ -9,7 +9,7 @@ from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.io.finite import require_finite
 from tpu_experiments.models.build import Place, describe, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import LoraLinear, adapter_weights
+from tpu_experiments.models.lora import adapted_weights, adapter_weights
 
 
 def build_frozen(
@@ -41,12 +41,13 @@ def build_frozen(
             "its files are not all there: copy it again."
         )
     source.require_weights({name: shapes[name] for name in own})
-    adapted = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, LoraLinear)}
+    adapted = adapted_weights(module)
 
     def weights() -> Iterator[Named]:
         for base in source.weights(own):
             if reduced_with_seed is not None and base.name in adapted:
-                base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed))
+                is_transposed = adapted[base.name]
+                base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed, is_transposed=is_transposed))
             yield base
         for name in trained:
             tensor = trained[name].to(source.dtype)

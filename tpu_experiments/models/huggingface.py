@@ -6,14 +6,15 @@ tensor at a time.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.remote_code import require_no_code
@@ -21,6 +22,9 @@ from tpu_experiments.config.sources import ModelConfig
 from tpu_experiments.io.find import find_local
 from tpu_experiments.io.finite import not_finite
 from tpu_experiments.models.attention import FLASH
+from tpu_experiments.models.conversion import ConvertedTensor, converted_tensors
+from tpu_experiments.models.decoder import decoder_config, prefixes
+from tpu_experiments.models.experts import EVERY_EXPERT
 from tpu_experiments.models.rehearsal import rehearse
 from tpu_experiments.models.stored import StoredTensor, stored_tensors
 
@@ -38,7 +42,13 @@ COUNTS = {
 }
 """Values of a decoder's config that count something, and the most that is taken: far above any model, and what a
 module is still built of in seconds."""
-UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_STATE = "their layers hand a state from token to token, past the mask that keeps documents and padding out"
+NOT_BUILT = {
+    "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with",
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2"), _STATE),
+}
+"""Types that transformers has and this project would train wrongly. What is not listed is checked by isolation.py."""
+UNFIT = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers' classes raise over values that do not go together."""
 
 
@@ -58,7 +68,10 @@ class HuggingFaceModel:
         self.random = model.init == "random" or model.size == "tiny"
         self.dtype = DTYPES[model.dtype]
         self.folder = None if self.random else self.find_folder()
-        self.config = self._config()
+        self.whole_config = self._config()
+        self.config = decoder_config(self.whole_config)
+        self.config._attn_implementation = FLASH if model.attention == "flash" else model.attention
+        self.config._experts_implementation = EVERY_EXPERT
 
     def find_folder(self) -> Path | None:
         """Where the checkpoint lies; a Hub id is downloaded."""
@@ -76,10 +89,14 @@ class HuggingFaceModel:
                 f"model={self.model.name}; transformers has no causal language model of type {config.model_type!r}; "
                 "give a decoder that generates text."
             )
-        problems = count_problems(config, where=self._where)
+        if config.model_type in NOT_BUILT:
+            raise ConfigError(
+                f"model={self.model.name}; models of type {config.model_type!r} are not built here: "
+                f"{NOT_BUILT[config.model_type]}; take a decoder with attention and plain weights."
+            )
+        problems = count_problems(decoder_config(config), where=self._where)
         if problems:
             raise ConfigError("\n".join(problems))
-        config._attn_implementation = FLASH if self.model.attention == "flash" else self.model.attention
         return config
 
     @property
@@ -100,21 +117,25 @@ class HuggingFaceModel:
             ConfigError: the values of its config do not go together.
         """
         try:
-            with torch.device("meta"):
-                module = AutoModelForCausalLM.from_config(
-                    self.config, dtype=self.dtype, trust_remote_code=self.runs_code
-                )
+            module = self._on_meta(self.config)
             module.tie_weights()
             _fill_buffers(module)
             rehearse(module)
+        except ConfigError:
+            raise
         except UNFIT as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:200]
+            way = "mend them" if self.model.attention == "eager" else "mend them, or use model.attention=eager"
             raise ConfigError(
                 f"{self._where} with model.attention={self.model.attention}; transformers' {self.config.model_type} "
-                f"cannot compute with these values ({type(error).__name__}: {reason}); mend them, or use another "
-                "model.attention."
+                f"cannot compute with these values ({type(error).__name__}: {reason}); {way}."
             ) from error
         return module
+
+    def _on_meta(self, config: PretrainedConfig) -> PreTrainedModel:
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config, dtype=self.dtype, trust_remote_code=self.runs_code)
+        return cast(PreTrainedModel, made)
 
     @property
     def _where(self) -> str:
@@ -177,25 +198,33 @@ class HuggingFaceModel:
             "damaged, or was saved by a training that had diverged: download it again, or take another checkpoint."
         )
 
-    def _stored(self, names: list[str]) -> dict[str, StoredTensor]:
-        assert self.folder is not None
-        stored = stored_tensors(self.folder)
-        is_known = type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)] if is_known else self.empty()
-        prefix = f"{kind.base_model_prefix}."
-        found = {name: tensor for name in names if (tensor := _under_either_name(name, stored, prefix=prefix))}
-        absent = [name for name in names if name not in found]
+    def outer_name(self, name: str) -> str:
+        """What a parameter of the decoder is called in the checkpoint's model, which may see or hear as well."""
+        inner, outer = self._prefixes
+        return outer + name.removeprefix(inner) if name.startswith(inner) else name
+
+    @cached_property
+    def _prefixes(self) -> tuple[str, str]:
+        """How the names of the decoder's layers begin, in `empty()` and in the checkpoint's model."""
+        if self.whole_config is self.config or self.random:
+            return "", ""
+        return prefixes(self._on_meta(self.config), self._on_meta(self.whole_config))
+
+    def _stored(self, names: list[str]) -> dict[str, StoredTensor | ConvertedTensor]:
+        found, outer = self._as_named, [self.outer_name(name) for name in names]
+        absent = [name for name in outer if name not in found]
         if absent:
             raise ConfigError(
                 f"model.path={self.model.path}; the checkpoint lacks {len(absent)} of {len(names)} parameters, "
-                f"first {absent[0]!r}. {suggest(absent[0], list(stored)[:40])}"
+                f"first {absent[0]!r}. {suggest(absent[0], list(found)[:40])}"
             )
-        return found
+        return {name: found[whole] for name, whole in zip(names, outer, strict=True)}
 
-
-def _under_either_name(name: str, stored: Mapping[str, StoredTensor], *, prefix: str) -> StoredTensor | None:
-    """A checkpoint of the model without its head (GPT-2's, for one) has the names without the model's prefix."""
-    return stored.get(name) or stored.get(name.removeprefix(prefix))
+    @cached_property
+    def _as_named(self) -> dict[str, StoredTensor | ConvertedTensor]:
+        """Every tensor of the checkpoint under the name that its model has it by; files are not opened again."""
+        assert self.folder is not None
+        return converted_tensors(stored_tensors(self.folder), self._on_meta(self.whole_config))
 
 
 def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:

@@ -4,18 +4,19 @@
 (and, for PiSSA, takes them out of W). Shapes: A (r, in), B (out, r), both float32.
 """
 
-import fnmatch
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.targets import ALL_LINEAR, is_target
 from tpu_experiments.models.dropout import NOISE, current_noise, random_mask
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.huggingface import Named
@@ -27,25 +28,30 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class LoraLinear(nn.Module):
-    """A frozen Linear with an adapter; parameters `weight`, `bias` (the Linear's own), `lora_A`, `lora_B`."""
+    """A frozen Linear with an adapter; parameters `weight`, `bias` (the Linear's own), `lora_A`, `lora_B`.
+
+    GPT-2's Conv1D is a Linear whose weight is (in, out) (`is_transposed`).
+    """
 
     siblings: "Siblings | None" = None
 
-    def __init__(self, linear: nn.Linear, *, r: int, scale: float, dropout: float, name: str = "") -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, *, r: int, scale: float, dropout: float, name: str = "") -> None:
         """`name` is the module's, under which the model has it: masks of dropout depend on it."""
         super().__init__()
         self.layer_idx, self.site = place_of(name)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.is_transposed = isinstance(linear, Conv1D)
+        self.in_features, self.out_features = features_of(linear)
         self.scale, self.dropout = scale, dropout
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
-        self.lora_A = nn.Parameter(torch.empty(r, linear.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.empty(linear.out_features, r, dtype=torch.float32, device=device))
+        self.lora_A = nn.Parameter(torch.empty(r, self.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, r, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the data type of `x`."""
         low = self.siblings.low(self, x) if self.siblings else self.low(x, self.lora_A)
-        return F.linear(x, self.weight, self.bias) + product(low, self.lora_B)
+        weight = self.weight.t() if self.is_transposed else self.weight
+        return F.linear(x, weight, self.bias) + product(low, self.lora_B)
 
     def low(self, x: Tensor, a: Tensor) -> Tensor:
         """`a` (k, in_features) times what dropout leaves of `x`, scaled: (..., k). A few numbers a token: kept."""
@@ -69,6 +75,13 @@ class LoraLinear(nn.Module):
         layer = self.layer_idx if noise.layer is None else noise.layer
         mask = random_mask(x, noise.words_R, layer=layer, site=self.site, keep=keep)
         return torch.where(mask, x / keep, 0.0)
+
+
+def features_of(linear: nn.Linear | Conv1D) -> tuple[int, int]:
+    """Numbers of a token that go in and that come out."""
+    if isinstance(linear, Conv1D):
+        return linear.nx, linear.nf
+    return linear.in_features, linear.out_features
 
 
 class Siblings:
@@ -119,7 +132,7 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
     Raises:
         ConfigError: a target matches no Linear; the names that exist are listed.
     """
-    linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    linears = {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
     if lora.r == 0:
         return report(module, adapters=0)
     module.requires_grad_(False)
@@ -154,12 +167,12 @@ def place_of(name: str) -> tuple[int, int]:
     return number, int.from_bytes(digest, "little") - 2**31
 
 
-def _matched(linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:
+def _matched(linears: Mapping[str, nn.Module], targets: list[str]) -> list[str]:
     names: dict[str, None] = {}
     for target in targets:
-        hits = [n for n in linears if n.rpartition(".")[2] == target or fnmatch.fnmatchcase(n, target)]
+        hits = [name for name in linears if is_target(name, target)]
         if not hits:
-            leaves = {name.rpartition(".")[2] for name in linears}
+            leaves = {name.rpartition(".")[2] for name in linears} | {ALL_LINEAR}
             raise ConfigError(
                 f"lora.targets has {target!r}, which matches no Linear of the model. {suggest(target, leaves)}"
             )
@@ -173,13 +186,22 @@ def report(module: nn.Module, *, adapters: int) -> ParameterReport:
     return ParameterReport(trainable, sum(p.numel() for p in module.parameters()), adapters)
 
 
-def adapter_weights(base: Named, *, lora: LoraConfig, seed: int) -> Iterator[Named]:
+def adapted_weights(module: nn.Module) -> dict[str, bool]:
+    """Names of the base weights with an adapter; true where the weight is (in, out)."""
+    parts = ((name, part) for name, part in module.named_modules() if isinstance(part, LoraLinear))
+    return {f"{name}.weight": part.is_transposed for name, part in parts}
+
+
+def adapter_weights(base: Named, *, lora: LoraConfig, seed: int, is_transposed: bool = False) -> Iterator[Named]:
     """The base weight and its adapter: `base` reduced by B A for PiSSA, then A and B.
 
     The draw depends on the seed and the parameter's name alone, so it is the same on any number of devices.
+
+    Args:
+        is_transposed: the weight is (in, out), as `adapted_weights` says.
     """
     prefix = base.name.removesuffix("weight")
-    weight = base.tensor
+    weight = base.tensor.t() if is_transposed else base.tensor
     shape_a, shape_b = (lora.r, weight.shape[1]), (weight.shape[0], lora.r)
     digest = hashlib.blake2b(f"{seed}:{base.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -193,7 +215,7 @@ def adapter_weights(base: Named, *, lora: LoraConfig, seed: int) -> Iterator[Nam
         bound = 1 / math.sqrt(weight.shape[1])  # Kaiming-uniform with a = sqrt(5), as nn.Linear
         a = torch.empty(shape_a).uniform_(-bound, bound, generator=generator)
         b = torch.zeros(shape_b)
-    yield Named(base.name, weight)
+    yield Named(base.name, weight.t().contiguous() if is_transposed else weight)
     yield Named(prefix + A, a)
     yield Named(prefix + B, b)
 

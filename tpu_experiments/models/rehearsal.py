@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpu_experiments.models.forward import attention_input
@@ -28,3 +28,14 @@ def rehearse(module: nn.Module) -> None:
         except RuntimeError as error:
             if SHAPES.search(str(error)):
                 raise
+
+
+def gives_tensor(layer: nn.Module, *, module: nn.Module) -> bool:
+    """Say whether a layer gives its hidden states alone, as far as the module computes without memory."""
+    given: list[bool] = []
+    hook = layer.register_forward_hook(lambda _layer, _inputs, output: given.append(isinstance(output, Tensor)))
+    try:
+        rehearse(module)
+    finally:
+        hook.remove()
+    return given[0] if given else True

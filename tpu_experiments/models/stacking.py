@@ -16,7 +16,7 @@ def stacked_weights(
     source: HuggingFaceModel,
     shapes: Mapping[str, tuple[int, ...]],
     *,
-    adapted: set[str],
+    adapted: Mapping[str, bool],
     lora: LoraConfig,
     seed: int,
     initial: dict[str, Tensor],
@@ -27,7 +27,7 @@ def stacked_weights(
 
     Args:
         shapes: of the module's base weights.
-        adapted: base weights with an adapter, under Hugging Face's names.
+        adapted: of base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
         initial: PiSSA's initial A and B are left here, under Hugging Face's names.
     """
     names = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
@@ -36,7 +36,9 @@ def stacked_weights(
         made: dict[str, Tensor] = {}
         count = len(hugging_face_names(name))
         for index, base in enumerate(itertools.islice(weights, count)):
-            for item in adapter_weights(base, lora=lora, seed=seed) if base.name in adapted else [base]:
+            is_adapted, is_transposed = base.name in adapted, adapted.get(base.name, False)
+            items = adapter_weights(base, lora=lora, seed=seed, is_transposed=is_transposed) if is_adapted else [base]
+            for item in items:
                 if lora.init == "pissa" and item.name != base.name:
                     initial[item.name] = item.tensor.clone()
                 _collect(made, item, base=base.name, name=name, index=index, count=count)

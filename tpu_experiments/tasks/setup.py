@@ -15,6 +15,8 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.models.build import describe, shapes_of_base
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.isolation import require_isolation
 from tpu_experiments.runtime.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.chosen import require_choices
@@ -136,6 +138,8 @@ def check_model(config: Config) -> int:
                 f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
             )
     module, report = describe(source, lora=config.lora)
+    if isinstance(source, HuggingFaceModel):
+        require_isolation(source, is_packed=config.prepare.packing == "best_fit")
     source.require_weights(shapes_of_base(module))
     require_choices(resolve_stages(config), [name for name, p in module.named_parameters() if p.requires_grad])
     log.info("%s: %s", config.model.name, report)

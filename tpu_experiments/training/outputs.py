@@ -20,6 +20,7 @@ from tpu_experiments.logging.promise import Measured, Promise, held_against
 from tpu_experiments.logging.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.lora import adapted_weights
 from tpu_experiments.training.card import write_card
 from tpu_experiments.training.ending import Ending, result_fields
 from tpu_experiments.training.evaluate import Evaluation
@@ -196,11 +197,12 @@ class RunOutputs:
         self.adapter_path = self.folder.path("adapter")
         self.export_digests = write_adapter(
             self.adapter_path,
-            parameters=to_host(model.trainable),
-            initial=model.initial,
+            parameters={source.outer_name(name): t for name, t in to_host(model.trainable).items()},
+            initial={source.outer_name(name): t for name, t in model.initial.items()},
             lora=config.lora,
             base_path=self.base_path,
             revision=config.model.revision,
+            is_transposed=any(adapted_weights(model.module).values()),
         )
 
     def result(self, ending: Ending) -> None:

@@ -1,0 +1,113 @@
+"""A model whose documents change one another, or that looks ahead, is refused before its first run; others are not."""
+
+import logging
+
+import pytest
+import torch
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.sources import ModelConfig
+from tpu_experiments.models import forward
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.isolation import MOST_PARAMETERS, require_isolation, small_copy
+
+pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def source_of(model_type: str, *, attention: str = "sdpa", **values: object) -> HuggingFaceModel:
+    """With the sizes of transformers' default config, which are those of a real model."""
+    arch = {"model_type": model_type, **values}
+    return HuggingFaceModel(ModelConfig(name="x", path="", init="random", attention=attention, arch=arch), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [
+        ("llama", "flash"),
+        ("mixtral", "flash"),
+        ("gemma2", "eager"),
+        ("gemma3_text", "flash"),
+        ("gpt2", "sdpa"),
+        ("gpt_oss", "eager"),
+        ("falcon", "eager"),
+        ("smollm3", "sdpa"),
+    ],
+)
+def test_decoders_pass(model_type, attention, caplog):
+    require_isolation(source_of(model_type, attention=attention), is_packed=True)
+    assert not caplog.records  # an unchecked model is a warning
+
+
+def test_a_recurrent_model_is_refused_where_rows_are_packed(caplog):
+    source = source_of("xlstm", attention="eager")
+    with pytest.raises(
+        ConfigError, match=r"xlstm a document changes the logits of the next .* set prepare.packing=pad"
+    ):
+        require_isolation(source, is_packed=True)
+    require_isolation(source, is_packed=False)
+    assert not caplog.records
+
+
+def test_an_encoder_is_refused():
+    with pytest.raises(ConfigError, match="bert are not those that it computes for a document alone"):
+        require_isolation(source_of("bert", attention="eager"), is_packed=False)
+    require_isolation(source_of("bert", attention="eager", is_decoder=True), is_packed=True)
+
+
+def test_a_model_that_ignores_what_flash_is_given_is_refused():
+    with pytest.raises(ConfigError, match="mpt"):
+        require_isolation(source_of("mpt", attention="flash"), is_packed=True)
+    require_isolation(source_of("mpt", attention="eager"), is_packed=True)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_masks_that_let_tokens_look_ahead_are_found(is_packed, monkeypatch):
+    monkeypatch.setattr(
+        forward, "causal_mask", lambda segments, window: segments[:, None, None] == segments[:, None, :, None]
+    )
+    with pytest.raises(ConfigError, match="changes the logits of those before it"):
+        require_isolation(source_of("llama"), is_packed=is_packed)
+
+
+def test_masks_that_leave_documents_together_are_found(monkeypatch):
+    def causal(segments, window):
+        length = segments.shape[1]
+        return torch.ones(length, length).tril().bool().expand(len(segments), 1, length, length)
+
+    monkeypatch.setattr(forward, "causal_mask", causal)
+    with pytest.raises(ConfigError, match="a document changes the logits of the next one"):
+        require_isolation(source_of("llama"), is_packed=True)
+    require_isolation(source_of("llama"), is_packed=False)
+
+
+def test_what_passed_is_not_checked_again(empty_cache, monkeypatch, caplog):
+    source = source_of("llama")
+    require_isolation(source, is_packed=True)
+    assert len(list((empty_cache / "tpu_experiments" / "isolation").iterdir())) == 1
+    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", None)
+    require_isolation(source, is_packed=True)
+    assert not caplog.records
+    require_isolation(source_of("llama", rms_norm_eps=1e-3), is_packed=True)
+    assert "was not checked" in caplog.text
+
+
+def test_a_copy_that_stays_wide_is_told_and_not_built(monkeypatch, caplog):
+    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", lambda config: config)
+    with caplog.at_level(logging.WARNING):
+        require_isolation(source_of("llama"), is_packed=True)
+    assert f"{MOST_PARAMETERS:,}" not in caplog.text
+    assert "was not checked" in caplog.text
+
+
+def test_the_copy_has_every_kind_of_layer():
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    copy = small_copy(source_of("gemma3_text", num_hidden_layers=18, layer_types=kinds * 3).config)
+    assert copy.layer_types == kinds
+    assert copy.num_hidden_layers == 6
+    assert copy.sliding_window < 9

@@ -1,0 +1,102 @@
+"""The tensors of a checkpoint under the names and in the shapes that the model's class has, one at a time.
+
+transformers saves some models in an older form than its classes have: each expert of Mixtral as a tensor of its own,
+GPT-NeoX's head under another name. The conversions are transformers' own.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from tpu_experiments.models.stored import StoredTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored tensor that a converter makes others of."""
+
+    key: str
+    """Its name in the checkpoint."""
+    pattern: str
+    """Of the converter, that the name matched."""
+    stored: StoredTensor
+
+
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """A tensor of the model that is made of stored ones when it is read."""
+
+    name: str
+    shape: tuple[int, ...]
+    target: str
+    """What transformers calls the whole of what is made of these parts."""
+    parts: tuple[Part, ...]
+    converter: WeightConverter
+    module: PreTrainedModel
+
+    @property
+    def file(self) -> Path:
+        """Where its first part is stored."""
+        return self.parts[0].stored.file
+
+    def read(self) -> Tensor:
+        """The tensor in host memory, in the data type of the file.
+
+        Raises:
+            ConfigError: a part has a quantised data type.
+        """
+        tensors = {part.key: part.stored.read() for part in self.parts}
+        return converted(self.target, self.parts, tensors, converter=self.converter, module=self.module)[self.name]
+
+
+def converted(
+    target: str,
+    parts: tuple[Part, ...],
+    tensors: dict[str, Tensor],
+    *,
+    converter: WeightConverter,
+    module: PreTrainedModel,
+) -> dict[str, Tensor]:
+    """Make the model's tensors of stored ones; `tensors` is emptied on the way."""
+    own = deepcopy(converter)  # it collects what it is given
+    for part in parts:
+        own.add_tensor(target, part.key, part.pattern, tensors.pop(part.key))
+    made = own.convert(target, model=module, config=module.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def converted_tensors(
+    stored: Mapping[str, StoredTensor], module: PreTrainedModel
+) -> dict[str, StoredTensor | ConvertedTensor]:
+    """Name, shape and place of every tensor of a checkpoint as `module` has it.
+
+    Args:
+        module: of the checkpoint's class, on the meta device.
+    """
+    transforms = get_model_conversion_mapping(module)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    own = module.state_dict()
+    found: dict[str, StoredTensor | ConvertedTensor] = {}
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for key in sorted(stored, key=dot_natural_key):  # experts are stacked in this order
+        name, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, own)
+        if pattern is None:
+            found[name] = stored[key]
+        else:
+            parts[name].append(Part(key, pattern, stored[key]))
+    for target, some in parts.items():
+        converter = by_pattern[some[0].pattern]
+        empty = {part.key: torch.empty(part.stored.shape, device="meta") for part in some}
+        for name, tensor in converted(target, tuple(some), empty, converter=converter, module=module).items():
+            found[name] = ConvertedTensor(name, tuple(tensor.shape), target, tuple(some), converter, module)
+    return found

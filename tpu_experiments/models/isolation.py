@@ -1,0 +1,223 @@
+"""Check that a model is causal and keeps the documents of a row apart, on a small copy of its config.
+
+A recurrent layer hands its state from one document to the next, an encoder lets a token see those after it, and ALiBi
+counts positions over a whole row: none of that shows in a loss. The copy has the model's own classes, kinds of layers
+and options, but few and narrow layers, so that the check takes a fraction of a second on the host.
+"""
+
+import copy
+import hashlib
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.io.cache import default_folder
+from tpu_experiments.models import attention, experts, forward
+from tpu_experiments.models.huggingface import UNFIT, HuggingFaceModel
+
+log = logging.getLogger(__name__)
+LENGTHS = (9, 7)
+"""Tokens of the two documents: longer than the copy's window, and of different lengths."""
+PADDING = 4
+WIDTH = 64
+"""Of a head; xLSTM rounds up to multiples of it."""
+HEADS = ("num_attention_heads", "num_heads")
+WIDTHS = ("hidden_size", "embedding_dim")
+DEPTHS = ("num_hidden_layers", "num_blocks")
+AT_MOST = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+}
+MOST_PARAMETERS = 10_000_000
+"""Of the copy; one with more is a copy that kept a width which this file does not know."""
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FEWEST_LAYERS = 2
+TOLERANCE = 1e-3
+"""Of the largest logit. Sums in another order move logits by 1e-6 of it, and a leak by 0.01 to 1 (xLSTM 0.4)."""
+
+
+def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
+    """Refuse a model that looks ahead, or whose documents change one another where rows hold several.
+
+    Args:
+        is_packed: rows hold more than one document.
+
+    Raises:
+        ConfigError: a token changes the logits of earlier ones or of another document, or the logits are not those
+            that transformers computes for the document alone.
+
+    What has passed is not checked again (an empty file beside the cache of shards).
+    """
+    name, kind = f"model={source.model.name}", source.config.model_type
+    passed = _record_of(source, is_packed=is_packed)
+    if passed.exists():
+        return
+    try:
+        config = small_copy(source.config)
+        module, alone = _modules(config, source)
+        moved = differences(module, alone, is_packed=is_packed)
+    except ConfigError:
+        raise
+    except UNFIT as error:
+        reason = " ".join(str(error).split())[:200]
+        log.warning("%s: whether %s keeps documents apart was not checked, since no small copy of its config computes "
+                    "(%s: %s)", name, kind, type(error).__name__, reason)  # fmt: skip
+        return
+    if moved["past"] > TOLERANCE:
+        raise ConfigError(
+            f"{name}; in transformers' {kind} a token changes the logits of those before it, by {moved['past']:.2g} of "
+            "the largest: it is no causal decoder, and would learn to copy what it is asked for; take one that is."
+        )
+    if moved["alone"] > TOLERANCE:
+        raise ConfigError(
+            f"{name}; with the masks of training the logits of transformers' {kind} are not those that it computes for "
+            f"a document alone: {moved['alone']:.2g} of the largest apart; what was trained would not be what is "
+            "loaded; take a causal decoder, or set model.attention=eager."
+        )
+    if moved["other"] > TOLERANCE:
+        raise ConfigError(
+            f"{name}; in transformers' {kind} a document changes the logits of the next one in its row, by "
+            f"{moved['other']:.2g} of the largest; set prepare.packing=pad, so that a row holds one document."
+        )
+    with suppress(OSError):  # a home that cannot be written: the check is made each time
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
+    """The empty file that says that a config has passed, by the code that was checked."""
+    digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {is_packed}".encode())
+    digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
+    for file in (__file__, forward.__file__, attention.__file__, experts.__file__):
+        digest.update(Path(file).read_bytes())
+    return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
+
+
+def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict[str, float]:
+    """Largest differences of logits, as shares of the largest logit.
+
+    Args:
+        module: as training calls it.
+        alone: of the same weights, as transformers calls it.
+
+    Returns:
+        `past`: earlier tokens when the last one is another; `alone`: a document with padding behind it and the same
+        document as transformers computes it; `other`: documents in one row and each alone.
+    """
+    first, second = LENGTHS
+    ids = _drawn(first + second)
+    changed = ids.clone()
+    changed[first - 1] = ids[first - 1] % (AT_MOST["vocab_size"] - len(IDS)) + len(IDS)
+    with torch.no_grad():
+        expected = torch.cat([alone(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)])
+        one = _packed(module, ids[:first], lengths=(first,))
+        moved = _packed(module, changed[:first], lengths=(first,))
+        two = _packed(module, ids, lengths=LENGTHS) if is_packed else expected
+    largest = expected.abs().max()
+    pairs = {"past": (one[:-1], moved[:-1]), "alone": (one, expected[:first]), "other": (two, expected)}
+    return {name: float((a - b).abs().max() / largest) for name, (a, b) in pairs.items()}
+
+
+def _drawn(count: int) -> Tensor:
+    """Token ids that are none of the special ones."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(len(IDS), AT_MOST["vocab_size"], (count,), generator=generator)
+
+
+def _packed(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
+    """Logits (T, V) of documents in one row with padding behind them, by the forward pass of training."""
+    padding = torch.zeros(PADDING, dtype=torch.int64)
+    segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)] + [padding])
+    positions = torch.cat([torch.arange(n) for n in lengths] + [padding])
+    batch = {"ids": torch.cat([ids, padding])[None], "positions": positions[None], "segments": segments[None]}
+    return forward.logits_of(module, dict(module.named_parameters()), batch)[0, : len(ids)]
+
+
+def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Module, nn.Module]:
+    """The copy as training calls it and as transformers does, with the same weights, drawn at random."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=source.runs_code)
+    count = sum(p.numel() for p in empty.parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"the copy has {count:,} parameters")
+    made: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for is_plain in (False, True):
+            own = copy.deepcopy(config)  # a module keeps its config
+            own._attn_implementation = "eager" if is_plain else source.config._attn_implementation
+            own._experts_implementation = "eager" if is_plain else source.config._experts_implementation
+            module = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=source.runs_code)
+            made.append(module.eval())
+        for parameter in made[0].parameters():
+            _draw(parameter)
+    made[1].load_state_dict(made[0].state_dict())
+    return made[0], made[1]
+
+
+@torch.no_grad()
+def _draw(parameter: nn.Parameter) -> None:
+    """Draw weights that move logits: matrices keep the size of what goes through them, vectors change a little."""
+    if parameter.ndim > 1:
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    else:
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def small_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """A config of the same class with few, narrow layers of every kind that the model has."""
+    own: Mapping[str, str] = config.attribute_map
+    values = config.to_dict()
+    heads = next((values[own.get(name, name)] for name in HEADS if isinstance(values.get(own.get(name, name)), int)), 1)
+    groups = values.get("num_key_value_heads") or heads
+    shared = min(groups, 2)
+    kept = shared * min(heads // groups, 2)
+    small: dict[str, Any] = {**dict.fromkeys(HEADS, kept), **dict.fromkeys(WIDTHS, WIDTH * kept)}
+    small |= {"num_key_value_heads": shared, "head_dim": WIDTH}
+    layers = int(values.get(own.get("num_hidden_layers", "num_hidden_layers")) or FEWEST_LAYERS)
+    small |= dict.fromkeys(DEPTHS, min(layers, _layers_of_every_kind(values.get("layer_types"))))
+    for name, most in AT_MOST.items():
+        value = values.get(own.get(name, name))
+        if isinstance(value, int) and not isinstance(value, bool):
+            small[name] = min(value, most)
+    for name, value in {**small, **IDS}.items():
+        if values.get(own.get(name, name)) is not None:
+            values[own.get(name, name)] = value
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == layers:
+            values[name] = value[: small["num_hidden_layers"]]
+    values.pop("quantization_config", None)
+    return type(config).from_dict(_with_plain_rope(values))
+
+
+def _layers_of_every_kind(kinds: Any) -> int:
+    if not isinstance(kinds, list):
+        return FEWEST_LAYERS
+    return max(FEWEST_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds)))
+
+
+def _with_plain_rope(value: Any) -> Any:
+    """The same values with rotary embeddings of one base: factors for longer contexts are as many as a head is wide."""
+    if not isinstance(value, dict):
+        return value
+    if "rope_type" in value:
+        kept = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
+        return {**kept, "rope_type": "default"}
+    return {name: _with_plain_rope(each) for name, each in value.items()}
