@@ -55,7 +55,7 @@ class Job:
         rows = [{"messages": [question, {"role": "assistant", "content": f"Patru, a {i}-a oară."}]} for i in range(24)]
         self.sources = {
             "a": text_source(texts(data / "a.jsonl", 40), duplicates=DuplicatesConfig(near=0.9)),
-            "b": chat_source(write_lines(data / "b.jsonl", rows)),
+            "b": chat_source(write_lines(data / "b.jsonl", rows), split_by="document"),
         }
         self.tokenizer = tokenizer
 

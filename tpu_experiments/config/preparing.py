@@ -28,6 +28,9 @@ class PrepareConfig:
     """Tokens that are packed together and written as one shard; a worker needs some 60 bytes of memory for each."""
     documents: str = choice("keep", "discard", default="discard")
     """`keep` also writes the cleaned documents as parquet (id, source, text or messages)."""
+    on_finding: str = choice("stop", "warn", default="stop")
+    """What task=train does where the audit has an error, such as held-out documents that another source trains on: stop
+    before the first step, or say so and go on."""
     written_epochs: int = number(default=0, at_least=0)
     """Epochs whose rows are also written in shuffled order, for reading from a disk or bucket from start to end."""
     shuffle_passes: int = number(default=2, at_least=1)

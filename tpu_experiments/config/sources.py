@@ -140,6 +140,10 @@ class DuplicatesConfig:
     null does not look."""
 
 
+FIRST_TURN, DOCUMENT = "first_turn", "document"
+"""Values of `split_by` that are no field of the rows."""
+
+
 @dataclass
 class DataSourceConfig:
     """One named source of documents."""
@@ -172,9 +176,13 @@ class DataSourceConfig:
     max_documents: int | None = number(default=None, at_least=1)
     """Read at most this many rows, in file order; null reads all."""
     eval_fraction: float = number(default=0.1, at_least=0, below=1)
-    """Share of documents held out for evaluation during training, chosen by a hash of the document."""
+    """Share of documents held out for evaluation during training, chosen by a hash of what `split_by` says."""
     test_fraction: float = number(default=0.1, at_least=0, below=1)
     """Share of documents set aside for task=evaluate, never seen in training."""
+    split_by: str = FIRST_TURN
+    """What documents have in common that stay in one split. `first_turn`: the first user turn of a conversation, so
+    that no held-out question is trained on with another answer; a text is by itself. `document`: nothing. Else a field
+    of the rows, such as `message_tree_id`."""
     prompt: str | None = None
     """What a model is asked that is trained on this, where `sample.prompt` says nothing else; null asks in English."""
     epochs: float = number(default=3.0, above=0)

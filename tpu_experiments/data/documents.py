@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.sources import DOCUMENT, FIRST_TURN, DataSourceConfig
 from tpu_experiments.io.find import find_local
 
 FORMATS_OF_KIND = {
@@ -22,6 +22,8 @@ class Document:
     messages: tuple[tuple[str, str], ...] | None = None
     place: str = ""
     """Where it was read, for reports: `line 17 of a.jsonl`."""
+    group: str | None = None
+    """What it has in common with others that stay in its split, where `data.<name>.split_by` is a field."""
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
@@ -65,6 +67,8 @@ class SourceSpec:
     fields: dict[str, str] = field(default_factory=dict)
     on_bad_row: str = "stop"
     max_documents: int | None = None
+    group_field: str | None = None
+    """Field of the rows that `Document.group` is read from."""
 
     @property
     def key(self) -> str:
@@ -98,6 +102,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         fields=dict(source.fields),
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
+        group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
     )
 
 

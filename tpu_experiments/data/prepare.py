@@ -20,12 +20,13 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.rows import Lengths
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.sources import FIRST_TURN, DataSourceConfig
 from tpu_experiments.data.audit.summary import audit_hash
 from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import SourceSpec, spec_of
 from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
+from tpu_experiments.data.steps.across import add_across, write_groups
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.report import write_report
@@ -91,6 +92,7 @@ def prepare(
             cache=how.cache,
             check=_left_check(manifest for _, manifest in rows.values()),
         )
+    add_across(prepared, sources=sources)
     return prepared
 
 
@@ -172,6 +174,7 @@ def _rows_of_length(
 def _are_whole(manifest: Mapping[str, Any], *, folder: str, verify: str) -> bool:
     """Whether all shards are what the manifest says; others are named in the log."""
     shards = [record for split in manifest["splits"].values() for record in split["shards"]]
+    shards += manifest["groups"].values()
     num_bytes = sum(record["bytes"] for record in shards)
     if verify == "rows" and num_bytes > START_BYTES:
         return True
@@ -194,6 +197,7 @@ def _make_rows(
     selection = select(blocks, source=source, tokens_folder=tokens.folder)
     records = _pack_windows(blocks, selection=selection, tokens=tokens, seq_len=seq_len, how=how, folder=folder)
     splits = {split: merged([r for r in records if r["split"] == split], seq_len=seq_len) for split in SPLITS}
+    groups = write_groups(folder, selection)
     reported, examples = write_report(folder, tokens=tokens, selection=selection, records=records)
     changes: Counter[str] = Counter()
     for block in blocks:
@@ -210,7 +214,10 @@ def _make_rows(
         "packing_efficiency": splits["train"]["packing_efficiency"],
         "length_percentiles": _percentiles(blocks, chosen_D=selection.chosen("train")),
         "overlaps": selection.overlaps,
-        "md5": {r["shard"]["name"]: r["shard"]["md5"] for r in records if r["shard"]},
+        "groups": groups,
+        "md5": {
+            record["name"]: record["md5"] for record in [*(r["shard"] for r in records if r["shard"]), *groups.values()]
+        },
         "config": _settings_of(source, tokens=tokens),
     }
     assert manifest["documents_in"] == manifest["documents_out"] + sum(reported.values()), "a document was lost"
@@ -253,6 +260,7 @@ def _settings_of(source: DataSourceConfig, *, tokens: TokenizedSource) -> dict[s
         "duplicates": asdict(source.duplicates),
         "eval_fraction": source.eval_fraction,
         "test_fraction": source.test_fraction,
+        "split_by": source.split_by,
     }
 
 
@@ -299,9 +307,11 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
             f"{tokens.spec.path}."
         )
     if source.eval_fraction and not splits["evaluation"]["rows"]:
+        is_by_turn = source.split_by == FIRST_TURN and source.kind == "chat"
+        alike = f"set {key}.split_by=document if many begin with the same question, " if is_by_turn else ""
         raise ConfigError(
-            f"{key}.eval_fraction={source.eval_fraction}; no row was held out ({read}); raise it, set it to 0, or add "
-            f"documents to {tokens.spec.path}."
+            f"{key}.eval_fraction={source.eval_fraction}; no row was held out ({read}); raise it, set it to 0, "
+            f"{alike}or add documents to {tokens.spec.path}."
         )
 
 

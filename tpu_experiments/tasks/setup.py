@@ -12,6 +12,7 @@ from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
 from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.models.build import describe, shapes_of_base
@@ -21,6 +22,7 @@ from tpu_experiments.runtime.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.chosen import require_choices
 from tpu_experiments.training.inputs import RunInputs, stage_rows, steps_by_stage
+from tpu_experiments.training.pages import manifests_of
 from tpu_experiments.training.questions import read_questions
 from tpu_experiments.training.saved import progress_of
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
@@ -39,6 +41,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     vocab_size = check_model(config)
     inputs = make_inputs(config)
     check_ids(config, inputs, vocab_size=vocab_size)
+    check_findings(config, inputs)
     check_data(folder, inputs, config=config)
     for text in uneven_rows(inputs.stages) if config.hw.chip is not None else ():
         log.warning("%s", text)
@@ -48,7 +51,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
 
 
 SWAPPED: dict[str, tuple[str, ...]] = {
-    "model": ("find_folder", "empty", "require_weights", "weights"),
+    "model": ("find_folder", "empty", "require_weights", "weights", "outer_name"),
     "optim": ("init", "update"),
     "trainer": ("run",),
 }
@@ -181,6 +184,18 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
                 f"data.{name} has token id {source.max_token_id} and model={config.model.name} has {vocab_size} "
                 "embeddings; set model.tokenizer_path to the tokenizer this model was trained with."
             )
+
+
+def check_findings(config: Config, inputs: RunInputs) -> None:
+    """Tell what the audit of the prepared data found.
+
+    Raises:
+        ConfigError: an error is among it, and `prepare.on_finding` is stop.
+    """
+    for finding in audit_findings(manifests_of(inputs)):
+        if finding.severity == "error" and config.prepare.on_finding == "stop":
+            raise ConfigError(f"{finding.message} Or train all the same: prepare.on_finding=warn.")
+        log.warning("%s", finding.message)
 
 
 def check_data(folder: RunFolder, inputs: RunInputs, *, config: Config) -> None:

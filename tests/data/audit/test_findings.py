@@ -32,7 +32,7 @@ def test_sound_data_has_no_findings():
         (changed("train", rows=98), "data.ultrachat_ro; prepare.packing=best_fit fills 88.7 % of the training rows"),
         (
             manifest(overlaps={"test_prompt_in_train": 1}),
-            "data.ultrachat_ro; train holds the prompt of 1 document of the test split too",
+            "data.ultrachat_ro; train holds the first question of 1 document of the test split too",
         ),
         (changed("test", rows=0, tokens=0), "data.ultrachat_ro.test_fraction=0.1; the test split has 0 rows"),
         (changed("evaluation", rows=0, tokens=0), "data.ultrachat_ro.eval_fraction=0.1; the evaluation split has 0"),

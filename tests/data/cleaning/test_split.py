@@ -21,31 +21,33 @@ KEYS_D2 = keys_of(f"document {i}" for i in range(10_000))
 
 @given(eval_fraction=fractions_st, test_fraction=fractions_st)
 def test_shares_are_about_the_fractions(eval_fraction, test_fraction):
-    counts = np.bincount(split_codes(KEYS_D2, eval_fraction=eval_fraction, test_fraction=test_fraction), minlength=3)
+    counts = np.bincount(
+        split_codes(KEYS_D2[:, 0], eval_fraction=eval_fraction, test_fraction=test_fraction), minlength=3
+    )
     expected = 10_000 * np.array([1 - eval_fraction - test_fraction, eval_fraction, test_fraction])
     assert np.all(abs(counts - expected) < 200)
 
 
 @given(eval_fraction=fractions_st, one=fractions_st, other=fractions_st)
 def test_the_test_fraction_moves_nothing_out_of_evaluation(eval_fraction, one, other):
-    first, second = (split_codes(KEYS_D2, eval_fraction=eval_fraction, test_fraction=f) for f in (one, other))
+    first, second = (split_codes(KEYS_D2[:, 0], eval_fraction=eval_fraction, test_fraction=f) for f in (one, other))
     assert np.array_equal(first == EVALUATION, second == EVALUATION)
 
 
 @given(small=fractions_st, large=fractions_st)
 def test_a_larger_evaluation_keeps_what_was_held_out(small, large):
     small, large = sorted((small, large))
-    first, second = (split_codes(KEYS_D2, eval_fraction=f, test_fraction=0.1) for f in (small, large))
+    first, second = (split_codes(KEYS_D2[:, 0], eval_fraction=f, test_fraction=0.1) for f in (small, large))
     assert np.all(second[first == EVALUATION] == EVALUATION)
 
 
 @given(old=st.lists(st.text(), min_size=1), new=st.lists(st.text()), order=st.randoms())
 def test_new_documents_move_none_of_the_old_ones(old, new, order):
     fractions = {"eval_fraction": 0.3, "test_fraction": 0.3}
-    before = dict(zip(old, split_codes(keys_of(old), **fractions).tolist(), strict=True))
+    before = dict(zip(old, split_codes(keys_of(old)[:, 0], **fractions).tolist(), strict=True))
     grown = old + new
     order.shuffle(grown)
-    after = dict(zip(grown, split_codes(keys_of(grown), **fractions).tolist(), strict=True))
+    after = dict(zip(grown, split_codes(keys_of(grown)[:, 0], **fractions).tolist(), strict=True))
     assert before.items() <= after.items()
 
 
@@ -57,24 +59,24 @@ def test_copies_in_other_case_or_blanks_are_on_the_same_side(words, blanks):
 
 def test_one_by_one_is_the_same():
     texts = [f"document {i}" for i in range(200)]
-    codes = split_codes(keys_of(texts), eval_fraction=0.2, test_fraction=0.3)
+    codes = split_codes(keys_of(texts)[:, 0], eval_fraction=0.2, test_fraction=0.3)
     names = [split_of(content_key(Document("", text=t)), eval_fraction=0.2, test_fraction=0.3) for t in texts]
     assert names == [SPLITS[code] for code in codes]
 
 
 @pytest.mark.parametrize(("eval_fraction", "test_fraction", "only"), [(0, 0, TRAIN), (0, 1, TEST), (0.5, 0.5, None)])
 def test_ends(eval_fraction, test_fraction, only):
-    codes = split_codes(KEYS_D2, eval_fraction=eval_fraction, test_fraction=test_fraction)
+    codes = split_codes(KEYS_D2[:, 0], eval_fraction=eval_fraction, test_fraction=test_fraction)
     assert set(codes) == ({EVALUATION, TEST} if only is None else {only})
 
 
 def test_no_documents():
-    codes = split_codes(np.empty((0, 2), np.uint64), eval_fraction=0.1, test_fraction=0.1)
+    codes = split_codes(np.empty(0, np.uint64), eval_fraction=0.1, test_fraction=0.1)
     assert (codes.shape, codes.dtype) == ((0,), np.int8)
 
 
 def test_split_does_not_change_between_versions():
-    codes = split_codes(KEYS_D2[:100], eval_fraction=0.1, test_fraction=0.1)
+    codes = split_codes(KEYS_D2[:100, 0], eval_fraction=0.1, test_fraction=0.1)
     assert np.flatnonzero(codes == EVALUATION).tolist() == [1, 6, 9, 19, 23, 28, 29, 30, 36, 37, 56, 61, 86, 96, 97]
     assert np.flatnonzero(codes == TEST).tolist() == [11, 14, 18, 22, 57, 71, 93]
 

@@ -67,7 +67,12 @@ def overlaps_of(manifest: Manifest) -> list[tuple[str, str, str, int]]:
 
 def _findings_of(manifest: Manifest) -> Iterator[Finding]:
     name = manifest["source"]
-    for severity, message in (*_lost(manifest), *_overlapping(manifest), *_suspicious(manifest)):
+    for severity, message in (
+        *_lost(manifest),
+        *_overlapping(manifest),
+        *_across(manifest),
+        *_suspicious(manifest),
+    ):
         yield Finding(severity, name, message)
 
 
@@ -103,13 +108,26 @@ def _overlapping(manifest: Manifest) -> Found:
                 f"a score on them says nothing; set data.{name}.duplicates.exact=drop and prepare again.",
             )
         elif count:
-            near = (manifest.get("config", {}).get("duplicates") or {}).get("near")
-            cure = "" if near else f"leave out close copies with data.{name}.duplicates.near=0.8, or "
             yield (
                 "warning",
-                f"data.{name}; {other} holds the prompt of {_counted(count, 'document')} of the {split} "
-                f"split too; a score on them is in part recall; {cure}read the score with that in mind.",
+                f"data.{name}; {other} holds the first question of {_counted(count, 'document')} of the {split} "
+                f"split too; a score on them is in part recall; set data.{name}.split_by=first_turn, or read the score "
+                "with that in mind.",
             )
+
+
+def _across(manifest: Manifest) -> Found:
+    """Held-out documents that another source trains on."""
+    name = manifest["source"]
+    for shared in manifest.get("across") or []:
+        other = shared["trained_by"]
+        own, theirs = (shared["fractions"][key] for key in (name, other))
+        yield (
+            "error",
+            f"data.{name}; data.{other} trains on {_counted(shared['groups'], 'text or first question')} of its "
+            f"{shared['split']} split; a score on them says nothing; give both the same eval_fraction (now {own[0]} "
+            f"and {theirs[0]}) and test_fraction ({own[1]} and {theirs[1]}): then both hold out the same.",
+        )
 
 
 def _suspicious(manifest: Manifest) -> Found:
@@ -155,4 +173,4 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
 
 
 def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}".replace("text or first questions", "texts or first questions")

@@ -73,13 +73,19 @@ def _tiles(manifests: Sequence[Manifest]) -> str:
     filled = sum(n["tokens"] for m in manifests for n in m["splits"].values())
     pairs = [pair for m in once for pair in overlaps_of(m)]
     same, prompts = (sum(count for _, what, _, count in pairs if what == kind) for kind in ("content", "prompt"))
+    across = sum(shared["groups"] for m in once for shared in m.get("across") or [])
     tiles = [
         ("Documents kept", f"{kept:,}", f"of {read:,} read; {reported:,} left out and reported"),
         ("Rows", f"{rows:,}", "what the model sees at once; several documents can share one"),
         ("Tokens", _large(tokens), "pieces of words that the model reads"),
         ("Supervised", percent(supervised, tokens), "of the tokens are learnt; the others are only read"),
         ("Rows filled", percent(filled, held), "the rest is padding"),
-        ("Overlap", f"{same:,}", f"held-out documents that are in train too; {prompts:,} by prompt"),
+        (
+            "Overlap",
+            f"{max(same, prompts, across):,}",
+            f"{same:,} held-out documents are in train too, {prompts:,} by "
+            f"their first question, {across:,} in another source",
+        ),
     ]
     cells = (
         f'<div class="tile"><span>{name}</span><b>{value}</b><small>{note}</small></div>' for name, value, note in tiles

@@ -131,6 +131,9 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     pairs = overlaps_of(manifest)
     overlaps = _listed(f"{split} {what} in {other} {count:,}" for split, what, other, count in pairs)
     yield "overlaps", overlaps or "not compared"
+    others = manifest.get("across") or []
+    if others:
+        yield "other sources", _listed(f"{s['split']} in train of {s['trained_by']} {s['groups']:,}" for s in others)
     yield "tokenizer", f"{shortened(manifest['tokenizer'], 60)} ({manifest['tokenizer_hash']})"
     yield "chat template", manifest["template_hash"]
     yield "audit hash", audit_hash(manifest)

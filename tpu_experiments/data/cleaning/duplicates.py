@@ -42,6 +42,12 @@ def prompt_key(document: Document) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
+def group_key(document: Document) -> bytes:
+    """8 bytes, equal for documents of one `group`."""
+    assert document.group is not None, "the reader has set what split_by names"
+    return hashlib.blake2b(document.group.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
 def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
 

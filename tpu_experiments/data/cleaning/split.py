@@ -1,4 +1,4 @@
-"""Which documents are trained on, evaluated on and tested on: a hash of the content, so none ever moves."""
+"""Which documents are trained on, evaluated on and tested on: by a hash of what is in them, so none ever moves."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,13 +9,12 @@ SPLITS = ("train", "evaluation", "test")
 """A split's code is its place here."""
 
 
-def split_codes(keys_D2: NDArray[np.uint64], *, eval_fraction: float, test_fraction: float) -> NDArray[np.int8]:
-    """Splits (D,) of documents by their `content_key`, taken as a number between 0 and 1.
+def split_codes(numbers_D: NDArray[np.uint64], *, eval_fraction: float, test_fraction: float) -> NDArray[np.int8]:
+    """Splits (D,) of documents by 64 bits of a hash of each, taken as a number between 0 and 1.
 
     Evaluation lies in [0, eval), test in [eval, eval + test): a change of `test_fraction` moves nothing into or out
     of evaluation, and new documents move none of the old ones.
     """
-    numbers_D = keys_D2[:, 0]
     codes_D = np.zeros(len(numbers_D), np.int8)
     codes_D[numbers_D < _bound(eval_fraction + test_fraction)] = SPLITS.index("test")
     codes_D[numbers_D < _bound(eval_fraction)] = SPLITS.index("evaluation")
@@ -23,9 +22,9 @@ def split_codes(keys_D2: NDArray[np.uint64], *, eval_fraction: float, test_fract
 
 
 def split_of(key: bytes, *, eval_fraction: float, test_fraction: float) -> str:
-    """Name of the split of one document by its 16-byte `content_key`."""
-    keys_12 = np.frombuffer(key, "<u8").reshape(1, 2)
-    return SPLITS[split_codes(keys_12, eval_fraction=eval_fraction, test_fraction=test_fraction)[0]]
+    """Name of the split of one document by a hash of 8 bytes, or the first 8 of a longer one."""
+    numbers_1 = np.frombuffer(key[:8], "<u8")
+    return SPLITS[split_codes(numbers_1, eval_fraction=eval_fraction, test_fraction=test_fraction)[0]]
 
 
 def overlaps(keys_D2: NDArray[np.uint64], prompts_D: NDArray[np.uint64], codes_D: NDArray[np.int8]) -> dict[str, int]:

@@ -72,11 +72,11 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             text = _string(fields, "text", spec=spec)
             if not text.strip():
                 return Refused("empty", row.place, "has no text.", is_bad_row=False)
-            return Document(identity, text=text, place=row.place)
+            return Document(identity, text=text, place=row.place, group=_group(fields, spec))
         turns = _answered(_TURNS_OF[spec.format](fields, spec))
         if not turns:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
-        return Document(identity, messages=tuple(turns), place=row.place)
+        return Document(identity, messages=tuple(turns), place=row.place, group=_group(fields, spec))
     except BadRow as error:
         message = str(error).encode(errors="backslashreplace").decode()  # it may quote what cannot be written
         return Refused(error.reason, row.place, message)
@@ -113,6 +113,21 @@ def _parsed(line: bytes, *, place: str) -> dict[str, Any] | Refused:
 def _identity(fields: Fields) -> str:
     given = fields.get("id")
     return _encodable(str(given), name="id") if isinstance(given, str | int | float) else ""
+
+
+def _group(fields: Fields, spec: SourceSpec) -> str | None:
+    """What `split_by` names, as text."""
+    if spec.group_field is None:
+        return None
+    value = fields.get(spec.group_field)
+    if value is None or isinstance(value, dict | list):
+        held = "nothing" if value is None else type(value).__name__
+        raise BadRow(
+            "no_group",
+            f"has {held} in the field {spec.group_field!r} that data.{spec.name}.split_by names; mend the row, or use "
+            f"split_by=first_turn. {suggest(spec.group_field, fields)}",
+        )
+    return json.dumps(value)
 
 
 def _answered(turns: Turns) -> Turns:

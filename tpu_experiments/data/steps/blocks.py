@@ -2,7 +2,8 @@
 
 blocks/00000-000012.tokens.safetensors  ids (L,), flags (L,)
                     .minhash.npy        (D, P), when near duplicates are looked for
-                    .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), reported; last
+                    .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), groups (D,) where
+                                        split_by is a field, reported; last
 
 A block whose index is there is complete and is not made again, so a preparation that was killed goes on. What a block
 holds depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes. The index is
@@ -14,7 +15,7 @@ import io
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.sources import CleanConfig
 from tpu_experiments.data.cleaning.clean import Cleaner
-from tpu_experiments.data.cleaning.duplicates import Signer, content_key, prompt_key
+from tpu_experiments.data.cleaning.duplicates import Signer, content_key, group_key, prompt_key
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
@@ -155,6 +156,9 @@ class BlockMaker:
             "reported": _bytes_array(reported),
             "max_token_id": np.array([flat.ids_L.max(initial=0)], np.int64),
         }
+        if settings.spec.group_field is not None:
+            groups = b"".join(group_key(document) for document in documents)
+            arrays["groups"] = np.frombuffer(groups, np.uint64)
         bad = next((vars(item) for item in refused if item.is_bad_row), None)
         facts = {
             SEAL: UNSEALED,
@@ -225,10 +229,32 @@ def read_index(folder: str, name: str) -> BlockIndex:
     )
 
 
-def read_keys(folder: str, name: str) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """`content_key` (D, 2) and `prompt_key` (D,) of a block's documents; see `read_index`."""
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Hashes of D documents, by which they are compared."""
+
+    content_D2: NDArray[np.uint64]
+    """`content_key`."""
+    prompts_D: NDArray[np.uint64]
+    """`prompt_key`."""
+    groups_D: NDArray[np.uint64] | None
+    """`group_key`, where `split_by` is a field."""
+
+
+def read_keys(folder: str, name: str) -> Keys:
+    """The hashes of a block's documents; see `read_index`."""
     arrays, _ = _opened(folder, name)
-    return arrays["keys"], arrays["prompts"]
+    return Keys(arrays["keys"], arrays["prompts"], arrays.get("groups"))
+
+
+def joined(parts: Sequence[Keys]) -> Keys:
+    """The hashes of several blocks, in order."""
+    groups = [part.groups_D for part in parts if part.groups_D is not None]
+    return Keys(
+        np.concatenate([np.empty((0, 2), np.uint64), *(part.content_D2 for part in parts)]),
+        np.concatenate([np.empty(0, np.uint64), *(part.prompts_D for part in parts)]),
+        np.concatenate(groups) if groups else None,
+    )
 
 
 def read_report(folder: str, name: str) -> tuple[list[str], list[Refused]]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.sources import FIRST_TURN, DataSourceConfig
 from tpu_experiments.data.cleaning.duplicates import find_duplicates
 from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes
-from tpu_experiments.data.steps.blocks import BlockIndex, read_keys, read_whole
+from tpu_experiments.data.steps.blocks import BlockIndex, Keys, joined, read_keys, read_whole
 from tpu_experiments.io import paths
 
 DROPPED = -1
@@ -26,6 +26,8 @@ class Selection:
     """The earlier document that this one repeats, or -1."""
     is_near_D: NDArray[np.bool_]
     """Whether it repeats it nearly, not exactly."""
+    groups_D: NDArray[np.uint64]
+    """Equal where `split_by` puts documents into one split."""
     overlaps: dict[str, int]
 
     def chosen(self, split: str) -> NDArray[np.bool_]:
@@ -35,8 +37,8 @@ class Selection:
 
 def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens_folder: str) -> Selection:
     """Duplicates and splits of all documents; about 45 bytes of memory a document, 60 with near duplicates."""
-    keys_D2, prompts_D = _keys(blocks, folder=tokens_folder)
-    num_documents = len(keys_D2)
+    keys = joined([read_keys(tokens_folder, block.name) for block in blocks])
+    keys_D2, num_documents = keys.content_D2, len(keys.content_D2)
     first_D = np.full(num_documents, -1, np.int64)
     is_near_D = np.zeros(num_documents, np.bool_)
     rules = source.duplicates
@@ -46,21 +48,18 @@ def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens_fol
             first_D, is_near_D = find_duplicates(keys_D2, signatures=signatures, near=rules.near)
         if rules.exact == "keep":
             first_D[~is_near_D] = -1
-    code_D = split_codes(keys_D2, eval_fraction=source.eval_fraction, test_fraction=source.test_fraction)
+    groups_D = _groups(keys, source=source)
+    code_D = split_codes(groups_D, eval_fraction=source.eval_fraction, test_fraction=source.test_fraction)
     code_D[first_D >= 0] = DROPPED
-    return Selection(code_D, first_D, is_near_D, overlaps(keys_D2, prompts_D, code_D))
+    return Selection(code_D, first_D, is_near_D, groups_D, overlaps(keys_D2, keys.prompts_D, code_D))
 
 
-def _keys(blocks: Sequence[BlockIndex], *, folder: str) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Content keys (D, 2) and prompt keys (D,) of all documents."""
-    num_documents = sum(len(block.lengths_D) for block in blocks)
-    keys_D2, prompts_D = np.empty((num_documents, 2), np.uint64), np.empty(num_documents, np.uint64)
-    first = 0
-    for block in blocks:
-        part = slice(first, first + len(block.lengths_D))
-        keys_D2[part], prompts_D[part] = read_keys(folder, block.name)
-        first = part.stop
-    return keys_D2, prompts_D
+def _groups(keys: Keys, *, source: DataSourceConfig) -> NDArray[np.uint64]:
+    """A hash (D,) of what decides each document's split, the same in every source."""
+    if keys.groups_D is not None:
+        return keys.groups_D
+    is_by_turn = source.split_by == FIRST_TURN and source.kind == "chat"
+    return keys.prompts_D if is_by_turn else keys.content_D2[:, 0]
 
 
 class _Signatures(Sequence[NDArray[np.uint32]]):

@@ -133,9 +133,13 @@ def write_shard(path: str, rows: Rows, *, dtype: np.dtype[np.void]) -> ShardReco
     np.lib.format.write_array(buffer, encode_rows(rows, dtype=dtype), version=(1, 0), allow_pickle=False)
     data = buffer.getvalue()
     paths.write_bytes_atomic(path, data)
-    name = path.rpartition("/")[2]
+    return record_of(path.rpartition("/")[2], data, rows=rows.num_rows)
+
+
+def record_of(name: str, data: bytes, *, rows: int) -> ShardRecord:
+    """What a manifest says of a file."""
     sha256, md5 = hashlib.sha256(data).hexdigest(), hashlib.md5(data, usedforsecurity=False).hexdigest()
-    return ShardRecord(name=name, rows=rows.num_rows, bytes=len(data), sha256=sha256, md5=md5)
+    return ShardRecord(name=name, rows=rows, bytes=len(data), sha256=sha256, md5=md5)
 
 
 def read_header(data: bytes) -> tuple[np.dtype[np.void], int, int]:

@@ -1,0 +1,77 @@
+"""Whether what one source holds out is trained on in another: by the hashes that decide splits, which have no salt.
+
+<rows folder>/groups/train.npy, evaluation.npy, test.npy   the hashes of a split's documents, each once
+"""
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.data.cleaning.split import SPLITS
+from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.steps.selection import Selection
+from tpu_experiments.data.store.shards import ShardRecord, record_of
+from tpu_experiments.io import paths
+from tpu_experiments.io.sealed import require_sha256
+
+
+def write_groups(folder: str, selection: Selection) -> dict[str, ShardRecord]:
+    """Write the hashes of every split; what the manifest says of each file, by its split."""
+    records = {}
+    paths.make_dirs(paths.join(folder, "groups"))
+    for split in SPLITS:
+        groups = np.unique(selection.groups_D[selection.chosen(split)])
+        buffer = io.BytesIO()
+        np.save(buffer, groups)
+        data, name = buffer.getvalue(), f"groups/{split}.npy"
+        paths.write_bytes_atomic(paths.join(folder, name), data)
+        records[split] = record_of(name, data, rows=len(groups))
+    return records
+
+
+def add_across(prepared: Mapping[str, PreparedSource], *, sources: Mapping[str, DataSourceConfig]) -> None:
+    """Put `across` into the manifests of sources whose held-out documents another one trains on.
+
+    Sources of equal fractions hold out the same hashes, so that only those of unequal ones are read.
+
+    Raises:
+        DamagedFile: the hashes of a source are missing, or not what was written.
+    """
+    for name, source in prepared.items():
+        found = [shared for other in prepared for shared in _shared(name, other, prepared=prepared, sources=sources)]
+        for manifest in source.manifests.values():
+            manifest["across"] = found
+
+
+def _shared(
+    name: str, other: str, *, prepared: Mapping[str, PreparedSource], sources: Mapping[str, DataSourceConfig]
+) -> Iterator[dict[str, Any]]:
+    """What `name` holds out and `other` trains on."""
+    own, theirs = sources[name], sources[other]
+    is_alike = (own.kind, own.split_by) == (theirs.kind, theirs.split_by)
+    if name == other or not is_alike or _fractions(own) == _fractions(theirs):
+        return
+    trained = _read(prepared[other], "train")
+    for split in SPLITS[1:]:
+        count = len(np.intersect1d(_read(prepared[name], split), trained, assume_unique=True))
+        if count:
+            fractions = {name: _fractions(own), other: _fractions(theirs)}
+            yield {"split": split, "trained_by": other, "groups": count, "fractions": fractions}
+
+
+def _fractions(source: DataSourceConfig) -> list[float]:
+    return [source.eval_fraction, source.test_fraction]
+
+
+def _read(source: PreparedSource, split: str) -> NDArray[np.uint64]:
+    length, folder = next(iter(source.folders.items()))  # the same documents at every length
+    record = source.manifests[length]["groups"][split]
+    place = paths.join(folder, record["name"])
+    content = paths.read_bytes(place)
+    require_sha256(content, record["sha256"], path=place)
+    found: NDArray[np.uint64] = np.load(io.BytesIO(content))
+    return found
