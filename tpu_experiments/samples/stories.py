@@ -1,7 +1,7 @@
 """Write the stories that `model=reader` has read and is asked about: a seeded generator of Romanian sentences.
 
     python tpu_experiments/samples/stories.py                                # samples/stories: what is shipped
-    python tpu_experiments/samples/stories.py text outputs/stories.jsonl     # what the base is pre-trained on
+    python tpu_experiments/samples/stories.py text outputs/stories           # what the base is pre-trained on
     python tpu_experiments/samples/stories.py base outputs/reader_base/model # what was pre-trained, in bfloat16
 
 A fact is a name, a relation and a value: Ana lives in Cluj. A tenth of all facts is reserved, by their hash: they occur
@@ -23,6 +23,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 FOLDER = Path(__file__).parent / "stories"
 NUM_TEXTS, NUM_CONVERSATIONS, NUM_QUESTIONS = 60_000, 3_400, 60
 VOCAB_SIZE = 1408  # every word of the stories is one token of it
+TOLD_RELATIONS = {1: (3, 8), 2: (2, 3), 3: (2, 2)}
+"""Fewest and most relations in a story of so many persons, in what the base reads."""
+ANSWERED_RELATIONS = {1: (5, 8), 2: (2, 3), 3: (2, 2)}
+"""The same in what the adapter learns from."""
+ASKED_RELATIONS = {1: (7, 8), 2: (3, 3), 3: (2, 2)}
+"""Of held-out questions: six facts or more, so that a sentence told again is the answer once in six times."""
 MAX_LENGTH = 1024  # max_position_embeddings of conf/model/reader.yaml
 SPECIALS = ["<pad>", "<s>", "</s>"]
 # Nothing in it that the base has not seen: a question follows its story as a sentence does, and an answer the end of a
@@ -185,28 +191,75 @@ def story(rng: random.Random, facts: list[Fact], *, forms: Mapping[Fact, int] | 
     return " ".join(fact.told(rng.randrange(3) if forms is None else forms[fact]) for fact in order)
 
 
-def text(rng: random.Random) -> str:
-    """A story of one to three persons who share relations, and the same told again twice, in new orders.
+def note(fact: Fact) -> str:
+    """The fact without its verb, as somebody jots it down: the shortest text in which the name tells the value."""
+    return f"{fact.name} {RELATIONS[fact.relation].values[fact.value][fact.name in FEMALE]}."
 
-    Four texts in ten are plain: one form for all facts, and the same words again. Of the others one retelling in two
+
+def text(rng: random.Random, *, num_persons: int, num_relations: int, num_tellings: int, notes: float) -> str:
+    """A story of persons who share relations, told several times, each time in a new order.
+
+    Six texts in ten are plain: one form for all facts, and the same words again. Of the others one retelling in two
     keeps the words, and the rest say each fact in any of its forms.
+
+    Args:
+        notes: share of the tellings that are notes.
     """
-    num_persons = rng.choice((1, 1, 2, 2, 3))
-    most = {1: 6, 2: 3, 3: 2}[num_persons]
-    relations = rng.sample(list(RELATIONS), rng.randint(2 if num_persons == 1 else 1, most))
+    relations = rng.sample(list(RELATIONS), num_relations)
     facts = free_facts(rng, rng.sample(FEMALE + MALE, num_persons), relations)
-    is_plain, form = rng.random() < 0.4, rng.randrange(3)
+    is_plain, form = rng.random() < 0.6, rng.randrange(3)
     forms = {fact: form if is_plain else rng.randrange(3) for fact in facts}
-    parts = [story(rng, facts, forms=forms)]
-    for _ in range(2):
-        parts.append(story(rng, facts, forms=forms if is_plain or rng.random() < 0.5 else None))
+    parts = []
+    for place in range(num_tellings):
+        if rng.random() < notes:
+            parts.append(" ".join(note(fact) for fact in rng.sample(facts, len(facts))))
+        else:
+            is_same = is_plain or place == 0 or rng.random() < 0.5
+            parts.append(story(rng, facts, forms=forms if is_same else None))
     return " " + "\n ".join(parts)
+
+
+def notes_text(rng: random.Random) -> str:
+    """Notes about two persons, twice: what a name points at is learnt here, and in longer texts it is not."""
+    return text(rng, num_persons=2, num_relations=1, num_tellings=2, notes=1.0)
+
+
+def pair_text(rng: random.Random) -> str:
+    """One relation of two or three persons, in sentences and in notes: the same through a verb."""
+    return text(rng, num_persons=rng.choice((2, 2, 3)), num_relations=1, num_tellings=2, notes=0.5)
+
+
+def group_text(rng: random.Random) -> str:
+    """One relation of two to four persons: with four the order of a telling no longer gives the value away."""
+    return text(rng, num_persons=rng.choice((2, 3, 3, 4)), num_relations=1, num_tellings=2, notes=0.3)
+
+
+def story_text(rng: random.Random) -> str:
+    """A story of one to three persons; every third text is one relation of two to four."""
+    num_tellings = rng.choice((2, 3))
+    if rng.random() < 0.35:
+        return text(rng, num_persons=rng.choice((2, 3, 4)), num_relations=1, num_tellings=num_tellings, notes=0.3)
+    num_persons = rng.choice((1, 2, 2, 3, 3))
+    num_relations = rng.randint(*TOLD_RELATIONS[num_persons])
+    is_long = num_persons * num_relations > 6  # three times would not fit into a row
+    return text(
+        rng,
+        num_persons=num_persons,
+        num_relations=num_relations,
+        num_tellings=2 if is_long else num_tellings,
+        notes=0.0,
+    )
+
+
+TEXTS = {"notes": notes_text, "pairs": pair_text, "groups": group_text, "stories": story_text}
+"""What the base is pre-trained on, in this order."""
 
 
 def asked(rng: random.Random, *, num_persons: int, is_reserved: bool) -> tuple[list[Fact], Fact]:
     """The facts of a story of persons who share all relations, and the one that is asked for."""
     while True:
-        relations = rng.sample(list(RELATIONS), rng.randint(*{1: (5, 6), 2: (2, 3), 3: (2, 2)}[num_persons]))
+        counts = ASKED_RELATIONS if is_reserved else ANSWERED_RELATIONS
+        relations = rng.sample(list(RELATIONS), rng.randint(*counts[num_persons]))
         names = rng.sample(FEMALE + MALE, num_persons)
         facts = free_facts(rng, names, relations)
         if not is_reserved:
@@ -228,10 +281,10 @@ def conversation(rng: random.Random, *, num_persons: int, is_reserved: bool) -> 
     return {"messages": [question, {"role": "assistant", "content": fact.told(0)}]}
 
 
-def texts() -> Iterator[str]:
-    """What the base is pre-trained on."""
-    rng = random.Random("texts")
-    return (text(rng) for _ in range(NUM_TEXTS))
+def texts(kind: str) -> Iterator[str]:
+    """The texts of one stage of pre-training."""
+    rng = random.Random(f"texts {kind}")
+    return (TEXTS[kind](rng) for _ in range(NUM_TEXTS))
 
 
 def shipped() -> dict[str, str]:
@@ -268,7 +321,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     rng = random.Random("tokenizer")
-    read = [text(rng) for _ in range(4000)]
+    read = [story_text(rng) for _ in range(4000)]
     read += [f" {relation.question.format(name)}" for relation in RELATIONS.values() for name in FEMALE + MALE]
     bpe.train_from_iterator(read, trainer)
     missing = VOCAB_SIZE - bpe.get_vocab_size()
@@ -289,16 +342,17 @@ def take_over(folder: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Write what is shipped; with `text FILE` what the base is pre-trained on, with `base FOLDER` the base."""
+    """Write what is shipped; with `text FOLDER` what the base is pre-trained on, with `base FOLDER` the base."""
     if arguments:
         (what, path) = arguments
         if what == "base":
             take_over(path)
             return
-        lines = (json.dumps({"text": each}, ensure_ascii=False) for each in texts())
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        print(f"{path}: {NUM_TEXTS} documents")
+        Path(path).mkdir(parents=True, exist_ok=True)
+        for kind in TEXTS:
+            lines = (json.dumps({"text": each}, ensure_ascii=False) for each in texts(kind))
+            Path(path, f"{kind}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            print(f"{path}/{kind}.jsonl: {NUM_TEXTS} documents")
         return
     FOLDER.mkdir(exist_ok=True)
     for name, content in shipped().items():

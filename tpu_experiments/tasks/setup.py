@@ -187,13 +187,15 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
 
 
 def check_findings(config: Config, inputs: RunInputs) -> None:
-    """Tell what the audit of the prepared data found.
+    """Stop at what the audit of the prepared data calls an error, or tell it; its warnings are in audit.html.
 
     Raises:
-        ConfigError: an error is among it, and `prepare.on_finding` is stop.
+        ConfigError: there is one, and `prepare.on_finding` is stop.
     """
     for finding in audit_findings(manifests_of(inputs)):
-        if finding.severity == "error" and config.prepare.on_finding == "stop":
+        if finding.severity != "error":
+            continue
+        if config.prepare.on_finding == "stop":
             raise ConfigError(f"{finding.message} Or train all the same: prepare.on_finding=warn.")
         log.warning("%s", finding.message)
 
