@@ -80,13 +80,13 @@ def test_intervals_are_in_proportion(steps):
     assert steps < 10 or steps > 10_000 or 10 <= steps / intervals.evaluate <= 25
 
 
-def test_the_default_job_is_150_steps_with_four_rounds_of_questions():
-    """What it takes for a minute and a half belongs to its model and its data, and to no other command."""
+def test_the_default_job_is_131_steps_with_four_rounds_of_questions():
+    """What it takes for a minute belongs to its model and its data, and to no other command."""
     config = composed_as_typed()
     (stage,) = resolve_stages(config)
-    assert (stage.geometry.seq_len, stage.geometry.global_rows, stage.epochs) == (128, 16, 2.38)
-    assert intervals_of(config, total_steps=150).evaluate == 50
-    assert (config.sample.max_new_tokens, config.sample.window, config.sample.temperature) == (12, 64, 0.0)
+    assert (stage.geometry.seq_len, stage.geometry.global_rows, stage.epochs) == (128, 16, 1.9)
+    assert intervals_of(config, total_steps=131).evaluate == 50
+    assert (config.sample.max_new_tokens, config.sample.window, config.sample.temperature) == (12, 80, 0.0)
     other = composed_as_typed("model=mistral7b")
     assert list(other.data) == ["stories_ro"]
     assert other.sample.window == composed("model=mistral7b").sample.window == 128

@@ -58,7 +58,7 @@ def test_rows_of_a_field_are_in_one_split(threads, tmp_path, tokenizer):
     assert by_turn.folders != source.folders
 
 
-@pytest.mark.parametrize(("name", "held"), [("treee", "nothing"), ("author", "dict")])
+@pytest.mark.parametrize(("name", "held"), [("trees", "nothing"), ("author", "dict")])
 def test_a_field_that_is_not_there_is_named(threads, tmp_path, tokenizer, name, held):
     with pytest.raises(ConfigError, match=rf"line 1 of threads.jsonl has {held} in the field '{name}'"):
         prepared({"a": chat_source(threads, split_by=name)}, folder=tmp_path / "p", tokenizer=tokenizer)
