@@ -10,6 +10,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.summary import audit_json, audit_table
 from tpu_experiments.data.cleaning.split import SPLITS
+from tpu_experiments.data.documents import Document
 
 QUESTIONS, THREADS = 120, 3
 
@@ -62,6 +63,20 @@ def test_rows_of_a_field_are_in_one_split(threads, tmp_path, tokenizer):
 def test_a_field_that_is_not_there_is_named(threads, tmp_path, tokenizer, name, held):
     with pytest.raises(ConfigError, match=rf"line 1 of threads.jsonl has {held} in the field '{name}'"):
         prepared({"a": chat_source(threads, split_by=name)}, folder=tmp_path / "p", tokenizer=tokenizer)
+
+
+def test_a_reader_of_the_users_own_sets_the_group(tmp_path, tokenizer):
+    def reader(grouped):
+        return lambda _spec: (
+            Document(str(i), text=f"Acesta este textul {i}.", group=str(i // 5) if grouped else None)
+            for i in range(100)
+        )
+
+    sources = {"a": text_source(tmp_path, split_by="shelf")}
+    (source,) = prepared(sources, folder=tmp_path / "p", tokenizer=tokenizer, readers={"a": reader(True)}).values()
+    assert all(manifest_of(source)["splits"][split]["documents"] % 5 == 0 for split in SPLITS)
+    with pytest.raises(ConfigError, match="has no `group`"):
+        prepared(sources, folder=tmp_path / "q", tokenizer=tokenizer, readers={"a": reader(False)})
 
 
 def two_sources(tmp_path, tokenizer, **fractions):

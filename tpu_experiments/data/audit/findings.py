@@ -121,10 +121,11 @@ def _across(manifest: Manifest) -> Found:
     name = manifest["source"]
     for shared in manifest.get("across") or []:
         other = shared["trained_by"]
+        count = _counted(shared["groups"], "text or first question", "texts or first questions")
         own, theirs = (shared["fractions"][key] for key in (name, other))
         yield (
             "error",
-            f"data.{name}; data.{other} trains on {_counted(shared['groups'], 'text or first question')} of its "
+            f"data.{name}; data.{other} trains on {count} of its "
             f"{shared['split']} split; a score on them says nothing; give both the same eval_fraction (now {own[0]} "
             f"and {theirs[0]}) and test_fraction ({own[1]} and {theirs[1]}): then both hold out the same.",
         )
@@ -172,5 +173,5 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
         )
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}".replace("text or first questions", "texts or first questions")
+def _counted(count: int, noun: str, several: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else several or f'{noun}s'}"

@@ -124,6 +124,9 @@ class BlockMaker:
 
     def _document(self, item: Item) -> Document | Refused:
         document = document_of(item, spec=self.settings.spec) if isinstance(item, RawRow) else item
+        if isinstance(document, Document) and document.group is None and self.settings.spec.group_field is not None:
+            message = "has no `group`, which a reader of your own sets where data.<name>.split_by is a field."
+            document = Refused("no_group", document.place or document.id, message)
         if isinstance(document, Document) and document.is_empty:
             document = Refused("empty", document.place, "has no text.", is_bad_row=False)
         return document if isinstance(document, Refused) else self.cleaner.clean(document)
