@@ -10,6 +10,7 @@ LAYER_OF = {
     "config": 0,
     "runtime": 1,
     "io": 1,
+    "pages": 1,
     "data": 2,
     "models": 2,
     "optim": 2,
