@@ -1,4 +1,4 @@
-"""Manuals: every link and anchor leads somewhere, and every command of theirs composes to a config that the checks accept."""
+"""Manuals: links and anchors lead somewhere, and commands compose to configs that the checks accept."""
 
 import re
 import shlex
@@ -89,7 +89,8 @@ def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_commands_are_read_as_a_shell_reads_them() -> None:
-    text = "text python run.py a=1\n    python run.py -m 'x=[1,2]' \\\n        y=2,3   # both\n\npython run.py a=1 && rm b\n"
+    text = "text python run.py a=1\n    python run.py -m 'x=[1,2]' \\\n        y=2,3   # both\n"
+    text += "\npython run.py a=1 && rm b\n"
     assert commands_of(text) == [["-m", "x=[1,2]", "y=2,3"], ["a=1"]]
     assert first_point(["x=[1,2]", "y=2,3"]) == ["x=[1,2]", "y=2"]
 
