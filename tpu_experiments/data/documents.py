@@ -69,11 +69,23 @@ class SourceSpec:
     max_documents: int | None = None
     group_field: str | None = None
     """Field of the rows that `Document.group` is read from."""
+    eval_path: str | None = None
+    test_path: str | None = None
+    eval_split: str | None = None
+    test_split: str | None = None
+    file_names: str = "splits"
+    path_key: str = "path"
+    """Key of the source's config that `path` is from."""
 
     @property
     def key(self) -> str:
         """Start of every error sentence about this source."""
-        return f"data.{self.name}.path={self.path}"
+        return f"{self.ask}{self.path}"
+
+    @property
+    def ask(self) -> str:
+        """What to set: `data.<name>.path=`."""
+        return f"data.{self.name}.{self.path_key}="
 
 
 def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpec:
@@ -91,6 +103,8 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
             f"data.{name}.format={source.format} with data.{name}.kind={source.kind}; that format "
             f"gives {kind} documents; set data.{name}.kind={kind} or another format."
         )
+    # A sample stands for all of the data, so that it is divided like data without files of its own.
+    keys = ("eval_path", "test_path", "eval_split", "test_split") if data_size == "full" else ()
     return SourceSpec(
         name=name,
         path=str(find_local(path) or path),
@@ -103,6 +117,8 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
+        file_names=source.file_names,
+        **{key: getattr(source, key) for key in keys},
     )
 
 
@@ -122,5 +138,5 @@ def raise_if_bad(refused: Refused, *, spec: SourceSpec) -> None:
 def no_document(spec: SourceSpec) -> ConfigError:
     """The error for a source without a single document."""
     return ConfigError(
-        f"{spec.key}; it is empty: 0 documents were read; point data.{spec.name}.path= at a file with at least one row."
+        f"{spec.key}; it is empty: 0 documents were read; point {spec.ask} at a file with at least one row."
     )

@@ -99,9 +99,23 @@ def _lost(manifest: Manifest) -> Found:
 
 
 def _overlapping(manifest: Manifest) -> Found:
-    name = manifest["source"]
+    name, own = manifest["source"], manifest.get("config", {}).get("own_splits", [])
     for split, what, other, count in overlaps_of(manifest):
-        if count and what == "content":
+        if count and split in own and what == "content":
+            yield (
+                "error",
+                f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split "
+                f"({manifest['origins'][split]}) word for word; a score on them says nothing; leave them out of "
+                f"{other} with data.{name}.held_out_copies=drop.",
+            )
+        elif count and split in own:
+            yield (
+                "warning",
+                f"data.{name}; {other} holds the first question of {_counted(count, 'document')} of the {split} "
+                f"split ({manifest['origins'][split]}) too; a score on them is in part recall; take these questions "
+                "out of one of the two, or read the score with that in mind.",
+            )
+        elif count and what == "content":
             yield (
                 "error",
                 f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split word for word; "
@@ -123,11 +137,16 @@ def _across(manifest: Manifest) -> Found:
         other = shared["trained_by"]
         count = _counted(shared["groups"], "text or first question", "texts or first questions")
         own, theirs = (shared["fractions"][key] for key in (name, other))
+        remedy = (
+            f"give both the same eval_fraction (now {own[0]} and {theirs[0]}) and test_fraction ({own[1]} and "
+            f"{theirs[1]}): then both hold out the same."
+        )
+        if shared.get("is_own"):
+            remedy = f"one of the two has evaluation or test files of its own: take these out of data.{other}.path."
         yield (
             "error",
             f"data.{name}; data.{other} trains on {count} of its "
-            f"{shared['split']} split; a score on them says nothing; give both the same eval_fraction (now {own[0]} "
-            f"and {theirs[0]}) and test_fraction ({own[1]} and {theirs[1]}): then both hold out the same.",
+            f"{shared['split']} split; a score on them says nothing; {remedy}",
         )
 
 

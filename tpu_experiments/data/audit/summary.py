@@ -117,6 +117,8 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
             # A message may quote the file, and a control character of it would reach the terminal.
             readable = "".join(character if character.isprintable() else " " for character in text)
             yield "  for example", shortened(readable, 2 * (COLUMNS - 20))
+    if manifest.get("origins"):
+        yield "splits", origins_text(manifest)
     changes = _listed(f"{change} {count:,}" for change, count in by_count(manifest["changes"]))
     yield "changed", changes or "nothing"
     if manifest["length_percentiles"]:
@@ -154,6 +156,11 @@ def long_documents_text(manifest: Manifest) -> str:
     return f"{split:,} split, {cut:,} truncated ({cut_inside:,} inside a turn), {dropped:,} tokens dropped"
 
 
+def origins_text(manifest: Manifest) -> str:
+    """Where each split is from, where that is not decided by the hash alone."""
+    return "; ".join(f"{split}: {words}" for split, words in manifest["origins"].items())
+
+
 def duplicates_text(manifest: Manifest) -> str:
     """How many copies were left out, and what was looked for."""
     rules = manifest.get("config", {}).get("duplicates", {})
@@ -162,7 +169,9 @@ def duplicates_text(manifest: Manifest) -> str:
     similar = (
         f"{reported.get('near_duplicate', 0):,} left out (similarity {rules['near']})" if rules.get("near") else ""
     )
-    return f"exact {exact}, near {similar or 'not looked for'}"
+    held_out = reported.get("held_out_copy")
+    copies = f", of held-out documents {held_out:,} left out" if held_out else ""
+    return f"exact {exact}, near {similar or 'not looked for'}{copies}"
 
 
 def shortened(text: str, width: int) -> str:
