@@ -102,11 +102,11 @@ def test_files_named_as_splits_are_these_splits(tmp_path, make, held, caplog):
     assert held(source) == [numbers(10), numbers(100, 110), numbers(200, 210)]
     assert "evaluation: validation-00000-of-00001.jsonl, by name; test: test/x.jsonl, by name" in caplog.text
     assert "test: test/x.jsonl, by name" in " ".join(audit_table([manifest_of(source)]).split())
-    pool = make(text_source(folder, file_names="ignore", eval_fraction=0.4))
+    pool = make(text_source(folder, named_splits="ignore", eval_fraction=0.4))
     train, evaluation, _ = held(pool)
     assert train & numbers(200, 210)
     assert evaluation & numbers(10)
-    assert "file_names=ignore: " in manifest_of(pool)["origins"]["train"]
+    assert "named_splits=ignore: " in manifest_of(pool)["origins"]["train"]
     assert pool.folders != source.folders
 
 
@@ -129,7 +129,7 @@ def test_a_file_of_path_that_a_key_names_is_not_trained_on(tmp_path, make, held)
 @pytest.mark.parametrize("names", [("dev.jsonl", "test.jsonl"), ("test.jsonl",)])
 def test_a_folder_of_test_files_is_not_trained_on(tmp_path, make, names):
     folder = folder_of(tmp_path, *names)
-    with pytest.raises(ConfigError, match=r"data\.a\.path=.*nothing is left to train on.*data\.a\.file_names=ignore"):
+    with pytest.raises(ConfigError, match=r"data\.a\.path=.*nothing is left to train on.*data\.a\.named_splits=ignore"):
         make(text_source(folder))
     assert make(text_source(folder / "test.jsonl")).manifests, "a file that is named is taken"
 

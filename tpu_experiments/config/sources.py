@@ -169,8 +169,8 @@ class DataSourceConfig:
     """Split on the Hub that is the evaluation split, in place of `eval_path`."""
     test_split: str | None = None
     """Split on the Hub that is the test split, in place of `test_path`."""
-    file_names: str = choice("splits", "ignore", default="splits")
-    """Of a `path` with several files: `splits` takes those that are named train, validation (or valid, val, dev, eval)
+    named_splits: str = choice("take", "ignore", default="take")
+    """Of a `path` with several files: `take` takes those that are named train, validation (or valid, val, dev, eval)
     and test, or lie in folders of these names, as those splits; `ignore` takes all alike."""
     held_out_copies: str = choice("find", "drop", default="find")
     """Documents of `path` that evaluation or test files of your own have too. `find`: they are trained on, and the

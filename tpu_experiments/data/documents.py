@@ -73,7 +73,7 @@ class SourceSpec:
     test_path: str | None = None
     eval_split: str | None = None
     test_split: str | None = None
-    file_names: str = "splits"
+    named_splits: str = "take"
     path_key: str = "path"
     """Key of the source's config that `path` is from."""
 
@@ -117,7 +117,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
-        file_names=source.file_names,
+        named_splits=source.named_splits,
         **{key: getattr(source, key) for key in keys},
     )
 

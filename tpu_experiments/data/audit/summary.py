@@ -6,7 +6,7 @@ All of it is computed from the manifests, so that an audit can be made again wit
 import hashlib
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -156,7 +156,7 @@ def long_documents_text(manifest: Manifest) -> str:
     return f"{split:,} split, {cut:,} truncated ({cut_inside:,} inside a turn), {dropped:,} tokens dropped"
 
 
-def origins_text(manifest: Manifest) -> str:
+def origins_text(manifest: Mapping[str, Any]) -> str:
     """Where each split is from, where that is not decided by the hash alone."""
     return "; ".join(f"{split}: {words}" for split, words in manifest["origins"].items())
 

@@ -129,7 +129,7 @@ def _by_name(
     files: Sequence[SourceFile], *, spec: SourceSpec, given: set[str | None]
 ) -> tuple[list[SourceFile], dict[str, list[SourceFile]], list[SourceFile]]:
     """Files to train on, those of each split that names decide, and those of a split that a key gives otherwise."""
-    if not files or spec.file_names == "ignore" or _is_the_file(spec, files):
+    if not files or spec.named_splits == "ignore" or _is_the_file(spec, files):
         return list(files), {}, []
     train = [file for file in files if split_in_name(file.name) in (None, "train")]
     held_out = {split: [f for f in files if split_in_name(f.name) == split] for split in OWN_KEYS}
@@ -138,7 +138,7 @@ def _by_name(
             f"{spec.key}; every file there is named as one of evaluation or test ({_listed(files)}), so that nothing "
             f"is left to train on; point data.{spec.name}.path= at the training files and data.{spec.name}.eval_path= "
             f"and test_path= at these, or take all of them to train on and to hold out of by a hash: "
-            f"data.{spec.name}.file_names=ignore."
+            f"data.{spec.name}.named_splits=ignore."
         )
     named = {
         split: [replace(file, split=split) for file in found]
@@ -160,7 +160,7 @@ def _origins(
     main = parts[0]
     mixed = [file for file in main.files if split_in_name(file.name) in OWN_KEYS]
     if mixed and not _is_the_file(spec, main.files):
-        return {"train": f"file_names=ignore: {_listed(mixed)} divided by the hash like all other files"}
+        return {"train": f"named_splits=ignore: {_listed(mixed)} divided by the hash like all other files"}
     if len(parts) == 1:
         return {}
     origins = {}
