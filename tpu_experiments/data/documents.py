@@ -25,6 +25,9 @@ class Document:
     group: str | None = None
     """What it has in common with others that stay in its split, where `data.<name>.split_by` is a field."""
 
+    context: tuple[int, ...] = ()
+    """Assistant turns, from 0, that are read and not learnt (`train: false`)."""
+
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
 
@@ -32,6 +35,11 @@ class Document:
     def is_empty(self) -> bool:
         """Nothing to read: white space, or no turn."""
         return not self.messages and not (self.text or "").strip()
+
+    def is_taught(self, turn: int) -> bool:
+        """Whether the turn is an answer that is learnt: it says something, and is not marked as context."""
+        role, content = (self.messages or ())[turn]
+        return role == "assistant" and bool(content.strip()) and turn not in self.context
 
     @property
     def content(self) -> str:
