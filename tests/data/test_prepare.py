@@ -16,6 +16,7 @@ from tests.data.preparing import (
 )
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import CleanConfig, DataSourceConfig, DuplicatesConfig
+from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.cleaning.duplicates import content_key
 from tpu_experiments.data.cleaning.split import SPLITS, split_of
 from tpu_experiments.data.documents import Document
@@ -281,3 +282,19 @@ def test_answers_that_are_not_learnt_are_counted(tmp_path, tokenizer):
     kept.path = str(next((tmp_path / "p").rglob("documents")))
     again = prepared({"b": kept}, folder=tmp_path / "q", tokenizer=tokenizer)["b"]
     assert (all_rows(again, "train").learn_NT == rows.learn_NT).all()
+
+
+def test_answers_cut_from_their_questions_are_counted_and_found(tmp_path, tokenizer):
+    rows = [{"data": [f"întrebarea {i}?", " ".join(f"cuvântul {k}" for k in range(60))]} for i in range(20)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = chat_source(path, eval_fraction=0, test_fraction=0, duplicates=DuplicatesConfig(exact="keep"))
+    made = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[64, 512])["a"]
+    numbers = manifest_of(made)["splits"]["train"]
+    assert 0.5 < numbers["supervised_without_prompt"] / numbers["supervised_tokens"] < 1
+    p95 = made.manifests[64]["length_percentiles"]["95"]
+    (finding,) = [f for f in audit_findings([made.manifests[64]]) if "lost their prompt" in f.message]
+    assert finding.severity == "warning"
+    assert f"trainer.seq_len={-(-p95 // 128) * 128} holds 95 % of the documents ({p95} tokens" in finding.message
+    assert made.manifests[512]["splits"]["train"]["supervised_without_prompt"] == 0
+    plain = prepared({"b": text_source(texts(tmp_path / "b.jsonl", 50))}, folder=tmp_path / "p", tokenizer=tokenizer)
+    assert "supervised_without_prompt" not in manifest_of(plain["b"])["splits"]["train"]

@@ -287,6 +287,7 @@ def _pack_windows(
         long_documents=how.settings.long_documents,
         pad_id=pad_id(how.tokenizer),
         vocab_size=1 + max(how.tokenizer.get_vocab().values()),
+        is_chat=tokens.spec.kind == "chat",
     )
     records = []
     with tqdm(desc=f"{tokens.spec.name}: rows", unit=" rows", mininterval=0.5, leave=False, disable=None) as bar:

@@ -17,6 +17,7 @@ from tpu_experiments.data.audit.findings import (
     overlaps_of,
     percent,
     supervised_by_answer,
+    without_prompt,
 )
 
 COLUMNS = 100
@@ -153,7 +154,9 @@ def long_documents_text(manifest: Manifest) -> str:
     splits = manifest["splits"].values()
     keys = ("documents_split", "documents_truncated", "documents_truncated_in_turn", "tokens_dropped")
     split, cut, cut_inside, dropped = (sum(numbers.get(key, 0) for numbers in splits) for key in keys)
-    return f"{split:,} split, {cut:,} truncated ({cut_inside:,} inside a turn), {dropped:,} tokens dropped"
+    text = f"{split:,} split, {cut:,} truncated ({cut_inside:,} inside a turn), {dropped:,} tokens dropped"
+    lost = sum(map(without_prompt, splits))
+    return text + (f", {lost:,} supervised tokens without their whole prompt" if lost else "")
 
 
 def origins_text(manifest: Mapping[str, Any]) -> str:
