@@ -189,6 +189,10 @@ class DataSourceConfig:
     `human_assistant`: field `text` with ### Human and ### Assistant marks."""
     fields: dict[str, str] = field(default_factory=dict)
     """Where the file calls a field of the format something else: `{text: body}`."""
+    quoting: str = choice("auto", "minimal", "none", default="auto")
+    """Quotation marks in .csv and .tsv. `minimal`: they may surround a field, which may then hold separators and line
+    ends. `none`: plain characters, a line is a record. `auto`: of the two, each file's own, the one with which more of
+    its first lines have as many fields as the file has columns."""
     on_bad_row: str = choice("stop", "skip", default="stop")
     """What happens at a row that cannot be read or is not of the format: the run stops, or the row is reported."""
     max_documents: int | None = number(default=None, at_least=1)

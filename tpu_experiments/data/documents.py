@@ -73,6 +73,7 @@ class SourceSpec:
     kind: str = "text"
     format: str = "auto"
     fields: dict[str, str] = field(default_factory=dict)
+    quoting: str = "auto"
     on_bad_row: str = "stop"
     max_documents: int | None = None
     group_field: str | None = None
@@ -122,6 +123,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         kind=source.kind,
         format=source.format,
         fields=dict(source.fields),
+        quoting=source.quoting,
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,

@@ -13,6 +13,7 @@ from tpu_experiments.io.streams import SUFFIXES as COMPRESSION_OF_SUFFIX
 log = logging.getLogger(__name__)
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")
+TABLES = (".csv", ".tsv")
 SUPPORTED = ".jsonl, .json, .parquet, .csv, .tsv or .txt"
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
 OTHER_DATA = (".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xml", ".lz4", ".snappy", ".z")
@@ -63,6 +64,11 @@ def suffixes_of(name: str) -> tuple[str, str]:
     if parts.suffix in COMPRESSION_OF_SUFFIX:
         return PurePosixPath(parts.stem).suffix, parts.suffix
     return parts.suffix, ""
+
+
+def is_table(name: str) -> bool:
+    """Whether a file is .csv or .tsv."""
+    return suffixes_of(name)[0] in TABLES
 
 
 def _remote_files(spec: SourceSpec) -> dict[str, str]:

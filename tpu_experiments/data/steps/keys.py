@@ -29,9 +29,14 @@ REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again 
 
 
 def tokens_key(
-    spec: SourceSpec, *, source: DataSourceConfig, content: list[str], tokenizer: PreTrainedTokenizerBase
+    spec: SourceSpec,
+    *,
+    source: DataSourceConfig,
+    content: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    has_tables: bool = False,
 ) -> str:
-    """Key of the tokenised documents of a source, whose content is `content`."""
+    """Key of the tokenised documents of a source, whose content is `content`; `has_tables`: a .csv or .tsv is in it."""
     return short_hash(
         {
             "version": VERSION,
@@ -45,6 +50,7 @@ def tokens_key(
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             "tokenizer": tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if spec.kind == "chat" else None,
+            **({"quoting": spec.quoting} if has_tables else {}),
             **({"chat": CHAT_VERSION} if spec.kind == "chat" else {}),
         }
     )

@@ -19,7 +19,7 @@ from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_doc
 from tpu_experiments.data.prepared import NotPrepared, read_record
 from tpu_experiments.data.reading.files import read_raw
 from tpu_experiments.data.reading.hub import read_hub
-from tpu_experiments.data.reading.locations import SourceFile
+from tpu_experiments.data.reading.locations import SourceFile, is_table
 from tpu_experiments.data.reading.parts import Part, list_parts
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.reading.sources import resolve_format
@@ -89,7 +89,8 @@ def tokenize_source(
         spec = resolve_format(spec, files=found_parts.main.files)
     given = _Input([_with_format(part, like=spec) for part in found_parts.parts], read)
     content = [line for part in given.parts for line in _content(part, read=read, folder=folder)]
-    key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer)
+    has_tables = any(is_table(file.name) for file in found_parts.files)
+    key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer, has_tables=has_tables)
     target = paths.join(folder, f"{spec.name}-tokens-{key}")
     done = paths.join(target, BLOCKS)
     made = read_record(done, expected={"key": key}, is_lookup=is_lookup)
