@@ -25,6 +25,9 @@ class Document:
     group: str | None = None
     """What it has in common with others that stay in its split, where `data.<name>.split_by` is a field."""
 
+    context: tuple[int, ...] = ()
+    """Assistant turns, from 0, that are read and not learnt (`train: false`)."""
+
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
 
@@ -32,6 +35,11 @@ class Document:
     def is_empty(self) -> bool:
         """Nothing to read: white space, or no turn."""
         return not self.messages and not (self.text or "").strip()
+
+    def is_taught(self, turn: int) -> bool:
+        """Whether the turn is an answer that is learnt: it says something, and is not marked as context."""
+        role, content = (self.messages or ())[turn]
+        return role == "assistant" and bool(content.strip()) and turn not in self.context
 
     @property
     def content(self) -> str:
@@ -65,15 +73,28 @@ class SourceSpec:
     kind: str = "text"
     format: str = "auto"
     fields: dict[str, str] = field(default_factory=dict)
+    quoting: str = "auto"
     on_bad_row: str = "stop"
     max_documents: int | None = None
     group_field: str | None = None
     """Field of the rows that `Document.group` is read from."""
+    eval_path: str | None = None
+    test_path: str | None = None
+    eval_split: str | None = None
+    test_split: str | None = None
+    named_splits: str = "take"
+    path_key: str = "path"
+    """Key of the source's config that `path` is from."""
 
     @property
     def key(self) -> str:
         """Start of every error sentence about this source."""
-        return f"data.{self.name}.path={self.path}"
+        return f"{self.ask}{self.path}"
+
+    @property
+    def ask(self) -> str:
+        """What to set: `data.<name>.path=`."""
+        return f"data.{self.name}.{self.path_key}="
 
 
 def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpec:
@@ -91,6 +112,8 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
             f"data.{name}.format={source.format} with data.{name}.kind={source.kind}; that format "
             f"gives {kind} documents; set data.{name}.kind={kind} or another format."
         )
+    # A sample stands for all of the data, so that it is divided like data without files of its own.
+    keys = ("eval_path", "test_path", "eval_split", "test_split") if data_size == "full" else ()
     return SourceSpec(
         name=name,
         path=str(find_local(path) or path),
@@ -100,9 +123,12 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         kind=source.kind,
         format=source.format,
         fields=dict(source.fields),
+        quoting=source.quoting,
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
+        named_splits=source.named_splits,
+        **{key: getattr(source, key) for key in keys},
     )
 
 
@@ -122,5 +148,5 @@ def raise_if_bad(refused: Refused, *, spec: SourceSpec) -> None:
 def no_document(spec: SourceSpec) -> ConfigError:
     """The error for a source without a single document."""
     return ConfigError(
-        f"{spec.key}; it is empty: 0 documents were read; point data.{spec.name}.path= at a file with at least one row."
+        f"{spec.key}; it is empty: 0 documents were read; point {spec.ask} at a file with at least one row."
     )

@@ -89,7 +89,7 @@ def held_out_documents(
         is_lookup=True,
     )
     blocks = [read_index(tokens.folder, block) for block in tokens.block_names]
-    chosen_D = select(blocks, source=source, tokens_folder=tokens.folder).chosen(split)
+    chosen_D = select(blocks, source=source, tokens=tokens).chosen(split)
     members = np.flatnonzero(chosen_D)
     num_in_split = len(members)
     if max_documents is not None and num_in_split > max_documents:

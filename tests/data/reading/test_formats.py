@@ -217,3 +217,51 @@ def test_bad_rows(fields, layout, reason, sentence):
     found = refused(fields, layout)
     assert (found.reason, found.is_bad_row) == (reason, True)
     assert re.search(re.escape(sentence), found.message)
+
+
+def marked(*marks):
+    """A conversation whose answers have these fields beside role and content."""
+    turns = [
+        [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", **mark}]
+        for i, mark in enumerate(marks)
+    ]
+    return {"messages": [turn for pair in turns for turn in pair]}
+
+
+@pytest.mark.parametrize(
+    "mark", [{"train": False}, {"training": False}, {"weight": 0}, {"weight": 0.0}, {"train": False, "weight": 0}]
+)
+def test_answers_marked_as_context(mark):
+    found = document(marked(mark, {"train": None, "weight": 1}, mark, {"train": True}, mark), "messages")
+    assert len(found.messages) == 8, "what follows the last learnt answer is left out"
+    assert found.context == (1, 5)
+    sharegpt = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **mark}] * 2}
+    sharegpt["conversations"][3] = {"from": "gpt", "value": "b", "weight": 1.0}
+    assert document(sharegpt, "messages").context == (1,)
+
+
+def test_marks_of_other_turns_say_nothing():
+    said = [{"role": "system", "content": "s", "weight": 0}, {"role": "user", "content": "q", "train": False}]
+    found = document({"messages": [*said, {"role": "assistant", "content": "a"}]}, "messages")
+    assert found.context == ()
+
+
+def test_a_conversation_of_context_teaches_nothing():
+    found = refused(marked({"train": False}, {"weight": 0}), "messages")
+    assert (found.reason, found.is_bad_row) == ("no_answer", False)
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ({"weight": 0.5}, "has weight: 0.5 in turn 2; an answer is learnt (weight: 1) or only read (weight: 0)"),
+        ({"train": "no"}, 'has train: "no" in turn 2; an answer is learnt (train: true)'),
+        ({"weight": True}, "has weight: true in turn 2"),
+        ({"train": 0}, "has train: 0 in turn 2"),
+        ({"train": True, "weight": 0}, "says both that turn 2 is learnt and that it is not"),
+    ],
+)
+def test_marks_that_say_neither(mark, words):
+    found = refused(marked(mark, {}), "messages")
+    assert (found.reason, found.is_bad_row) == ("bad_mark", True)
+    assert words in found.message

@@ -1,7 +1,8 @@
 """One raw row to one Document, by `data.<name>.format`; runs in worker processes.
 
 text             field `text`
-messages         field `messages` or `conversations` (or `data`), a list of role and content or of from and value
+messages         field `messages` or `conversations` (or `data`), a list of role and content or of from and value; an
+                 assistant's turn with `train: false` (or `weight: 0`) is read and not learnt
 alternating      field `data`, a list of strings, user first
 question_answer  the chain-of-thought answer of the UK-law recipe
 instruction      `instruction`, `input` or `context`, `output` or `response`
@@ -44,6 +45,9 @@ OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
     "instruction": ("input", "context"),
 }
 
+MARKS = ("train", "training", "weight")
+"""Fields of a turn in `messages` that say whether it is learnt; others write `training: false` or `weight: 0`."""
+
 MAX_NAMES_SHOWN = 20
 
 Fields = Mapping[str, Any]
@@ -73,10 +77,13 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             if not text.strip():
                 return Refused("empty", row.place, "has no text.", is_bad_row=False)
             return Document(identity, text=text, place=row.place, group=_group(fields, spec))
-        turns = _answered(_TURNS_OF[spec.format](fields, spec))
+        turns = _TURNS_OF[spec.format](fields, spec)
+        context = _context(fields, turns) if spec.format == "messages" else ()
+        turns = _answered(turns, context)
         if not turns:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
-        return Document(identity, messages=tuple(turns), place=row.place, group=_group(fields, spec))
+        context = tuple(turn for turn in context if turn < len(turns))
+        return Document(identity, messages=tuple(turns), place=row.place, group=_group(fields, spec), context=context)
     except BadRow as error:
         message = str(error).encode(errors="backslashreplace").decode()  # it may quote what cannot be written
         return Refused(error.reason, row.place, message)
@@ -130,10 +137,41 @@ def _group(fields: Fields, spec: SourceSpec) -> str | None:
     return json.dumps(value)
 
 
-def _answered(turns: Turns) -> Turns:
-    """Up to the last assistant turn that says something."""
-    answers = [number for number, (role, content) in enumerate(turns) if role == "assistant" and content.strip()]
+def _answered(turns: Turns, context: tuple[int, ...]) -> Turns:
+    """Up to the last assistant turn that says something and is learnt."""
+    answers = [
+        number
+        for number, (role, content) in enumerate(turns)
+        if role == "assistant" and content.strip() and number not in context
+    ]
     return turns[: answers[-1] + 1] if answers else []
+
+
+def _context(fields: Fields, turns: Turns) -> tuple[int, ...]:
+    """Assistant turns that the row marks as not to be learnt."""
+    given = next(fields[name] for name in (*FIELDS_OF_FORMAT["messages"][0], "data") if fields.get(name) is not None)
+    return tuple(
+        number
+        for number, (turn, (role, _)) in enumerate(zip(given, turns, strict=True))
+        if role == "assistant" and _is_context(turn, number=number + 1)
+    )
+
+
+def _is_context(turn: Fields, *, number: int) -> bool:
+    """Whether a turn says `train: false`, or the same as `training: false` or `weight: 0`."""
+    marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+    for name, value in marks.items():
+        wanted = (0, 1) if name == "weight" else (False, True)
+        if isinstance(value, bool) != (name != "weight") or value not in wanted:
+            shown = json.dumps(value, default=str)[:40]
+            raise BadRow(
+                "bad_mark",
+                f"has {name}: {shown} in turn {number}; an answer is learnt ({name}: {json.dumps(wanted[1])}) or only "
+                f"read ({name}: {json.dumps(wanted[0])}); mend the row.",
+            )
+    if len(set(map(bool, marks.values()))) > 1:
+        raise BadRow("bad_mark", f"says both that turn {number} is learnt and that it is not, {marks}; mend the row.")
+    return not all(marks.values())
 
 
 def _messages(fields: Fields, spec: SourceSpec) -> Turns:

@@ -13,7 +13,7 @@ def read_hub(spec: SourceSpec) -> Iterator[RawRow]:
     Raises:
         ConfigError: the Hub is out of reach, or has no such data set, configuration or split.
     """
-    number = 0
+    number, name = 0, spec.path if spec.hub_split == "train" else f"{spec.path} {spec.hub_split}"
     try:
         import datasets  # seconds to import, and most runs read local files
 
@@ -26,7 +26,7 @@ def read_hub(spec: SourceSpec) -> Iterator[RawRow]:
         )
         for fields in stream:
             number += 1
-            yield RawRow(dict(fields), spec.path, "row", number)
+            yield RawRow(dict(fields), name, "row", number)
     except Exception as error:  # datasets, the Hub client and httpx raise a dozen unrelated types
         raise _out_of_reach(error, spec=spec, num_rows=number) from error
 

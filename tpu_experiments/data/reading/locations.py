@@ -13,6 +13,7 @@ from tpu_experiments.io.streams import SUFFIXES as COMPRESSION_OF_SUFFIX
 log = logging.getLogger(__name__)
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")
+TABLES = (".csv", ".tsv")
 SUPPORTED = ".jsonl, .json, .parquet, .csv, .tsv or .txt"
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
 OTHER_DATA = (".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xml", ".lz4", ".snappy", ".z")
@@ -28,6 +29,8 @@ class SourceFile:
     """Relative to the source's path, for ids and reports."""
     url: str
     """Local path, or URL."""
+    split: str | None = None
+    """The split that all of its rows are of; None where a hash decides."""
 
 
 def list_files(spec: SourceSpec) -> list[SourceFile]:
@@ -63,6 +66,11 @@ def suffixes_of(name: str) -> tuple[str, str]:
     return parts.suffix, ""
 
 
+def is_table(name: str) -> bool:
+    """Whether a file is .csv or .tsv."""
+    return suffixes_of(name)[0] in TABLES
+
+
 def _remote_files(spec: SourceSpec) -> dict[str, str]:
     try:
         return find.remote_files(spec.path)
@@ -80,7 +88,7 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
 
 def _require_hub_id(spec: SourceSpec) -> None:
     """Raise when `path` is not there and can only have meant a file or folder."""
-    ask = f"Point data.{spec.name}.path= at a {SUPPORTED} file, a folder of them, or a Hub id."
+    ask = f"Point {spec.ask} at a {SUPPORTED} file, a folder of them, or a Hub id."
     if is_remote(spec.path):
         raise ConfigError(f"{spec.key}; there is nothing there. {find.remote_near_misses(spec.path)}{ask}")
     if find.is_glob(spec.path):
@@ -99,8 +107,7 @@ def _require_readable(name: str, *, spec: SourceSpec) -> None:
     data, compression = suffixes_of(name)
     if data in ARCHIVES:
         raise ConfigError(
-            f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point data.{spec.name}.path= at "
-            f"the folder."
+            f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point {spec.ask} at the folder."
         )
     if data == ".parquet" and compression:
         raise ConfigError(f"{spec.key}; parquet is compressed inside; unpack the {compression} around it.")
@@ -117,7 +124,7 @@ def _data_files(found: dict[str, str], *, spec: SourceSpec) -> dict[str, str]:
         held = ", ".join(Path(name).name for name in list(inside)[:5]) or "nothing"
         raise ConfigError(
             f"{spec.key}; no {SUPPORTED} file is among the {len(inside)} files there ({held}); point "
-            f"data.{spec.name}.path= at data."
+            f"{spec.ask} at data."
         )
     left_out = [name for name in inside if name not in files and name.lower().endswith((*ARCHIVES, *OTHER_DATA))]
     if left_out:

@@ -9,7 +9,7 @@ import pyarrow.parquet
 from tpu_experiments.data.documents import Document
 from tpu_experiments.io import paths
 
-_TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+_TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("train", pyarrow.bool_())])
 SCHEMA = pyarrow.schema(
     [
         ("id", pyarrow.string()),
@@ -19,7 +19,15 @@ SCHEMA = pyarrow.schema(
         ("place", pyarrow.string()),
     ]
 )
-"""Exactly one of `text` and `messages` is set; `place` says where the document was read."""
+"""Exactly one of `text` and `messages` is set; `train` is false of an answer that is not learnt, else null; `place`
+says where the document was read."""
+
+
+def _turns(document: Document) -> list[dict[str, str | bool | None]]:
+    return [
+        {"role": role, "content": content, "train": False if turn in document.context else None}
+        for turn, (role, content) in enumerate(document.messages or ())
+    ]
 
 
 def write_documents(documents: Sequence[Document], *, folder: str, name: str, source: str) -> None:
@@ -29,7 +37,7 @@ def write_documents(documents: Sequence[Document], *, folder: str, name: str, so
         {
             "id": document.id,
             "text": document.text,
-            "messages": [{"role": r, "content": c} for r, c in document.messages] if document.messages else None,
+            "messages": _turns(document) if document.messages else None,
             "source": source,
             "place": document.place,
         }

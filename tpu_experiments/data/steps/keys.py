@@ -22,13 +22,21 @@ from tpu_experiments.io.sealed import DamagedFile, read_sealed_json, write_seale
 VERSION = 3
 """Goes up when the same input gives other tokens or rows, or other files of them."""
 
+CHAT_VERSION = 2
+"""Goes up when the same conversation gives other tokens, or others of them are learnt."""
+
 REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
 
 
 def tokens_key(
-    spec: SourceSpec, *, source: DataSourceConfig, content: list[str], tokenizer: PreTrainedTokenizerBase
+    spec: SourceSpec,
+    *,
+    source: DataSourceConfig,
+    content: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    has_tables: bool = False,
 ) -> str:
-    """Key of the tokenised documents of a source, whose content is `content`."""
+    """Key of the tokenised documents of a source, whose content is `content`; `has_tables`: a .csv or .tsv is in it."""
     return short_hash(
         {
             "version": VERSION,
@@ -42,6 +50,8 @@ def tokens_key(
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             "tokenizer": tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if spec.kind == "chat" else None,
+            **({"quoting": spec.quoting} if has_tables else {}),
+            **({"chat": CHAT_VERSION} if spec.kind == "chat" else {}),
         }
     )
 
@@ -56,6 +66,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
             "eval_fraction": source.eval_fraction,
             "test_fraction": source.test_fraction,
             "split_by": source.split_by,
+            **({} if source.held_out_copies == "find" else {"held_out_copies": source.held_out_copies}),
             "seq_len": seq_len,
             "pad_id": pad_id,
             "packing": settings.packing,
@@ -77,7 +88,9 @@ def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> li
     """A hash of all that a reader of the user's own yields; nothing else says whether it changed."""
     digest = hashlib.sha256()
     for document in read():
-        digest.update(json.dumps(vars(document), ensure_ascii=False).encode(errors="surrogatepass"))
+        # Without what most documents do not have: it came later, and what was prepared before stays found.
+        known = {name: value for name, value in vars(document).items() if name != "context" or value}
+        digest.update(json.dumps(known, ensure_ascii=False).encode(errors="surrogatepass"))
     return [digest.hexdigest()]
 
 

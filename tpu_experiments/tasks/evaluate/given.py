@@ -106,7 +106,8 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
     if not found:
         raise ConfigError(
             f"task.split={task.split}; no source holds a document back for it ({_fractions(config)}); raise the "
-            "fraction before you train, or take the other split."
+            "fraction before you train, name files of your own (data.<name>.test_path=, eval_path=), or take the other "
+            "split."
         )
     return found
 
