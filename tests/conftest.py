@@ -26,6 +26,19 @@ REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 
+QUICK = ("config", "loggers", "logging", "metrics", "optim", "planning", "storage", "io")
+"""Folders of the inner loop (`pytest -m quick`), without what runs torch_xla, starts processes or takes minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the inner loop."""
+    for item in items:
+        folder = item.path.relative_to(REPOSITORY / "tests").parts[0]
+        is_heavy = any(item.get_closest_marker(name) for name in ("xla", "slow", "tpu"))
+        if folder in QUICK and not is_heavy:
+            item.add_marker("quick")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Touch the XLA device before any CPU backward: torch 2.9 sizes its autograd queues at the first one."""
     if item.get_closest_marker("xla"):
