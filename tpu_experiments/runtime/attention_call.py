@@ -1,4 +1,4 @@
-"""Shape of an attention call, its blocking in the kernel, and the FLOPs and bytes of its blocks. No tensors."""
+"""Shape of an attention call, its blocking in the kernel, and the FLOPs and bytes of its blocks."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -48,11 +48,11 @@ class AttentionCall:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the kernel reads heads out of (T, H D) without a transpose; a head must fill the lanes for that.
+        """Whether the kernel reads heads out of (T, H D) without a transpose.
 
-        Not with fewer than 8 heads: where a model works on heads between projection and attention (Gemma 3 normalises
-        them) their layout is (T, H, D), and H is padded to the 8 rows of a tile. Gemma 3 270M, 4 heads: 1.82 s a step
-        with the flat layout, 1.69 s heads first.
+        A head must fill the lanes for that, and there must be 8 heads or more: where a model works on heads between
+        projection and attention (Gemma 3 normalises them) their layout is (T, H, D), and H is padded to the 8 rows of a
+        tile. Gemma 3 270M, 4 heads: 1.82 s a step with the flat layout, 1.69 s heads first.
         """
         return self.head_dim % LANES == 0 and self.heads >= SUBLANES
 
@@ -72,7 +72,7 @@ class AttentionCall:
     def largest_block(self) -> int:
         """Tokens in the largest block for this head dimension.
 
-        Half of `max_block` for a head of 256: in blocks of 1,024 its dK and dV need 17 MiB of the 16 MiB of VMEM (v5e).
+        At most MAX_BLOCK / 2 for a head of 256: in blocks of 1,024 its dK and dV take 17 MiB where 16 MiB fit (v5e).
         """
         return min(self.max_block, MAX_BLOCK // -(-self.head_dim // LANES) // LANES * LANES)
 
@@ -90,11 +90,12 @@ class AttentionCall:
 
     @property
     def backward(self) -> Literal["fused", "split"]:
-        """`fused`: all gradients from one kernel, 5 matmuls per block. `split`: dQ from its own kernel, 7 in all.
+        """Backward kernels: `fused`, one for all gradients, or `split`, with one of its own for dQ.
 
-        The fused kernel writes one dQ per block of keys, summed outside the kernel. By libtpu 0.0.21's estimates and
-        with kernels at 40% of peak, 4 rows of 2,048 tokens with 32 heads of 128 in blocks of 1,024 take 4.4 ms fused on
-        v6e against 2.6 ms split (v5e: 9.1 against 10.5 ms), and the dQ copies grow with the square of the length.
+        Fused takes 5 matmuls per block, split 7. The fused kernel writes one dQ per block of keys, summed outside the
+        kernel. By libtpu 0.0.21's estimates and with kernels at 40% of peak, 4 rows of 2,048 tokens with 32 heads of
+        128 in blocks of 1,024 take 4.4 ms fused on v6e against 2.6 ms split (v5e: 9.1 against 10.5 ms), and the dQ
+        copies grow with the square of the length.
         """
         return "fused" if self.block == self.padded_length else "split"
 

@@ -1,4 +1,4 @@
-"""Finds which Python value changed between two traces of a program, by comparing their HLO instructions.
+"""Comparison of two traces' HLO, instruction by instruction, to find the Python value that changed.
 
 A number that Python computes is baked into a program where it sets a shape or an attribute (a slice, a shift, a
 power), and as a constant where it is 0 or 1; torch_xla passes other factors and summands to the program as inputs.
@@ -52,7 +52,7 @@ def changed_values(before: str, now: str) -> str:
 
 
 def instructions(hlo: str) -> list[tuple[Instruction, str]]:
-    """Return every instruction whose opcode is not in FOLLOWERS, with its Python source line or an empty string."""
+    """Return every instruction outside FOLLOWERS, each with its Python source line or an empty string."""
     found = []
     for line in hlo.splitlines():
         match = INSTRUCTION.match(line)
@@ -75,7 +75,7 @@ def _place(line: str) -> str:
 
 
 def _rank(instruction: Instruction) -> tuple[int, str]:
-    """Return a sort key by how much a change explains: constants, then attributes, others, and inputs last."""
+    """Return a sort key by how much a change explains: constants, attributes, others, then inputs."""
     has_attributes = "={" in instruction.text or "=[" in instruction.text
     order = 0 if instruction.opcode == "constant" else 1 if has_attributes else 2
     order = 3 if instruction.opcode == "parameter" else order

@@ -64,7 +64,10 @@ class UnexpectedProgram(RuntimeError):
         self._explain = explain
 
     def explain(self) -> str:
-        """Return which value changed, or an empty string; traces once more, which leaves device tensors unusable."""
+        """Return which value changed, or an empty string where that cannot be found.
+
+        It traces once more, which leaves the tensors on the device unusable.
+        """
         return self._explain() if self._explain is not None else ""
 
 
@@ -90,10 +93,10 @@ class Runtime(Protocol):
         """Set the device's random state, on which alone the draws of the next program depend."""
 
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Copy a parameter, or a tensor of its shape, to the device, sharded as the parameter `name` is (spmd)."""
+        """Copy a parameter or a tensor of its shape to the device, in spmd with the sharding of `name`."""
 
     def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
-        """Create float32 zeros on the device, sharded as the parameter `name` is (spmd)."""
+        """Create float32 zeros on the device, in spmd with the sharding of the parameter `name`."""
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         """Send host tensors to the device in one transfer, sharded along `rows_dim` in spmd.
@@ -147,7 +150,10 @@ class Runtime(Protocol):
         """Start a profile of host and device, with every call of a program as a step under its name."""
 
     def stop_profile(self) -> None:
-        """Stop the profile and write `<folder>/plugins/profile/<time>/` for TensorBoard; the device must be idle."""
+        """Stop the profile and write it to `<folder>/plugins/profile/<time>/`, where TensorBoard expects it.
+
+        The device must be idle.
+        """
 
     def counters(self) -> Counters:
         """Return the compiler activity of this process so far."""

@@ -27,7 +27,7 @@ class Relay:
         cores: Set[int] | None = None,
         output: Path | None = None,
     ) -> "subprocess.Popen[bytes]":
-        """Start a child; from the first call on, this process ignores both signals for itself.
+        """Start a child; from the first call on, these signals are forwarded and do not end this process.
 
         Only the main thread may call it: the kernel kills a child when the thread that started it ends.
 

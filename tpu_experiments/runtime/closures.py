@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 
 class Closures:
-    """A thread that starts with the first closure and never ends; it keeps no reference to a closure that has run."""
+    """A thread that starts with the first closure and runs until the process ends.
+
+    It keeps no reference to a closure that has run.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

@@ -127,9 +127,9 @@ class EagerRuntime:
 
 
 def devices_seen(device: str) -> tuple[int, str, float]:
-    """Return the number of devices in plain torch, their type, and 1 + 1 computed on the first; for runtime/probe.py.
+    """Return the number of plain torch's devices, their type, and 1 + 1 computed on the first.
 
-    On a CPU it is 1: processes share the device, so a run may ask for any number.
+    For runtime/probe.py. On a CPU it is 1: processes share the device, so a run may ask for any number.
     """
     one = torch.ones((), device=device)
     return torch.cuda.device_count() if device == "cuda" else 1, device, float((one + one).cpu())

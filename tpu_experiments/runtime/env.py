@@ -1,4 +1,4 @@
-"""Environment variables of a run, set before torch_xla is imported (it reads its flags once, at import)."""
+"""Environment variables of a run, set before torch_xla reads its flags, once, at import."""
 
 import os
 import sys
@@ -14,7 +14,9 @@ TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
 def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
-    """Check that the device exists and set the variables of `hw`; a plan traces on the CPU and needs no device.
+    """Check that the device exists and set the variables of `hw`.
+
+    A plan traces on the CPU and needs no device.
 
     Raises:
         ConfigError: `hw.device=tpu` on a machine without a TPU, or `cuda` on one with fewer GPUs.
@@ -100,5 +102,8 @@ def num_pci_chips() -> int:
 
 
 def _num_device_nodes() -> int:
-    """Return the number of device nodes, one per chip: /dev/accel0 ... of v2 to v4, /dev/vfio/0 ... of v5e and later."""
+    """Return the number of device nodes, one per chip.
+
+    v2 to v4 have /dev/accel0 and so on, v5e and later /dev/vfio/0 and so on.
+    """
     return max(len(list(Path("/dev").glob("accel[0-9]*"))), len(list(Path("/dev/vfio").glob("[0-9]*"))))

@@ -70,7 +70,7 @@ class Ahead(Generic[Item]):
 
 
 class Dealer(Generic[Info, Tensors]):
-    """Deals the tensors of one iterator of (info, tensors) to several readers in turn, and keeps the infos.
+    """Deals the tensors of an iterator of (info, tensors) to several readers in turn; keeps the infos.
 
     Reader i of n gets the tensors of items i, i + n, ...; items are made one at a time, in order.
     """

@@ -92,7 +92,7 @@ class NoHostReads(TorchFunctionMode):
 
 
 def _place() -> str:
-    """Return ` at folder/file.py:14`, the innermost line outside installed packages; empty where there is none."""
+    """Return ` at folder/file.py:14`, the innermost line outside installed packages, or an empty string."""
     for frame in reversed(traceback.extract_stack()[:-1]):
         if frame.filename == __file__ or any(folder in frame.filename for folder in INSTALLED):
             continue
