@@ -34,8 +34,10 @@ def write_model(
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
     Args:
+        tensors: cast to `dtype`.
         architecture: class name, for `architectures` in config.json.
-        shapes: tensors of the same names and shapes in the order of `tensors`, of which one file's are held; None: all.
+        shapes: tensors of the same names and shapes in the order of `tensors`, which is then consumed with one file's
+            tensors in memory at a time; None: all tensors are held in memory.
         max_shard_bytes: bytes of tensors in a file; where there are more, there are several files and an index.
 
     Returns:
@@ -62,14 +64,17 @@ def write_model(
 
 
 def _remove_earlier(folder: str) -> None:
-    """Remove what an export that was cut off left, into other files perhaps: a reader takes the single file first."""
+    """Remove the model files of an interrupted export.
+
+    It may have had other file names, and a reader prefers a single file to an index.
+    """
     for name in paths.list_names(folder):
         if group_in(name) == MODEL or name == INDEX:
             paths.remove_tree(paths.join(folder, name))
 
 
 def _write_files(folder: str, files: Mapping[str, list[str]], items: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
-    """Write each file once its tensors have come; SHA-256 of each."""
+    """Write each file as soon as `items` has yielded its tensors; return the SHA-256 of each file."""
     digests: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
     for file, names in files.items():

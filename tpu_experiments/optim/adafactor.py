@@ -1,6 +1,7 @@
-"""Adafactor (arXiv 1804.04235) as a pure function: factored second moments, update clipping, relative step size.
+"""Adafactor (arXiv 1804.04235) as a pure function.
 
-Follows torch.optim.Adafactor (external learning rate, no first moment); equal to it, tested.
+It has factored second moments, update clipping and a relative step size, and follows torch.optim.Adafactor (external
+learning rate, no first moment); equal to it, tested.
 """
 
 import torch
@@ -13,7 +14,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Adafactor:
-    """State of a matrix is one row and one column of float32; of a vector, the whole second moment."""
+    """Adafactor; its float32 state is a row and a column for a matrix, and as large as a vector for one."""
 
     def __init__(
         self, *, weight_decay: float, beta2_decay: float, eps1: float, eps2: float, clip_threshold: float
@@ -42,7 +43,7 @@ class Adafactor:
         new_parameters: dict[str, Tensor] = {}
         new_state: State = {"": {"count": count}}
         for name, p in parameters.items():
-            # A stack is so many parameters: each layer has its own row, column and root mean square.
+            # A stack counts as one parameter per layer: each layer has its own row, column and root mean square.
             dims = tuple(range(p.ndim - own_ndim(name, p), p.ndim))
             variance, new_state[name] = self._variance(grads[name], state[name], keep=keep)
             update = grads[name] / variance.clamp(min=max(self.eps1**2, TINY)).sqrt()

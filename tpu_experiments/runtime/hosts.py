@@ -1,8 +1,8 @@
 """The hosts of one run (`hw.num_hosts`), one process each, and collectives between them.
 
-A program of `hw.parallel=spmd` is one program over the chips of all hosts, so every process makes the same calls in the same order.
-What depends on one host (a stop request, a clock, a disk error) is exchanged over gloo. The hosts rendezvous on port
-29500 of the first before any device is initialised.
+A program of `hw.parallel=spmd` is one program over the chips of all hosts, so every process makes the same calls in the
+same order. What depends on one host (a stop request, a clock, a disk error) is exchanged over gloo. The hosts
+rendezvous on port 29500 of the first before any device is initialised.
 """
 
 import atexit

@@ -1,9 +1,9 @@
 """Attention with jax's Pallas kernels for the TPU ("splash" attention), lowered to HLO without a TPU.
 
-This file uses jax alone, not torch_xla. The kernels support grouped key/value heads, skip the blocks that are empty under the causal mask or the window, and
-mask by segment. Their inner forward and backward functions are called separately: differentiated through jax, the
-backward pass would run the forward kernel again. Legend: B rows, H query heads, K key/value heads, T tokens, D head
-dimension.
+This file uses jax alone, not torch_xla. The kernels support grouped key/value heads, skip the blocks that are empty
+under the causal mask or the window, and mask by segment. Their inner forward and backward functions are called
+separately: differentiated through jax, the backward pass would run the forward kernel again. Legend: B rows, H query
+heads, K key/value heads, T tokens, D head dimension.
 """
 
 import functools

@@ -119,7 +119,8 @@ def _watch(request: SharedRequest, parent: int) -> None:
 def signals_for_children() -> Iterator[Ticket]:
     """Turn SIGTERM and the first Ctrl-C into a stop request to the children started inside.
 
-    A second Ctrl-C ends everything at once. Only the main thread may call it. Children are started inside and pass the ticket to `join`.
+    A second Ctrl-C ends everything at once. Only the main thread may call it, and the children pass the ticket to
+    `join`.
     """
     global _handed_out
     file = os.memfd_create("tpu_experiments_stop")
