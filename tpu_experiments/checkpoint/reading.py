@@ -37,7 +37,7 @@ class Verified:
     """Cached verification of a checkpoint that this process has read whole, or written and read back."""
 
     digest: str
-    """SHA-256 of its manifest."""
+    """SHA-256 of the manifest's text."""
     files: dict[str, dict[str, Stored]] | None = None
     """Locations of the tensors of each file; None for a checkpoint that was read back right after it was written."""
 

@@ -178,7 +178,8 @@ def load_latest(
 def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dict[str, Any]] | None:
     """Return step and progress of the newest complete checkpoint; None when there is none.
 
-    With `before`, only steps below it count. The checkpoint is verified file by file, once per process; after that only its manifest and progress.json are read.
+    With `before`, only steps below it count. The checkpoint is verified file by file, once per process; after that only
+    its manifest and progress.json are read.
 
     Raises:
         ConfigError: this program cannot have written the newest one.

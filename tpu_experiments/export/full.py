@@ -16,7 +16,7 @@ from tpu_experiments.io.shards import file_name, group_in, shards
 from tpu_experiments.io.tensor_file import chunks_of
 
 MODEL = "model"
-"""Tensors are in `model.safetensors`, or in `model-00001-of-00005.safetensors` and so on with an index."""
+"""Group name of the files: `model.safetensors`, or `model-00001-of-00005.safetensors` and so on with an index."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -102,7 +102,7 @@ def _write_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
         settings = Path(local) / "tokenizer_config.json"
         values = json.loads(settings.read_text(encoding="utf-8"))
         if values.get("tokenizer_class") == "TokenizersBackend":
-            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows as well as 5
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # known to transformers 4 and 5
         settings.write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
         for file in sorted(Path(local).iterdir()):
             paths.write_bytes_atomic(paths.join(folder, file.name), file.read_bytes())

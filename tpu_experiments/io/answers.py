@@ -94,9 +94,10 @@ def beat() -> None:
 
 @functools.cache
 def session_settings() -> dict[str, Any]:
-    """Return arguments of aiohttp's ClientSession that report every chunk; the same object for all sessions.
+    """Return arguments of aiohttp's ClientSession that report every chunk.
 
-    The operation is identified by a context variable: fsspec runs its coroutines in the context of the calling thread.
+    The same object serves all sessions. The operation is identified by a context variable: fsspec runs its coroutines
+    in the context of the calling thread.
     """
     import aiohttp  # only where there is a remote place
 

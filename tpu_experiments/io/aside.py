@@ -1,4 +1,4 @@
-"""Quarantine of unreadable records, as after a power cut, next to their file, so that the run continues."""
+"""Quarantine of unreadable records, as after a power cut, so that the run continues without them."""
 
 import posixpath
 
@@ -6,7 +6,7 @@ from tpu_experiments.io import paths
 
 
 def put_aside(path: str, content: bytes) -> str:
-    """Append `content`, the unreadable part of file `path`, to `<name>.bad<suffix>` next to it; return that path."""
+    """Append the unreadable `content` of file `path` to `<name>.bad<suffix>` next to it; return that path."""
     stem, suffix = posixpath.splitext(path)
     place = f"{stem}.bad{suffix}"
     before = paths.read_bytes(place) if paths.exists(place) else b""

@@ -44,9 +44,10 @@ class FileCache:
             raise ConfigError(f"{folder}; local copies cannot be kept there: {error}; name another folder.") from error
 
     def read(self, name: str, pieces: Sequence[tuple[int, int]], *, size: int) -> list[bytes] | None:
-        """Return bytes start to stop of each piece; None if the file is not cached. One of another size is removed.
+        """Return bytes start to stop of each piece; None if the file is not cached.
 
-        The file is opened every time (20 microseconds): a memory map would keep the bytes of a removed file on disk.
+        A file of another size is removed. The file is opened every time (20 microseconds): a memory map would keep the
+        bytes of a removed file on disk.
         """
         path = self._folder / name
         try:

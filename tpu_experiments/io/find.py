@@ -26,7 +26,7 @@ def find_local(path: str) -> Path | None:
 
 
 def shown_path(path: str) -> str:
-    """Return a path inside the repository relative to its root, the same on every machine; others unchanged."""
+    """Return a path in the repository relative to its root, the same on all machines; others unchanged."""
     return path.removeprefix(f"{REPOSITORY}/")
 
 
@@ -48,7 +48,7 @@ def is_glob(path: str) -> bool:
 
 
 def local_files(path: Path) -> dict[str, str]:
-    """Return the path of every file below a folder, by its relative name; hidden files and folders are left out."""
+    """Return the path of every file below a folder, by its relative name; hidden ones are left out."""
     inside = {file.relative_to(path).as_posix(): str(file) for file in path.rglob("*") if file.is_file()}
     return _sorted_visible(inside)
 
@@ -85,7 +85,7 @@ def remote_files(url: str) -> dict[str, str]:
 
 
 def remote_near_misses(url: str) -> str:
-    """Return `Did you mean ...? ` if the remote folder has a similar name; empty also if it cannot be listed."""
+    """Return `Did you mean ...? ` if the remote folder has a similar name; empty if it cannot be listed."""
     base, _, name = url.rstrip("/").rpartition("/")
     try:
         filesystem, key = answered(lambda: filesystem_of(base), place=base, operation="list")
@@ -123,7 +123,7 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _sorted_visible(url_of_name: dict[str, str]) -> dict[str, str]:
-    """Sort by folders, then names, without names with a leading dot, as the Hub's client and editors make them."""
+    """Sort by folders, then names, without names with a leading dot (of the Hub's client and editors)."""
     visible = [name for name in url_of_name if not any(part.startswith(".") for part in name.split("/"))]
     return {name: url_of_name[name] for name in sorted(visible, key=lambda name: name.split("/"))}
 

@@ -144,7 +144,7 @@ def _literal(value: Any) -> Any:
 
 
 def continued(config: Config) -> Config:
-    """Return the config with open settings filled in from the run that it continues; unchanged for a new run.
+    """Return the config with open settings filled in from the run that it continues, if there is one.
 
     These are the rows that the config leaves open and, with `tuned=auto`, the tuned speed settings that belong to the
     run's identity and that the command does not set.
@@ -197,7 +197,10 @@ def open_run(config: Config) -> RunFolder:
 
 
 def _holds_files(folder: RunFolder) -> bool:
-    """Return whether the folder has files; a name with a leading dot may be left by a start killed in `create`."""
+    """Return whether the folder has files other than hidden ones.
+
+    A start that is killed in `create` leaves a temporary file with a leading dot.
+    """
     try:
         return any(not name.startswith(".") for name in paths.list_names(folder.path()))
     except NotADirectoryError:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpu_experiments.optim.base import Named, State, own_ndim
 
-# eps1 = 1e-30 squared is 0 in float32, and a gradient of zeros (that of A at the first step: B is zero) would be 0/0.
+# eps1 = 1e-30 squared is 0 in float32, and a zero gradient (of A at the first step, where B is zero) would give 0/0.
 TINY = torch.finfo(torch.float32).tiny
 
 

@@ -72,7 +72,7 @@ class UnexpectedProgram(RuntimeError):
 
 
 class Runtime(Protocol):
-    """One process's view of its devices."""
+    """The devices of a run, as one process sees them."""
 
     device: torch.device
     rank: int

@@ -58,7 +58,7 @@ class Relay:
         return self.start(command).wait()
 
     def ask(self) -> None:
-        """Ask every child that runs to stop, as a signal to this process does."""
+        """Send SIGTERM to every running child, as SIGTERM to this process would."""
         self._pass_on(signal.SIGTERM, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ import sys
 from types import TracebackType
 
 INTERRUPTED = "error: interrupted; the same command goes on from the last checkpoint, where there is one."
-INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+INTERRUPTED_EXIT_CODE = 130  # a shell's exit code for a program that Ctrl-C ended
 
 
 def say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

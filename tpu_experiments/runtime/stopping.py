@@ -21,8 +21,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_PROCESSES = 256
 REQUESTED, STOP_AT, CALLS = 0, 1, 2
 """Indices of the page's 8-byte fields; from CALLS on there is one for each process."""
-STUCK_SECONDS = 300.0  # the longest that a maintenance event of a TPU waits for a process that was asked to stop
-INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+STUCK_SECONDS = 300.0  # the longest time that a TPU maintenance event leaves a process to stop
+INTERRUPTED_EXIT_CODE = 130  # a shell's exit code for a program that Ctrl-C ended
 TERMINATED_EXIT_CODE = 143
 
 

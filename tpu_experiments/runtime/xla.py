@@ -61,7 +61,7 @@ class XlaRuntime:
                 "XLA_ENABLE_PARAM_ALIASING=0 forbids that; unset it, or set trainer.trace_every_steps=1."
             )
         self.mesh: xs.Mesh | None = None
-        if compile_cache is not None:  # torch_xla reads it when it makes its first computation
+        if compile_cache is not None:  # must precede torch_xla's first computation
             os.makedirs(compile_cache, exist_ok=True)
             xr.initialize_cache(compile_cache, readonly=False)
         if hw.parallel == "spmd":

@@ -71,7 +71,7 @@ def attention_kernel_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaAttenti
 
 @functools.cache
 def _computation(call: AttentionCall, *, direction: Direction, target: Target) -> object:
-    try:  # here, since jax takes seconds to import and most programs have no kernel
+    try:  # imported here, since jax takes seconds to import and most programs have no kernel
         from tpu_experiments.runtime.splash import lowered
     except ModuleNotFoundError as error:
         raise ConfigError(
