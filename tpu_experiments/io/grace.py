@@ -25,9 +25,10 @@ class Grace:
     """Deadlines between a stop request and the end of the process; without a request there are none."""
 
     def __init__(self, seconds: float, *, asked_at: Callable[[], float | None]) -> None:
-        """Set the time between request and end.
+        """Set the time from a stop request to the end of the process.
 
         Args:
+            seconds: that time.
             asked_at: returns the monotonic time of the stop request; None before one.
         """
         self._seconds, self._asked_at = seconds, asked_at

@@ -30,7 +30,7 @@ from tpu_experiments.io.retry import shown, told
 
 NAME = ".lease.json"
 RENEW_SECONDS = 20.0
-VALID_SECONDS = 120.0  # six renewals: a bucket that is out of reach for a minute costs no run
+VALID_SECONDS = 120.0  # six renewals: a run keeps its lease while a bucket is out of reach for a minute
 LOCK_SECONDS = 5.0
 PAUSE_SECONDS = 1.0  # of two processes that create at the same moment, both have written before either reads back
 
@@ -53,7 +53,7 @@ class Owner:
 
     @classmethod
     def me(cls) -> "Owner":
-        """Return the owner that stands for this process."""
+        """Return the owner record of this process."""
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), started_ticks(os.getpid()), started)
 

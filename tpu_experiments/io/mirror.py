@@ -84,7 +84,7 @@ class Mirror:
             self._upload()
 
     def copy(self) -> Path | None:
-        """Copy the local files to the folder set by `keep_in` and return it; None if that is for another run."""
+        """Copy the local files to the folder set by `keep_in` and return it; None if none is set for this run."""
         if _keeping is None or not self.is_below(_keeping[0]):
             return None
         for file in self._files():

@@ -186,7 +186,7 @@ def _kind_of_code(code: int) -> Kind:
 
 
 def _is_refused_login(error: BaseException) -> bool:
-    """Return whether a google.auth error is lasting, as its `retryable` says.
+    """Return whether the error is a lasting login failure of google.auth, by its own `retryable`.
 
     A metadata server may recover; a revoked token does not.
     """

@@ -14,7 +14,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Adafactor:
-    """Adafactor; its float32 state is a row and a column for a matrix, and as large as a vector for one."""
+    """Adafactor with float32 state: a row and a column of a matrix, the full second moment of a vector."""
 
     def __init__(
         self, *, weight_decay: float, beta2_decay: float, eps1: float, eps2: float, clip_threshold: float

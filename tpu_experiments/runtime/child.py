@@ -27,7 +27,7 @@ class Relay:
         cores: Set[int] | None = None,
         output: Path | None = None,
     ) -> "subprocess.Popen[bytes]":
-        """Start a child; from the first call on, these signals are forwarded and do not end this process.
+        """Start a child; from the first call on, SIGTERM and Ctrl-C do not end this process by themselves.
 
         Only the main thread may call it: the kernel kills a child when the thread that started it ends.
 

@@ -117,7 +117,7 @@ def joined() -> Hosts:
 def meet(hw: HwConfig, *, seconds: float = MEET_SECONDS, lost_seconds: float = LOST_SECONDS) -> Hosts:
     """Rendezvous with the other hosts of the run within `seconds`; initialises no device.
 
-    From then on the loss of a host ends this process, `lost_seconds` later.
+    From then on the loss of a host ends this process, `lost_seconds` after it is detected.
 
     Raises:
         ConfigError: this machine's rank cannot be determined, or the number of hosts differs from `hw.num_hosts`.

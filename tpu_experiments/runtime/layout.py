@@ -29,7 +29,7 @@ def as_it_lies(tensor: Tensor, *, axes: Axes) -> Tensor:
 
 
 def nothing_split(name: str, shape: tuple[int, ...]) -> Axes:
-    """Return no axes: every device holds the whole parameter."""
+    """Return no axes: the parameter is replicated."""
     return ()
 
 

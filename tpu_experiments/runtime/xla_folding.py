@@ -13,7 +13,7 @@ def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -
     """Return the folding of programs for `device`; only `spmd` shards them over the mesh.
 
     Args:
-        device: `tpu` or `cpu`, in either case.
+        device: type of device, such as `tpu`, in either case.
     """
     if hw.parallel == "spmd":
         loop, lay = loop_for(device, mesh=mesh), lay_over(mesh)

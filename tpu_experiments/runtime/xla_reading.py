@@ -18,7 +18,7 @@ def gathered(tensor: Tensor) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     shards.reverse()
     for replica, indices in places:
-        shard, _ = shards.pop()  # frees each shard once copied, so that memory never holds the tensor twice
+        shard, _ = shards.pop()  # frees it once copied: memory holds the tensor and the remaining shards
         if replica == 0:  # the other replicas are equal; what a shard has beyond the tensor's edge is padding
             inside = ... if indices is ... else tuple(slice(0, part.stop - part.start) for part in indices)
             whole[indices if indices is ... else tuple(indices)] = shard[inside]

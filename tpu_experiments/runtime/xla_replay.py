@@ -120,7 +120,7 @@ class Trace:
         xm.wait_device_ops()  # outputs of the previous call have no data handle until it is dispatched
         self.names = dict(zip(handles_of(list(named.values())), named, strict=True))
         self.versions = [named[name]._version for name in held]
-        # The seed is identified by its data handle, not by torch_xla's tensor id: a loop that reads it changes the id.
+        # The seed is identified by its data handle, not by torch_xla's id for it: in a loop it gets that of a tensor.
         self.seed = torch_xla._XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
         self.names |= dict.fromkeys(handles_of([self.seed]), SEED)
 
@@ -131,7 +131,7 @@ class Trace:
 
         Args:
             out: the function's result.
-            looks_for_strays: search all live tensors for pending ones, which is slow.
+            looks_for_strays: return None also if any other live device tensor has pending operations.
         """
         leaves, build = opened(out)
         written = [name for name, is_new in zip(self.held, pending(self._held_tensors()), strict=True) if is_new]
