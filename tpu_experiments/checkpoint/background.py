@@ -1,11 +1,11 @@
-"""One job at a time in a thread of its own; what it raises is raised to whoever asks next."""
+"""Background jobs in a thread, one at a time; an error of a job is raised by the next call."""
 
 import threading
 from collections.abc import Callable
 
 
 class Background:
-    """Runs jobs beside the caller, in order, never two at once."""
+    """Runs jobs in a background thread, in order, never two at once."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -18,24 +18,28 @@ class Background:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a job raised what nobody has been told yet."""
+        """Whether a job failed and its error has not been raised yet."""
         return self._error is not None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run `job` after the one before it, whose error is raised here instead."""
+        """Wait for the previous job, then run `job`; an error of the previous one is raised here instead.
+
+        Raises:
+            BaseException: the error of the previous job, once; `job` is not started then.
+        """
         self.join()
-        # No daemon: an interpreter that ends waits for it, so a save is torn by a kill alone.
+        # Not a daemon: the interpreter waits for it at exit, so only a kill can tear a save.
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what a job raised, once; does not wait."""
+        """Raise the error of a finished job, once; does not wait."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def join(self) -> None:
-        """Wait for the job that is under way; raise as `check` does."""
+        """Wait for the running job; raise as `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,7 +1,7 @@
-"""COMMIT.json, the manifest that is written last: files of a checkpoint with size and SHA-256, and how it was proven.
+"""COMMIT.json, a checkpoint's manifest: size and SHA-256 of its files, and results of its checks.
 
-What a crash can leave (no manifest, a torn one, files that differ from it) is told apart from what it cannot: a name
-that leads out of the folder, a pickle, JSON that says NaN. The first is passed over, the second refused.
+It is written last. What a crash can leave (no manifest, a torn one, files that differ from it) is distinguished from
+what it cannot: a name that leads out of the folder, a pickle, JSON with NaN. The former is skipped, the latter refused.
 """
 
 import re
@@ -16,12 +16,12 @@ COMMIT, PROGRESS = "COMMIT.json", "progress.json"
 STEP_FOLDER = re.compile(r"step_(\d{8,12})")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 EXECUTABLE = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib", ".npy", ".py", ".so")
-"""Files of these kinds can be made to run code by those who load them; no checkpoint of this program has one."""
+"""Suffixes of files that can run code when they are loaded; no checkpoint of this program has one."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says of one file."""
+    """Size and SHA-256 of one file in a manifest."""
 
     num_bytes: int
     sha256: str
@@ -36,39 +36,39 @@ class Manifest:
     eval_loss: float | None = None
     """Held-out loss of exactly this step; None where it was not evaluated."""
     proof: dict[str, Any] | None = None
-    """What was looked at before it counted, with numbers; None where nothing was."""
+    """Results of the checks before the commit, with figures; None where none were made."""
 
     def text(self) -> str:
-        """COMMIT.json."""
+        """Return the text of COMMIT.json."""
         files = {name: {"bytes": facts.num_bytes, "sha256": facts.sha256} for name, facts in self.files.items()}
         fields = {"step": self.step, "files": files, "eval_loss": self.eval_loss, "proof": self.proof}
         return strict_json.dumps(fields, indent=1)
 
 
 def folder_name(step: int) -> str:
-    """Name of the checkpoint's folder."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The inverse; None for other names."""
+    """Return the step of a checkpoint's folder name; None for other names."""
     found = STEP_FOLDER.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def steps_in(folder: str) -> list[int]:
-    """Steps of which there is a folder, complete or not, in order; a link to one elsewhere is none."""
+    """Return the steps with a folder, complete or not, in ascending order; symbolic links are left out."""
     named = ((step_of(name), name) for name in paths.list_names(folder))
     return sorted(step for step, name in named if step is not None and not paths.is_link(paths.join(folder, name)))
 
 
 def read_manifest(target: str) -> Manifest:
-    """The manifest of the checkpoint folder `target`.
+    """Read the manifest of the checkpoint folder `target`.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is torn.
-        ConfigError: it, or a file beside it, cannot come from this program.
+        ConfigError: this program cannot have written it, or a file next to it.
     """
     place = paths.join(target, COMMIT)
     try:
@@ -95,10 +95,10 @@ def read_manifest(target: str) -> Manifest:
 
 
 def refuse_executables(target: str) -> None:
-    """Look at the names in a checkpoint folder.
+    """Check the file names in a checkpoint folder.
 
     Raises:
-        ConfigError: one of them is a pickle or a program.
+        ConfigError: one of them has a suffix of EXECUTABLE, such as a pickle's.
     """
     for name in paths.list_names(target):
         if name.lower().endswith(EXECUTABLE):
@@ -109,7 +109,7 @@ def refuse_executables(target: str) -> None:
 
 
 def hostile(place: str, why: str) -> ConfigError:
-    """The refusal of a file that this program did not write like that."""
+    """Return the error for a file that this program cannot have written in this form."""
     return ConfigError(
         f"{place}; {why}: this program did not write it, so nothing of this checkpoint is used; find out who wrote "
         "it, then remove the checkpoint's folder to go on from the one before."
@@ -117,10 +117,10 @@ def hostile(place: str, why: str) -> ConfigError:
 
 
 def strict_object(content: bytearray, *, place: str) -> dict[str, Any]:
-    """A JSON object of a file whose checksum is right.
+    """Parse the JSON object in a file whose checksum is right.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the content is not a JSON object.
     """
     try:
         value = strict_json.loads(bytes(content))

@@ -1,7 +1,7 @@
-"""Files of a checkpoint as storage has them: looked at in pieces, tensors held in memory or read one by one.
+"""Reading and verifying the files of a checkpoint; tensors are kept in memory or read one by one.
 
-What is used is what was looked at: a file in memory is held against the manifest as it is read, and a tensor that is
-read on its own against the checksum that it had when the whole file equalled the manifest. Looking takes 64 MiB.
+Only verified bytes are used: a file that is read whole is compared with the manifest, and a tensor that is read by
+itself with the checksum taken when its whole file equalled the manifest. Verification reads in pieces of 64 MiB.
 """
 
 import hashlib
@@ -24,39 +24,39 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies."""
+    """Location of one tensor in storage."""
 
     place: str
     span: Span
     sha256: str | None = None
-    """Of its bytes, when the whole file was looked at; None where it was not."""
+    """Of its bytes, taken when the whole file was verified; None where it was not."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A checkpoint that this process has read whole, or written and read back."""
+    """Cached verification of a checkpoint that this process has read whole, or written and read back."""
 
     digest: str
-    """SHA-256 of its manifest."""
+    """SHA-256 of the manifest's text."""
     files: dict[str, dict[str, Stored]] | None = None
-    """Where the tensors of each file lie; None where it was read back as it was written."""
+    """Locations of the tensors of each file; None for a checkpoint that was read back right after it was written."""
 
 
 _verified: dict[str, Verified] = {}
-"""By folder."""
+"""Cached verifications by checkpoint folder."""
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for, every time."""
+    """Tensors by name, read from storage at every access."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor in memory of its own.
+        """Read a tensor into new memory.
 
         Raises:
-            ValueError: its bytes are others than when the file was looked at.
+            ValueError: its bytes have changed since the file was verified.
         """
         stored = self._stored[name]
         content = read(stored.place, stored.span.start, stored.span.stop)
@@ -71,22 +71,22 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._stored)
 
     def without_values(self) -> dict[str, Tensor]:
-        """Types and shapes alone; nothing is read."""
+        """Return the tensors on the meta device; nothing is read."""
         return {name: stored.span.on_meta() for name, stored in self._stored.items()}
 
 
 def without_values(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors of which types and shapes are looked at and nothing else."""
+    """Return tensors for callers that need types and shapes only; nothing is read from storage."""
     return tensors.without_values() if isinstance(tensors, StoredTensors) else tensors
 
 
 def verify(target: str, manifest: Manifest) -> None:
-    """Look at all files of a checkpoint, their sizes first; once in a process.
+    """Verify all files of a checkpoint against its manifest, sizes first; once per process.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file differs from the manifest.
-        ConfigError: a file does not, and yet is not one of this program's.
+        ConfigError: a file equals the manifest but cannot have been written by this program.
     """
     known = _verified.get(target)
     if known is None or known.digest != digest_of(manifest.text().encode()):
@@ -94,17 +94,17 @@ def verify(target: str, manifest: Manifest) -> None:
 
 
 def remember(target: str, text: str) -> None:
-    """That a checkpoint was read back as it was written, whose manifest has this text."""
+    """Cache that a checkpoint with this manifest text was read back and equalled what was written."""
     _verified[target] = Verified(digest_of(text.encode()))
 
 
 def forget(target: str) -> None:
-    """That a checkpoint was ever looked at."""
+    """Drop the cached verification of a checkpoint."""
     _verified.pop(target, None)
 
 
 def held_groups(target: str, manifest: Manifest) -> Groups:
-    """All tensors in memory by group, each file held against the manifest as it is read; raises as `verify` does."""
+    """Read all tensors into memory, by group, verifying each file as it is read; raises as `verify` does."""
     files = {}
     for name, facts in manifest.files.items():
         if group_in(name) is not None:
@@ -117,7 +117,7 @@ def held_groups(target: str, manifest: Manifest) -> Groups:
 
 
 def located_groups(target: str, manifest: Manifest) -> Groups:
-    """All tensors where they lie, each held against what it was when its file was looked at; raises like `verify`."""
+    """Return all tensors by group, each read and verified at access; raises as `verify` does."""
     known = _verified.get(target)
     if known is None or known.files is None or known.digest != digest_of(manifest.text().encode()):
         known = _located(target, manifest)
@@ -125,12 +125,12 @@ def located_groups(target: str, manifest: Manifest) -> Groups:
 
 
 def looked_at(target: str, name: str, facts: FileFacts) -> dict[str, Stored]:
-    """Read every byte of a file, a piece at a time; where its tensors lie, with checksums of their own.
+    """Verify a file, piece by piece, and return the locations of its tensors with a checksum for each.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it differs from the manifest.
-        ConfigError: it does not, and yet is no file of tensors.
+        ConfigError: it equals the manifest but is no safetensors file.
     """
     require_size(target, name, facts)
     place, complaint = paths.join(target, name), None
@@ -154,21 +154,22 @@ def looked_at(target: str, name: str, facts: FileFacts) -> dict[str, Stored]:
 
 
 def spans_of(place: str, *, num_bytes: int) -> dict[str, Span]:
-    """Where the tensors of a file lie, by its header alone.
+    """Return the byte ranges, types and shapes of a file's tensors, from its header alone.
 
     Raises:
-        ValueError: it is no safetensors file; the text says why.
+        ValueError: it is no safetensors file; the message has the reason.
     """
     length = header_length(read_range(place, 0, min(8, num_bytes)), num_bytes=num_bytes)
     return spans_in(read(place, 8, 8 + length), num_bytes=num_bytes)
 
 
 def tensors_below(target: str, group: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
-    """The tensors of one group of a checkpoint folder, complete or not, without a look at its manifest; those of more
-    than `max_held_bytes` are read one by one.
+    """Return the tensors of one group of a checkpoint folder, complete or not, without verification.
+
+    A group of more than `max_held_bytes` is not kept in memory: its tensors are read at access.
 
     Raises:
-        ValueError: a file of it is no safetensors file.
+        ValueError: a file of the group is no safetensors file.
     """
     places = [paths.join(target, name) for name in paths.list_names(target) if group_in(name) == group]
     sizes = {place: size(place) for place in places}
@@ -179,11 +180,11 @@ def tensors_below(target: str, group: str, *, max_held_bytes: float) -> Mapping[
 
 
 def content_of(target: str, name: str, facts: FileFacts) -> bytearray:
-    """A file's bytes, which are those that the manifest tells of.
+    """Read a file whole and verify it against the manifest.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: they are others.
+        ValueError: its size or SHA-256 differs.
     """
     require_size(target, name, facts)
     content = read(paths.join(target, name), 0, facts.num_bytes)
@@ -196,7 +197,7 @@ def require_size(target: str, name: str, facts: FileFacts) -> None:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is another.
+        ValueError: the size differs.
     """
     found = size(paths.join(target, name))
     if found != facts.num_bytes:
@@ -204,7 +205,7 @@ def require_size(target: str, name: str, facts: FileFacts) -> None:
 
 
 def size(place: str) -> int:
-    """Bytes of a file.
+    """Return the size of a file in bytes.
 
     Raises:
         FileNotFoundError: there is none.
@@ -216,7 +217,7 @@ def size(place: str) -> int:
 
 
 def read(place: str, start: int, stop: int) -> bytearray:
-    """A part of a file in memory once, whatever it takes to bring it there."""
+    """Read bytes `start` to `stop` of a file, in pieces, so that memory holds them once (plus 64 MiB)."""
     content = bytearray(stop - start)
     at = 0
     for piece in _pieces(place, start, stop):
@@ -226,7 +227,7 @@ def read(place: str, start: int, stop: int) -> bytearray:
 
 
 def digest_of(content: bytes | bytearray) -> str:
-    """SHA-256."""
+    """Return the SHA-256 as hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -240,7 +241,7 @@ def _located(target: str, manifest: Manifest) -> Verified:
 
 
 def _by_group(target: str, files: Mapping[str, Mapping[str, Item]]) -> dict[str, dict[str, Item]]:
-    """What the files of each group hold together."""
+    """Merge the tensors of each group's files."""
     groups: dict[str, dict[str, Item]] = {}
     for name, items in files.items():
         group = groups.setdefault(group_in(name) or name, {})

@@ -1,4 +1,7 @@
-"""Which checkpoints are kept, and the removal of the others: the marker first, so that none is ever half there."""
+"""Retention and removal of checkpoints.
+
+COMMIT.json is removed first, so that no half-removed checkpoint counts as complete.
+"""
 
 import logging
 import math
@@ -14,19 +17,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Keep:
-    """The policy, as `checkpoint.keep_*` says it."""
+    """The retention policy, from the config's `checkpoint.keep_*`."""
 
     last: int = 1
     every: int = 0
     best: int = 0
     also: frozenset[int] = frozenset()
-    """Steps that stay whatever the policy."""
+    """Steps that are kept in any case."""
 
 
 def kept(steps: Iterable[int], losses: Mapping[int, float], *, keep: Keep) -> set[int]:
-    """The complete checkpoints that stay: the newest, the multiples, those of the lowest held-out loss, and `also`.
+    """Return the steps to keep: the newest, the multiples of `every`, the lowest held-out losses, `also`.
 
-    Of equal losses the earlier step stays; a loss that is not finite is none.
+    `steps` are those of complete checkpoints. Of equal losses the earlier step ranks first; a loss that is not finite
+    is ignored.
 
     >>> sorted(kept(range(10, 60, 10), {10: 3.0, 20: 2.0, 40: 2.5}, keep=Keep(last=1, every=30, best=2)))
     [20, 30, 40, 50]
@@ -39,20 +43,20 @@ def kept(steps: Iterable[int], losses: Mapping[int, float], *, keep: Keep) -> se
 
 
 class Retention:
-    """Removes what a policy does not keep; remembers which checkpoints of its folder are complete."""
+    """Removes the checkpoints that a policy does not keep; caches which ones of its folder are complete."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._losses: dict[int, float | None] = {}
-        """Of the complete checkpoints that are known."""
+        """Held-out losses of the known complete checkpoints, by step."""
         self._foreign: set[int] = set()
-        """Those that this program did not write as they are: evidence, which is left alone."""
+        """Steps whose checkpoints this program cannot have written in this form; they are kept as evidence."""
 
     def apply(self, *, newest: int, eval_loss: float | None, keep: Keep) -> None:
-        """After the checkpoint of step `newest` is complete.
+        """Apply the policy; call it once the checkpoint of step `newest` is complete.
 
-        What has a later step is damaged or was rolled back, or the run would have gone on from it: it must not count
-        as the newest. What cannot be removed is told and left.
+        A checkpoint of a later step is damaged or was rolled back, or else the run would have restarted from it: it
+        must not count as the newest. What cannot be removed is logged and left.
         """
         self._losses[newest] = eval_loss
         found = steps_in(self._folder)
@@ -81,7 +85,7 @@ class Retention:
 
 
 def remove(target: str) -> None:
-    """Remove a checkpoint, its marker first; what goes wrong is logged, since the run can go on."""
+    """Remove a checkpoint, its marker first; an error is only logged, since the run can continue."""
     try:
         paths.remove_marked(target, COMMIT)
     except Exception as error:  # file systems raise types of their own

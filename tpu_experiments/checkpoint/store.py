@@ -1,8 +1,8 @@
-"""Checkpoints of a run folder: safetensors and JSON, complete or invisible.
+"""Checkpoints of a run folder: safetensors and JSON, committed atomically.
 
 `checkpoints/step_00000120/` holds the safetensors files of each group of tensors (shards.py) and `progress.json`;
 `COMMIT.json`, with the size and SHA-256 of each, is written last. A folder without it, or whose files differ from it,
-does not count. In memory a save holds one file's bytes beside the tensors that it is given.
+does not count. A save needs memory for the bytes of one file besides the tensors that it is given.
 """
 
 import hashlib
@@ -38,12 +38,12 @@ Result = TypeVar("Result")
 
 
 class StorageError(RuntimeError):
-    """What was read back is not what was written."""
+    """A file that was read back differs from what was written."""
 
 
 @dataclass
 class Draft:
-    """A checkpoint that does not count yet."""
+    """A checkpoint before its commit."""
 
     target: str
     step: int
@@ -56,10 +56,10 @@ class Draft:
 
 
 def begin(folder: str, *, step: int, progress: Mapping[str, Any]) -> Draft:
-    """An empty checkpoint folder with what is no tensor."""
+    """Create a checkpoint folder with progress.json and no tensors; an earlier one of the step is removed."""
     target = paths.join(folder, folder_name(step))
     if paths.exists(target) or paths.is_link(target):
-        # An earlier life wrote it without a commit, or it is being repeated from before it. The marker goes first.
+        # An earlier process did not commit it, or the run was rolled back and repeats it. The marker goes first.
         paths.remove_marked(target, COMMIT)
     forget(target)
     paths.make_dirs(target)
@@ -70,12 +70,14 @@ def begin(folder: str, *, step: int, progress: Mapping[str, Any]) -> Draft:
 
 
 def add_tensors(draft: Draft, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of contiguous host tensors; for its name see shards.py."""
+    """Write a file of contiguous host tensors to the draft; file names are those of shards.py."""
     _write(draft, name, chunks_of(tensors))
 
 
 def read_back(draft: Draft, name: str) -> bytearray:
-    """A file of the draft as storage gives it back.
+    """Read a file of the draft back from storage and verify it.
+
+    The operating system's cached pages of a local file are dropped first.
 
     Raises:
         StorageError: it differs from what was written.
@@ -88,7 +90,7 @@ def read_back(draft: Draft, name: str) -> bytearray:
 
 
 def read_tensors(draft: Draft, name: str, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file's tensors as storage gives them back.
+    """Read a file's tensors back from storage and compare them with those written.
 
     Raises:
         StorageError: bytes, names, shapes, types or values differ from what was written.
@@ -105,7 +107,7 @@ def read_tensors(draft: Draft, name: str, written: Mapping[str, Tensor]) -> dict
 
 
 def commit(draft: Draft, *, eval_loss: float | None = None, proof: dict[str, Any] | None = None) -> None:
-    """Have the checkpoint count from now on."""
+    """Write the manifest: the checkpoint is complete from now on."""
     text = Manifest(draft.step, draft.files, eval_loss, proof).text()
     paths.write_text_atomic(paths.join(draft.target, COMMIT), text)
     if proof is not None:
@@ -121,8 +123,10 @@ def save_checkpoint(
     keep_last: int,
     max_bytes: float = math.inf,
 ) -> str:
-    """Write one checkpoint of host tensors in files of at most `max_bytes`, then remove all but the newest `keep_last`;
-    returns its folder."""
+    """Write one checkpoint of host tensors, then remove all but the newest `keep_last`; return its folder.
+
+    Files have at most `max_bytes` of tensors (a larger tensor has a file of its own).
+    """
     draft = begin(folder, step=step, progress=progress)
     for group, tensors in groups.items():
         files = shards({name: t.nbytes for name, t in tensors.items()}, max_bytes=max_bytes)
@@ -140,15 +144,16 @@ def read_latest(
     before: int | None = None,
     max_held_bytes: float = math.inf,
 ) -> Result | None:
-    """What `use(progress, tensors by group)` makes of the newest complete checkpoint (of a step below `before`); None
-    when there is none.
+    """Return `use(progress, tensors by group)` of the newest complete checkpoint; None when there is none.
 
-    The tensors of a checkpoint above `max_held_bytes` are read one by one, as they are asked for. A torn or altered
-    checkpoint is named in the log and passed over for the one before: `use` is called again where one proves altered
-    inside it.
+    The tensors of a checkpoint above `max_held_bytes` are read one by one, at access. A torn or altered checkpoint is
+    logged and skipped for the previous one; `use` is called again if that is found while it runs.
+
+    Args:
+        before: consider only checkpoints of steps below this.
 
     Raises:
-        ConfigError: the newest one was not written by this program.
+        ConfigError: this program cannot have written the newest one.
     """
     for target in _newest_first(folder, before=before):
         with _passing_over(target):
@@ -162,7 +167,7 @@ def read_latest(
 def load_latest(
     folder: str, *, before: int | None = None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
-    """As `read_latest`: progress and all tensors, in memory."""
+    """Return progress and all tensors of the newest complete checkpoint, in memory (see `read_latest`)."""
 
     def use(progress: dict[str, Any], groups: Groups) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         return progress, {group: dict(tensors) for group, tensors in groups.items()}
@@ -171,13 +176,13 @@ def load_latest(
 
 
 def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dict[str, Any]] | None:
-    """Step and progress of the newest complete checkpoint (of a step below `before`), verified one file at a time.
+    """Return step and progress of the newest complete checkpoint; None when there is none.
 
-    None when there is none. A checkpoint is read whole once in a process; after that only its manifest and its
-    progress are.
+    With `before`, only steps below it count. The checkpoint is verified file by file, once per process; after that only
+    its manifest and progress.json are read.
 
     Raises:
-        ConfigError: the newest one was not written by this program.
+        ConfigError: this program cannot have written the newest one.
     """
     for target in _newest_first(folder, before=before):
         with _passing_over(target):
@@ -188,13 +193,13 @@ def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dic
 
 
 def latest_step(folder: str, *, before: int | None = None) -> int:
-    """Step of the newest complete checkpoint (of a step below `before`); 0 when there is none."""
+    """Return the step of the newest complete checkpoint of a step below `before`; 0 without one."""
     found = latest_progress(folder, before=before)
     return found[0] if found else 0
 
 
 def remove_after(folder: str, step: int) -> None:
-    """Remove the checkpoints of later steps: the run goes back to `step` and on in another way."""
+    """Remove the checkpoints of steps after `step`, for a run that is rolled back to it."""
     for later in steps_in(folder):
         if later > step:
             target = paths.join(folder, folder_name(later))
@@ -203,7 +208,7 @@ def remove_after(folder: str, step: int) -> None:
 
 
 def _progress(target: str, manifest: Manifest) -> dict[str, Any]:
-    """The content of progress.json; where it has a step, that of its checkpoint."""
+    """Read progress.json and check that its step, if it has one, is the manifest's."""
     place = paths.join(target, PROGRESS)
     progress = strict_object(content_of(target, PROGRESS, manifest.files[PROGRESS]), place=place)
     step = progress.get("step", manifest.step)
@@ -233,7 +238,7 @@ def _newest_first(folder: str, *, before: int | None = None) -> list[str]:
 
 @contextmanager
 def _passing_over(target: str) -> Iterator[None]:
-    """A checkpoint that a crash left incomplete is named in the log, and what follows takes the next one."""
+    """Log and suppress the error of a checkpoint that a crash left incomplete; other errors pass."""
     try:
         yield
     except ConfigError:

@@ -16,7 +16,7 @@ from tpu_experiments.io.shards import file_name, group_in, shards
 from tpu_experiments.io.tensor_file import chunks_of
 
 MODEL = "model"
-"""Tensors are in `model.safetensors`, or in `model-00001-of-00005.safetensors` and so on with an index."""
+"""Group name of the files: `model.safetensors`, or `model-00001-of-00005.safetensors` and so on with an index."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -34,8 +34,10 @@ def write_model(
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
     Args:
+        tensors: cast to `dtype`.
         architecture: class name, for `architectures` in config.json.
-        shapes: tensors of the same names and shapes in the order of `tensors`, of which one file's are held; None: all.
+        shapes: tensors of the same names and shapes in the order of `tensors`, which is then consumed with one file's
+            tensors in memory at a time; None: all tensors are held in memory.
         max_shard_bytes: bytes of tensors in a file; where there are more, there are several files and an index.
 
     Returns:
@@ -62,14 +64,17 @@ def write_model(
 
 
 def _remove_earlier(folder: str) -> None:
-    """Remove what an export that was cut off left, into other files perhaps: a reader takes the single file first."""
+    """Remove the model files of an interrupted export.
+
+    It may have had other file names, and a reader prefers a single file to an index.
+    """
     for name in paths.list_names(folder):
         if group_in(name) == MODEL or name == INDEX:
             paths.remove_tree(paths.join(folder, name))
 
 
 def _write_files(folder: str, files: Mapping[str, list[str]], items: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
-    """Write each file once its tensors have come; SHA-256 of each."""
+    """Write each file as soon as `items` has yielded its tensors; return the SHA-256 of each file."""
     digests: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
     for file, names in files.items():
@@ -97,7 +102,7 @@ def _write_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
         settings = Path(local) / "tokenizer_config.json"
         values = json.loads(settings.read_text(encoding="utf-8"))
         if values.get("tokenizer_class") == "TokenizersBackend":
-            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows as well as 5
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # known to transformers 4 and 5
         settings.write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
         for file in sorted(Path(local).iterdir()):
             paths.write_bytes_atomic(paths.join(folder, file.name), file.read_bytes())

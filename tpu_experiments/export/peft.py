@@ -18,10 +18,10 @@ from tpu_experiments.io import paths
 
 PREFIX = "base_model.model."
 DECODER = "model.language_model."
-"""How the names of a decoder begin in a model that also sees (Gemma 3 4B); by itself they begin with `model.`."""
+"""Prefix of a decoder's names in a vision-language model (Gemma 3 4B); in a decoder alone it is `model.`."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-"""Written after the tensors: where it is, they are whole."""
+"""Written after the tensors, so that its presence means that they are complete."""
 
 
 def write_adapter(
@@ -37,9 +37,9 @@ def write_adapter(
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `<module>.lora_B`).
 
     Args:
-        initial: PiSSA's A and B at the start. The adapter is meant for the unreduced base, so the export is
-            B A - B0 A0, of rank 2 r.
-        is_transposed: the base weights are (in, out), as GPT-2's Conv1D has them.
+        initial: PiSSA's A and B before training. The adapter is for the original base weights, not the reduced ones, so
+            the export is B A - B0 A0, of rank 2 r.
+        is_transposed: the base weights are (in, out), as in GPT-2's Conv1D.
 
     Returns:
         SHA-256 of the tensors' file by its name.
@@ -62,7 +62,12 @@ def write_adapter(
 
 
 def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters that `write_adapter` made these tensors of."""
+    """Return the parameters from an adapter's tensors, the inverse of `write_adapter`.
+
+    Args:
+        layout: tensors under PEFT's names.
+        initial: PiSSA's A and B before training, whose part of the rank is cut off.
+    """
     found = {_inner_name(key): tensor for key, tensor in layout.items()}
     for name, start in initial.items():
         rank = start.shape[0] if name.endswith("lora_A") else start.shape[1]
@@ -78,7 +83,7 @@ def _inner_name(key: str) -> str:
 def adapter_config(
     lora: LoraConfig, *, r: int, alpha: float, modules: list[str], base_path: str, revision: str | None
 ) -> dict[str, Any]:
-    """The fields of PEFT's LoraConfig that define the adapter; the rest keep PEFT's defaults."""
+    """Return the fields of PEFT's LoraConfig that define the adapter; the others keep PEFT's defaults."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -96,7 +101,7 @@ def adapter_config(
 
 
 def _modules(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Full names of the adapted modules: exact for every choice of targets, globs included."""
+    """Return the full names of the adapted modules, which are exact also where targets are globs."""
     return sorted({name.rpartition(".")[0] for name in parameters})
 
 

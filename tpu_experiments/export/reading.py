@@ -1,4 +1,4 @@
-"""A LoRA adapter in PEFT's layout, this project's or another's, from a folder to tensors under the model's names."""
+"""Reads LoRA adapters in PEFT's layout, of any origin, into tensors under the model's names."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ REFUSED = (
     "arrow_config",
     "kasa_config",
 )
-"""Fields of PEFT's LoraConfig (0.21) that change what an adapter computes or add to it; a plain one has them empty."""
+"""Fields of PEFT's LoraConfig (0.21) that change or extend what an adapter computes; a plain LoRA has them empty."""
 OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`, those that leave the base as it is; with the others PEFT changes it as it loads."""
+"""Values of `init_lora_weights` that leave the base unchanged; with others PEFT changes the base when it loads."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Adapter:
     """A LoRA adapter on the host."""
 
     lora: LoraConfig
-    """Rank, scale and targets: the modules that it has tensors of, by their full names."""
+    """Rank, scale and targets, which are the full names of the modules that it has tensors for."""
     tensors: dict[str, Tensor]
     """A and B of every adapted module."""
     base: str
-    """What it names as its base."""
+    """Name or path of its base model as in adapter_config.json; may be empty."""
 
 
 def read_adapter(folder: str) -> Adapter:
-    """Read the adapter in a folder, local or remote.
+    """Read the adapter in a local or remote folder.
 
     Raises:
-        ConfigError: no adapter there, one that is more than A and B, or one without tensors or with values that are NaN
-            or infinite.
+        ConfigError: there is no adapter, it is not a plain LoRA of A and B, or it has no tensors, or NaN or infinite
+            values.
     """
     try:
         config: dict[str, Any] = strict_json.loads(paths.read_bytes(paths.join(folder, ADAPTER_CONFIG)))
@@ -81,7 +81,7 @@ def read_adapter(folder: str) -> Adapter:
 
 
 def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that a plain adapter has otherwise."""
+    """Yield the config fields, as `name=value`, that a plain LoRA adapter does not have."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type={config.get('peft_type')}"
     if config.get("bias", "none") != "none":
@@ -92,7 +92,7 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _more_among(layout: Mapping[str, Tensor], *, r: int) -> Iterator[str]:
-    """The first tensor that is no A (r, in) and no B (out, r)."""
+    """Yield the first tensor, if any, that is neither A (r, in) nor B (out, r)."""
     for name, tensor in sorted(layout.items()):
         rank_dim = 0 if name.endswith(A) else 1
         if not name.endswith((A, B)) or tensor.ndim != 2 or tensor.shape[rank_dim] != r:

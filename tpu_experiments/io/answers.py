@@ -1,8 +1,9 @@
-"""Waiting for remote storage: what an operation waits for is told, and one in which nothing moves any more is given up.
+"""Timeouts of remote storage operations, by the time since the last byte was transferred.
 
-A request that is accepted and never answered would be waited for without end, and a limit on its whole time would cut
-large uploads. So the time since its last byte counts: for gs:// aiohttp's client tells of every piece that it sends or
-receives (aiohttp, "Client Tracing"). What other file systems do inside is not seen: there the whole operation counts.
+A request that is accepted and never answered would block forever, and a limit on its total time would cut large
+uploads. So the time since its last byte is limited: for gs://, aiohttp's client reports every chunk that it sends or
+receives (aiohttp, "Client Tracing"). Transfers of other file systems cannot be observed: there the total time is
+limited. A long wait is logged before it times out.
 """
 
 import contextvars
@@ -18,12 +19,12 @@ from typing import Any, TypeVar
 from tpu_experiments.io import grace
 
 TOLD_SECONDS = 20.0
-"""Without a byte, after which the log says what is waited for."""
+"""Seconds without a byte until the wait is logged."""
 SILENT_SECONDS = 40.0
-"""Without a byte, after which an operation is given up: GCS answers in seconds, and gcsfs pauses for 17 s at most
-between tries of its own."""
+"""Seconds without a byte until an operation times out: GCS answers in seconds, and gcsfs waits for at most 17 s between
+its own retries."""
 UNSEEN_SECONDS = 600.0
-"""For an operation on storage whose bytes are not seen."""
+"""Timeout of an operation on storage whose transfers cannot be observed."""
 
 PIECE_BYTES = 2**18
 
@@ -32,12 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class NoAnswer(TimeoutError):
-    """An operation in which nothing moved any more was given up; it may go on by itself."""
+    """An operation timed out without progress; it may still be running in its thread."""
 
 
 @dataclass
 class Pulse:
-    """When an operation last sent or received something, on the monotonic clock."""
+    """Monotonic time at which an operation last sent or received data."""
 
     last: float = field(default_factory=time.monotonic)
 
@@ -46,12 +47,12 @@ _pulse: contextvars.ContextVar[Pulse | None] = contextvars.ContextVar("pulse", d
 
 
 def answered(call: Callable[[], Result], *, place: str, operation: str) -> Result:
-    """The result of `call`, which does `operation` on the URL `place`.
+    """Run `call`, which does `operation` on the URL `place`, with a timeout; return its result.
 
     Raises:
-        NoAnswer: nothing moved for `SILENT_SECONDS`.
+        NoAnswer: nothing was transferred for `SILENT_SECONDS`, or it took `UNSEEN_SECONDS` (see `is_seen`).
         TimeoutError: the process has to end (grace.py).
-        BaseException: what `call` raised.
+        BaseException: the error of `call`.
     """
     pulse = Pulse()
     limit = SILENT_SECONDS if is_seen(place) else UNSEEN_SECONDS
@@ -80,12 +81,12 @@ def answered(call: Callable[[], Result], *, place: str, operation: str) -> Resul
 
 
 def is_seen(place: str) -> bool:
-    """Whether the bytes that operations on this URL move are seen."""
+    """Return whether transfers of operations on this URL can be observed (gs:// only)."""
     return place.startswith(("gs://", "gcs://"))
 
 
 def beat() -> None:
-    """Note that something moved for the operation that this code runs for."""
+    """Record a transfer for the operation of the current context."""
     pulse = _pulse.get()
     if pulse is not None:
         pulse.last = time.monotonic()
@@ -93,21 +94,22 @@ def beat() -> None:
 
 @functools.cache
 def session_settings() -> dict[str, Any]:
-    """Arguments of aiohttp's ClientSession that make it tell of every piece; the same object for all sessions.
+    """Return arguments of aiohttp's ClientSession that report every chunk.
 
-    The operation is known by a context variable: fsspec starts its coroutines in the context of the calling thread.
+    The same object serves all sessions. The operation is identified by a context variable: fsspec runs its coroutines
+    in the context of the calling thread.
     """
     import aiohttp  # only where there is a remote place
 
     class Request(aiohttp.ClientRequest):
-        """Sends what lies in memory piece by piece (256 KiB), where aiohttp sends it as one."""
+        """Sends a body in memory in chunks of 256 KiB, where aiohttp sends it at once."""
 
         def update_body_from_data(self, body: Any, *arguments: Any, **options: Any) -> None:
             is_large = isinstance(body, bytes | bytearray | memoryview) and len(body) > PIECE_BYTES
             super().update_body_from_data(io.BytesIO(body) if is_large else body, *arguments, **options)
 
     class Response(aiohttp.ClientResponse):
-        """Tells of every piece of the body, where aiohttp tells of the whole."""
+        """Reports every chunk of the body, where aiohttp reports the whole."""
 
         async def read(self) -> bytes:
             if self._body is None:
@@ -116,7 +118,7 @@ def session_settings() -> dict[str, Any]:
                     async for piece in self.content.iter_any():
                         beat()
                         pieces.append(piece)
-                except BaseException:  # as in the class itself: the connection is of no use any more
+                except BaseException:  # as in the base class: the connection cannot be reused
                     self.close()
                     raise
                 self._body = b"".join(pieces)

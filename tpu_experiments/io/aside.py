@@ -1,4 +1,4 @@
-"""Records of a run that cannot be read, as after a power cut: kept beside their file, so that the run goes on."""
+"""Quarantine of unreadable records, as after a power cut, so that the run continues without them."""
 
 import posixpath
 
@@ -6,7 +6,7 @@ from tpu_experiments.io import paths
 
 
 def put_aside(path: str, content: bytes) -> str:
-    """Add what cannot be read of the file `path` to `<name>.bad<suffix>` beside it; returns that path."""
+    """Append the unreadable `content` of file `path` to `<name>.bad<suffix>` next to it; return that path."""
     stem, suffix = posixpath.splitext(path)
     place = f"{stem}.bad{suffix}"
     before = paths.read_bytes(place) if paths.exists(place) else b""

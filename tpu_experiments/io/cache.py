@@ -1,8 +1,8 @@
-"""Whole copies of remote files in one local folder of bounded size, shared by the processes of a machine.
+"""Cache of remote files in one local folder of bounded size, shared by the processes of a machine.
 
 Content under a name never changes, so a reader needs no lock: it finds the whole file or none. Writers hold a lock on
-the folder while they make room, and one on their temporary file until it has its name; the lock of a dead process is
-gone, which is how its temporary file is known and removed.
+the folder while they make room, and one on their temporary file until it is renamed; the lock of a dead process is
+released, which is how its temporary file is recognised and removed.
 """
 
 import fcntl
@@ -16,25 +16,25 @@ from typing import BinaryIO
 
 from tpu_experiments.config.errors import ConfigError
 
-KEPT_SECONDS = 300.0  # what was read this recently is not removed: two readers would undo each other's work
-NOTED_SECONDS = 60.0  # the time of the last use is written no more often
+KEPT_SECONDS = 300.0  # files read this recently are not evicted: two readers would evict each other's files
+NOTED_SECONDS = 60.0  # shortest interval between updates of a file's time of last use
 
 TEMPORARY_SUFFIX = ".tmp"
 
 
 def default_folder() -> str:
-    """`$XDG_CACHE_HOME/tpu_experiments/shards`, or the same in `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/tpu_experiments/shards`, or the same in `~/.cache`."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tpu_experiments", "shards")
 
 
 class FileCache:
-    """Files of `folder`, together at most `max_bytes`, counting those that are being written."""
+    """Cached files in `folder`, of `max_bytes` at most in total, including those being written."""
 
     def __init__(self, folder: str, *, max_bytes: int) -> None:
-        """Make the folder.
+        """Create the folder.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: it cannot be created.
         """
         self._folder = Path(folder)
         self._max_bytes = max_bytes
@@ -44,9 +44,10 @@ class FileCache:
             raise ConfigError(f"{folder}; local copies cannot be kept there: {error}; name another folder.") from error
 
     def read(self, name: str, pieces: Sequence[tuple[int, int]], *, size: int) -> list[bytes] | None:
-        """Bytes start to stop of each piece; None when the file is not here. One of another size is removed.
+        """Return bytes start to stop of each piece; None if the file is not cached.
 
-        The file is opened anew each time (20 microseconds): a mapping would keep the bytes of a removed file on disk.
+        A file of another size is removed. The file is opened every time (20 microseconds): a memory map would keep the
+        bytes of a removed file on disk.
         """
         path = self._folder / name
         try:
@@ -65,11 +66,11 @@ class FileCache:
             os.close(descriptor)
 
     def holds(self, name: str, *, size: int) -> bool:
-        """Whether the whole file is here."""
+        """Return whether the whole file is cached."""
         return self.read(name, [], size=size) is not None
 
     def is_whole(self, name: str, *, sha256: str | None) -> bool:
-        """Whether the file is here and has this digest, if one is given; one that has another is removed."""
+        """Return whether the file is cached and has this digest, if given; one with another digest is removed."""
         path, digest = self._folder / name, hashlib.sha256()
         try:
             with path.open("rb") as file:
@@ -83,9 +84,9 @@ class FileCache:
         return True
 
     def add(self, name: str, *, size: int, fill: Callable[[BinaryIO], object]) -> bool:
-        """Let `fill` write the file's `size` bytes; True when the file is here afterwards.
+        """Cache a file of `size` bytes, written by `fill`; return whether it is cached afterwards.
 
-        False when another process is writing it, or when there is no room: the least recently read files make way,
+        False if another process is writing it, or if there is no room: the least recently read files are evicted,
         except those read in the last `KEPT_SECONDS`. Nothing is left behind when `fill` raises.
         """
         path, temporary = self._folder / name, self._folder / f"{name}{TEMPORARY_SUFFIX}"
@@ -97,7 +98,7 @@ class FileCache:
                 return False
             file = temporary.open("xb")
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.truncate(size)  # counts in full from now on
+            file.truncate(size)  # reserves its full size in the cache's total
         with file:
             try:
                 fill(file)
@@ -110,7 +111,7 @@ class FileCache:
         return True
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Remove what dead processes left, then least recently read files until `num_bytes` more fit."""
+        """Remove temporary files of dead processes, then least recently read files until `num_bytes` more fit."""
         if num_bytes > self._max_bytes:
             return False
         files = [file for file in self._folder.iterdir() if not _is_removed(file)]
@@ -133,7 +134,7 @@ class FileCache:
 
 
 def _is_removed(file: Path) -> bool:
-    """Whether it was a temporary file of a process that is gone, and now is not there any more."""
+    """Remove the file if it is a temporary one of a dead process; return whether it was."""
     if file.suffix != TEMPORARY_SUFFIX:
         return False
     with file.open("rb") as opened:

@@ -1,7 +1,7 @@
-"""Where a configured path lies, and the files below it: on the local disk, or behind an fsspec URL.
+"""Lookup of configured paths and the files below them, on the local disk or behind an fsspec URL.
 
-A relative local path is tried from the working folder and then from the repository's root, since shipped samples are
-written `tpu_experiments/samples/...`.
+A relative local path is resolved from the working folder, then from the repository's root, since the configs of shipped
+samples say `tpu_experiments/samples/...`.
 """
 
 import difflib
@@ -16,19 +16,25 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def find_local(path: str) -> Path | None:
-    """The existing file or folder that `path` names, as it was given where that is enough; None for a URL."""
+    """Return the existing local file or folder of a configured path; None if there is none, and for a URL.
+
+    The path is returned as it was given where it exists from the working folder.
+    """
     if is_remote(path):
         return None
     return next((place for place in _candidates(path) if place.exists()), None)
 
 
 def shown_path(path: str) -> str:
-    """A path inside the repository relative to its root, so that it reads the same everywhere; others as they are."""
+    """Return a path in the repository relative to its root, the same on all machines; others unchanged."""
     return path.removeprefix(f"{REPOSITORY}/")
 
 
 def near_misses(path: str) -> str:
-    """`Did you mean ...? ` when the parent folder holds a similar name, else what is missing."""
+    """Return `Did you mean ...? ` if the parent folder has a similar name, else empty.
+
+    If the parent folder is missing too, return a sentence that says so.
+    """
     given = Path(path.removeprefix("file://")).expanduser()
     folder = next((place.parent for place in _candidates(path) if place.parent.is_dir()), None)
     if folder is None:
@@ -37,18 +43,18 @@ def near_misses(path: str) -> str:
 
 
 def is_glob(path: str) -> bool:
-    """Whether `path` holds `*`, `?` or `[`."""
+    """Return whether `path` contains `*`, `?` or `[`."""
     return glob.has_magic(path)
 
 
 def local_files(path: Path) -> dict[str, str]:
-    """Path of every file below a folder, by its name relative to it; hidden files and folders are left out."""
+    """Return the path of every file below a folder, by its relative name; hidden ones are left out."""
     inside = {file.relative_to(path).as_posix(): str(file) for file in path.rglob("*") if file.is_file()}
     return _sorted_visible(inside)
 
 
 def local_matches(pattern: str) -> dict[str, str]:
-    """Path of every file that a local pattern names, by its name relative to the part before the first `*`."""
+    """Return the path of every file that a local pattern matches, by its name relative to the fixed part."""
     for place in _candidates(pattern):
         found = [name for name in glob.glob(str(place), recursive=True) if Path(name).is_file()]
         if found:
@@ -58,10 +64,12 @@ def local_matches(pattern: str) -> dict[str, str]:
 
 
 def remote_files(url: str) -> dict[str, str]:
-    """URL of every file that a URL names (a file, a folder or a pattern), by its relative name; empty if none.
+    """Return the URL of every file of a URL (a file, a folder or a pattern), by its relative name.
+
+    Empty if there is none.
 
     Raises:
-        Exception: what the file system raises when it is out of reach; there are dozens of types.
+        Exception: the file system is out of reach; the type is that of the file system's client.
     """
     filesystem, key = answered(lambda: filesystem_of(url), place=url, operation="list")
     if is_glob(key):
@@ -77,22 +85,22 @@ def remote_files(url: str) -> dict[str, str]:
 
 
 def remote_near_misses(url: str) -> str:
-    """`Did you mean ...? ` when the remote folder holds a similar name; empty when it cannot be listed."""
+    """Return `Did you mean ...? ` if the remote folder has a similar name; empty if it cannot be listed."""
     base, _, name = url.rstrip("/").rpartition("/")
     try:
         filesystem, key = answered(lambda: filesystem_of(base), place=base, operation="list")
         listed = answered(lambda: filesystem.ls(key, detail=False), place=base, operation="list")
         entries = [str(entry).rstrip("/").rpartition("/")[2] for entry in listed]
-    except Exception:  # a hint only; the caller has a sentence without it
+    except Exception:  # only a hint is lost
         return ""
     return _did_you_mean(name, sorted(entries), folder=base)
 
 
 def remote_info(url: str) -> dict[str, Any]:
-    """What the file system knows about one remote file: size, and any of etag, checksums and times.
+    """Return the file system's metadata of one remote file: size, and any of etag, checksums and times.
 
     Raises:
-        Exception: what the file system raises when there is no such file or it is out of reach.
+        Exception: there is no such file, or the file system is out of reach; the type is that of its client.
     """
 
     def info() -> dict[str, Any]:
@@ -108,14 +116,14 @@ def _candidates(path: str) -> tuple[Path, Path]:
 
 
 def _fixed_part(pattern: str) -> str:
-    """The folders before the first part with a `*`, with the slash."""
+    """Return the folders before the first component with a wildcard, with a trailing slash."""
     parts = pattern.split("/")
     first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     return "".join(part + "/" for part in parts[:first])
 
 
 def _sorted_visible(url_of_name: dict[str, str]) -> dict[str, str]:
-    """By folders, then names; without what the Hub's client and editors hide behind a leading dot."""
+    """Sort by folders, then names, without names with a leading dot (of the Hub's client and editors)."""
     visible = [name for name in url_of_name if not any(part.startswith(".") for part in name.split("/"))]
     return {name: url_of_name[name] for name in sorted(visible, key=lambda name: name.split("/"))}
 

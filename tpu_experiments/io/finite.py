@@ -1,4 +1,4 @@
-"""Whether the numbers that are loaded are numbers: NaN and infinities are named where they come from a file."""
+"""Checks of loaded tensors for NaN and infinities, with the name and file of a bad one."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,16 @@ EXPONENTS = {
     torch.float32: (torch.int32, 0x7F80_0000),
     torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
 }
-"""Integers of the same size, and the bits that are all set in NaN and infinities and in no other number (IEEE 754)."""
+"""Per type, the integer type of its size and the exponent bits, all set only in NaN and infinities (IEEE 754)."""
 
 
 def not_finite(tensor: Tensor) -> str | None:
-    """Describe how many values of a host tensor are NaN or infinite: `3 of 4,096 values`; None where all are finite.
+    """Describe how many values of a host tensor are not finite: `3 of 4,096 values`; None if all are.
 
-    Read as integers, the greatest says whether a number without a sign is not finite, the greatest without a sign
-    whether one with it is. That is 0.14 s of one CPU core per GB of bfloat16 (16 tensors of 32 MiB);
-    `isfinite(t).all()`, which makes a mask first, took 2.1 s. By numpy, on one thread: torch's wait for each other at
-    every tensor on a busy machine.
+    The values are read as integers: the signed maximum is at least the exponent mask if a positive value is not finite,
+    the unsigned maximum at least the sign bit plus the mask if a negative one is not. That takes 0.14 s of one CPU core
+    per GB of bfloat16 (16 tensors of 32 MiB); `isfinite(t).all()`, which makes a mask first, took 2.1 s. It uses numpy
+    on one thread, since torch's threads wait for each other at every tensor on a busy machine.
     """
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -35,10 +35,10 @@ def not_finite(tensor: Tensor) -> str | None:
 
 
 def require_finite(tensor: Tensor, *, name: str, place: str) -> None:
-    """Refuse a host tensor with values that are NaN or infinite.
+    """Check that a host tensor has no NaN or infinite values.
 
     Args:
-        name: of the tensor in the file or folder `place`.
+        name: the tensor's name in the file or folder `place`.
 
     Raises:
         ConfigError: it has some.

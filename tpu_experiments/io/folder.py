@@ -1,4 +1,4 @@
-"""The run folder: one name, one config. A check writes nothing; `create` is the first thing that does.
+"""The run folder: one name, one config. Checks write nothing; `create` is the first call that does.
 
 <output_dir>/<name>/identity.json   flattened identity of the config that made the folder
                     config.yaml     resolved config of the latest start
@@ -27,7 +27,7 @@ from tpu_experiments.io.aside import put_aside
 log = logging.getLogger(__name__)
 RESULT = "result.json"
 INTERPOLATION = re.compile(r"(\\*)\$\{")
-WRITES = 2  # what belongs to whom must not be torn: it is read back, and written again where it differs
+WRITES = 2  # tries for identity.json, which is read back and written again if it differs
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,30 @@ class RunFolder:
     name: str
 
     def path(self, *parts: str) -> str:
-        """Path below the run folder; without parts the folder itself."""
+        """Return a path below the run folder; without parts, the folder itself."""
         return paths.join(self.output_dir, self.name, *parts)
 
     @property
     def config_path(self) -> str:
-        """The resolved config."""
+        """Path of the resolved config."""
         return self.path("config.yaml")
 
     @property
     def identity_path(self) -> str:
-        """The file that makes a folder a run folder."""
+        """Path of identity.json, whose presence makes a folder a run folder."""
         return self.path("identity.json")
 
     def exists(self) -> bool:
-        """Whether `create` has been called, by this process or an earlier one."""
+        """Return whether `create` has been called, by this process or an earlier one."""
         return paths.exists(self.identity_path)
 
     def stored_identity(self) -> dict[str, Any] | None:
-        """The identity of the config that made the folder; None where there is none, or a start was cut off in it.
+        """Return the identity of the config that made the folder; None without one.
+
+        A damaged one in a folder without checkpoints, from an interrupted start, counts as none.
 
         Raises:
-            ConfigError: it is damaged, and there are checkpoints whose config nobody knows.
+            ConfigError: it is damaged and there are checkpoints, whose config is unknown then.
         """
         if not self.exists():
             return None
@@ -77,7 +79,7 @@ class RunFolder:
             ) from error
 
     def create(self, config: Config) -> None:
-        """Make the folder, or note the latest config in the one that is there.
+        """Create the folder, or write the latest config into an existing one.
 
         Call it after `open_run`, on one process only.
         """
@@ -92,16 +94,16 @@ class RunFolder:
         paths.write_text_atomic(self.config_path, config_yaml(config))
 
     def finished(self) -> dict[str, Any] | None:
-        """The result when the run is complete, else None; one that cannot be read counts as none."""
+        """Return the result if the run is complete, else None; an unreadable one counts as none."""
         result = self._stored_result()
         return result if isinstance(result, dict) and result.get("status") == "finished" else None
 
     @contextmanager
     def reading_result(self) -> Iterator[None]:
-        """Refuse a stored result that cannot be what a run wrote.
+        """Turn errors from reading a malformed stored result inside this context into a ConfigError.
 
         Raises:
-            ConfigError: a value of it is missing or of another kind.
+            ConfigError: a value is missing or has another type than a run writes.
         """
         try:
             yield
@@ -112,7 +114,7 @@ class RunFolder:
             ) from error
 
     def put_aside_unreadable_result(self) -> None:
-        """Move a result that cannot be read out of the way of the next one, and say so; `create` does it."""
+        """Move an unreadable result.json aside and log a warning; `create` calls it."""
         path = self.path(RESULT)
         if paths.exists(path) and not isinstance(self._stored_result(), dict):
             aside = put_aside(path, paths.read_bytes(path))
@@ -120,7 +122,7 @@ class RunFolder:
             log.warning("%s cannot be read; moved to %s, and the run goes on from its last checkpoint", path, aside)
 
     def _stored_result(self) -> Any:
-        """What result.json holds; None where there is none, or none that can be read."""
+        """Return the content of result.json; None if it is missing or unreadable."""
         try:
             return strict_json.loads(paths.read_bytes(self.path(RESULT)))
         except (FileNotFoundError, ValueError):
@@ -128,12 +130,12 @@ class RunFolder:
 
 
 def config_yaml(config: Config) -> str:
-    """The resolved config as YAML, without secrets; a literal `${` is written so that it reads as one."""
+    """Return the resolved config as YAML, with secrets redacted and a literal `${` escaped."""
     return OmegaConf.to_yaml(OmegaConf.create(_literal(redacted(asdict(config)))))
 
 
 def _literal(value: Any) -> Any:
-    """The same with OmegaConf's interpolations escaped: a resolved config holds none."""
+    """Escape what OmegaConf would read as an interpolation: a resolved config has none."""
     if isinstance(value, dict):
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -142,8 +144,10 @@ def _literal(value: Any) -> Any:
 
 
 def continued(config: Config) -> Config:
-    """The config with the rows of the run that it goes on, where it leaves them open, and with that run's own settings
-    of speed where they belong to its identity and the command names none.
+    """Return the config with open settings filled in from the run that it continues, if there is one.
+
+    These are the rows that the config leaves open and, with `tuned=auto`, the tuned speed settings that belong to the
+    run's identity and that the command does not set.
 
     Raises:
         ConfigError: the identity of that run is damaged.
@@ -162,7 +166,7 @@ def continued(config: Config) -> Config:
 
 
 def has_begun(config: Config) -> bool:
-    """Whether the run of this config has a folder with its identity.
+    """Return whether the run of this config has a folder with an identity.
 
     Raises:
         ConfigError: the identity is damaged.
@@ -172,10 +176,10 @@ def has_begun(config: Config) -> bool:
 
 
 def open_run(config: Config) -> RunFolder:
-    """The folder of this run, new or made by the same config.
+    """Return the folder of this run after checking that it is new or was made by the same config.
 
     Raises:
-        ConfigError: the folder belongs to another config, is no run folder, or has links in it.
+        ConfigError: the folder belongs to another config, is no run folder, or has symbolic links in it.
     """
     assert config.name is not None, "to_config names the run"
     folder = RunFolder(config.output_dir, config.name)
@@ -193,7 +197,10 @@ def open_run(config: Config) -> RunFolder:
 
 
 def _holds_files(folder: RunFolder) -> bool:
-    """Names with a leading dot do not count: a start killed in `create` leaves a temporary one."""
+    """Return whether the folder has files other than hidden ones.
+
+    A start that is killed in `create` leaves a temporary file with a leading dot.
+    """
     try:
         return any(not name.startswith(".") for name in paths.list_names(folder.path()))
     except NotADirectoryError:

@@ -1,7 +1,7 @@
-"""How long operations on remote storage are waited for once the process was asked to stop.
+"""Deadlines of remote storage operations after a stop request.
 
-A client's own tries (33 s in gcsfs) outlast the notice of a spot machine (30 s) and cannot be cut from outside. So an
-operation runs in a thread of its own, which is left behind when its time is over.
+A client's own retries (33 s in gcsfs) outlast the notice of a spot machine (30 s) and cannot be interrupted from
+outside. So each operation runs in its own thread, which is abandoned at its deadline.
 """
 
 import errno
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 PATIENCE_SECONDS = 5.0
-"""After the request, for what has a substitute on the local disk; and at least so long for everything else."""
+"""Time after the request for operations with a substitute on the local disk, and the minimum for all others."""
 POLL_SECONDS = 0.1
 
 Result = TypeVar("Result")
@@ -22,25 +22,30 @@ _own = threading.local()
 
 
 class Grace:
-    """Between a request to stop and the end of the process; without a request nothing is cut."""
+    """Deadlines between a stop request and the end of the process; without a request there are none."""
 
     def __init__(self, seconds: float, *, asked_at: Callable[[], float | None]) -> None:
-        """`asked_at` says when the request came, on the monotonic clock; None before."""
+        """Set the time from a stop request to the end of the process.
+
+        Args:
+            seconds: that time.
+            asked_at: returns the monotonic time of the stop request; None before one.
+        """
         self._seconds, self._asked_at = seconds, asked_at
         self._leaving_at: float | None = None
 
     def install(self) -> "Grace":
-        """Have this process's operations follow it from now on."""
+        """Apply these deadlines to all storage operations of this process from now on."""
         global _grace
         _grace = self
         return self
 
     def leave(self) -> None:
-        """The work is over: what is left is to bring to storage what is there."""
+        """Note that the work is over and only uploads remain."""
         self._leaving_at = time.monotonic()
 
     def ends_at(self) -> float | None:
-        """When an operation that this thread waits for must have ended; None while there is no hurry."""
+        """Return the monotonic deadline of this thread's operations; None while there is none."""
         asked_at = self._asked_at()
         if asked_at is None:
             return None
@@ -52,14 +57,14 @@ class Grace:
 
 
 def leave() -> None:
-    """The work of this process is over (Grace.leave), whether or not it was asked to stop."""
+    """Note that the work of this process is over (Grace.leave), after a stop request or not."""
     if _grace is not None:
         _grace.leave()
 
 
 @contextmanager
 def substituted() -> Iterator[None]:
-    """What this thread does inside is done in another way when it takes too long."""
+    """Mark this thread's operations inside as having a substitute, so that their deadline is earlier."""
     _own.has_substitute = True
     try:
         yield
@@ -68,19 +73,19 @@ def substituted() -> Iterator[None]:
 
 
 def has_substitute() -> bool:
-    """Whether this thread is inside `substituted`."""
+    """Return whether this thread is inside `substituted`."""
     return getattr(_own, "has_substitute", False)
 
 
 def bounded(call: Callable[[], Result], *, watch: Callable[[], None] | None = None) -> Result:
-    """The result of `call`, which may go on by itself when its time is over.
+    """Run `call` until its deadline and return its result; after the deadline it may go on in its thread.
 
     Args:
-        watch: called again and again while it is waited for; what it raises ends the waiting.
+        watch: polled while `call` runs; an exception of it ends the wait.
 
     Raises:
-        TimeoutError: its time is over.
-        BaseException: what `call` or `watch` raised.
+        TimeoutError: the deadline has passed.
+        BaseException: the error of `call` or `watch`.
     """
     if _grace is None and watch is None:
         return call()
@@ -109,7 +114,7 @@ def bounded(call: Callable[[], Result], *, watch: Callable[[], None] | None = No
 
 
 def pause(seconds: float) -> bool:
-    """Sleep; False as soon as there is no time left for another try."""
+    """Sleep; return False as soon as the deadline leaves no time for another try."""
     ends = time.monotonic() + seconds
     while (left := ends - time.monotonic()) > 0:
         if is_over():
@@ -119,6 +124,6 @@ def pause(seconds: float) -> bool:
 
 
 def is_over() -> bool:
-    """Whether this thread's operations have no time left."""
+    """Return whether the deadline of this thread's operations has passed."""
     ends_at = _grace.ends_at() if _grace is not None else None
     return ends_at is not None and time.monotonic() >= ends_at

@@ -1,10 +1,10 @@
-"""One writer at a time for a run folder: a lease that its owner renews, and that anybody may take once it is old.
+"""The lease of a run folder: one writer at a time, who renews it; any process may take an expired one.
 
-`<run>/.lease.json` says who owns it and how often it was renewed. Two machines' clocks are never compared: its age is
-the difference of two modification times that the storage itself gave, its own and that of a file written now; where
-the storage gives none, it is watched for as long as it is valid. On its owner's own machine a process that is gone is
-seen at once. A lease is created only where there is none: on a local disk under a lock on the folder, on gs:// with
-`ifGenerationMatch`; and read back after a pause, which decides between two writers on storage that has neither.
+`<run>/.lease.json` has the owner and the number of renewals. The clocks of two machines are never compared: the age of
+a lease is the difference of two modification times from the storage, its own and that of a file written now. Storage
+without such times is polled for as long as a lease is valid. On the owner's machine a dead process is detected at once.
+A lease is created only where there is none: on a local disk under a lock on the folder, on gs:// with
+`ifGenerationMatch`. It is read back after a pause, which decides between two writers on storage that has neither.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from tpu_experiments.io.retry import shown, told
 
 NAME = ".lease.json"
 RENEW_SECONDS = 20.0
-VALID_SECONDS = 120.0  # six renewals: a bucket that is out for a minute costs nobody his run
+VALID_SECONDS = 120.0  # six renewals: a run keeps its lease while a bucket is out of reach for a minute
 LOCK_SECONDS = 5.0
-PAUSE_SECONDS = 1.0  # two that create at the same moment have both written before either reads back
+PAUSE_SECONDS = 1.0  # of two processes that create at the same moment, both have written before either reads back
 
 log = logging.getLogger(__name__)
 
@@ -44,22 +44,22 @@ class Owner:
     id: str
     host: str
     machine: str
-    """Boot and process namespace: where it is the same, a process number means the same process."""
+    """Boot id and pid namespace: owners with equal values share one space of process ids."""
     pid: int
     pid_ticks: int
-    """When that process began, in ticks since the boot: its number may have been given to another since."""
+    """Start of the process in clock ticks since the boot: its id may have been reused since."""
     started: str
     renewals: int = 0
 
     @classmethod
     def me(cls) -> "Owner":
-        """This process."""
+        """Return the owner record of this process."""
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return cls(uuid.uuid4().hex, socket.gethostname(), _machine(), os.getpid(), started_ticks(os.getpid()), started)
 
     @property
     def is_dead(self) -> bool:
-        """Whether it was a process of this machine that is no more."""
+        """Whether it was a process of this machine that has ended."""
         if self.machine != _machine():
             return False
         try:
@@ -69,7 +69,7 @@ class Owner:
 
 
 class Lease:
-    """Held by this process from `acquire` to `release`; `is_lost` once another has taken it."""
+    """A lease held by this process from `acquire` to `release`; `is_lost` once another has taken it."""
 
     def __init__(self, folder: str, *, name: str, on_lost: Callable[[], object], renew_seconds: float | None = None):
         self.path = paths.join(folder, NAME)
@@ -84,7 +84,7 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def acquire(self) -> "Lease":
-        """Take the lease and keep it renewed.
+        """Take the lease and start the thread that renews it.
 
         Raises:
             ConfigError: another process holds it, or storage refuses.
@@ -108,11 +108,11 @@ class Lease:
             raise ConfigError(_refusal(self._name, holder, seconds=VALID_SECONDS))
 
     def release(self) -> None:
-        """Give it back where it is still this process's; again does nothing."""
+        """Remove the lease if this process still owns it; a second call does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
-        with self._writing, contextlib.suppress(Exception):  # it expires by itself where storage is out of reach
+        with self._writing, contextlib.suppress(Exception):  # if storage is out of reach, the lease expires by itself
             holder = read(self._folder)
             if holder is not None and holder.id == self._owner.id:
                 paths.remove_tree(self.path)
@@ -124,17 +124,17 @@ class Lease:
                 return
 
     def look(self) -> None:
-        """Renew the lease, or end the process where another has taken it."""
+        """Renew the lease; call `on_lost` if another process has taken it."""
         try:
             self._renew()
-        except Exception as error:  # an outage: the lease is as old as it is, and the next try may find it ours
+        except Exception as error:  # an outage: the lease ages, and the next try may still renew it
             log.info("the lease of %s could not be renewed: %s", self._folder, shown(error))
         if self.is_lost:
             self._on_lost()
 
     def _renew(self) -> None:
         if not self._writing.acquire(timeout=LOCK_SECONDS):
-            return  # a signal came in the middle of it; the thread looks soon
+            return  # a signal interrupted a renewal in this thread; the lease's thread renews soon
         try:
             if self._stop.is_set():
                 return
@@ -168,7 +168,7 @@ class Lease:
 
 @contextlib.contextmanager
 def held(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[None]:
-    """Hold the lease of a run folder, on the first host of a slice of several; the others belong to the same run.
+    """Hold the lease of a run folder; on a slice of several hosts, only the first holds it for all.
 
     Raises:
         ConfigError: another process holds it.
@@ -186,7 +186,7 @@ def held(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[N
 
 @contextlib.contextmanager
 def _looking_after_a_stop(lease: Lease) -> Iterator[None]:
-    """A process that was stopped (SIGSTOP, a suspended machine) looks at its lease before it goes on with anything.
+    """Check the lease after the process was stopped (SIGSTOP, a suspended machine), before it continues.
 
     Others may have taken it meanwhile, and even have finished the run. Python runs the handler in the main thread.
     """
@@ -201,7 +201,7 @@ def _looking_after_a_stop(lease: Lease) -> Iterator[None]:
 
 
 def refuse_if_held(folder: str, *, name: str) -> None:
-    """Look only: nothing is written but, next to somebody's lease, a file that tells the storage's time.
+    """Check that no other process holds the run; writes at most a temporary file for the storage's time.
 
     Raises:
         ConfigError: another process holds the run.
@@ -210,7 +210,7 @@ def refuse_if_held(folder: str, *, name: str) -> None:
 
 
 def read(folder: str) -> Owner | None:
-    """The owner of the run folder; None without one. What is no lease counts as none."""
+    """Read the owner of the run folder; None without a lease. A malformed one is logged and ignored."""
     try:
         return Owner(**json.loads(paths.read_text(paths.join(folder, NAME))))
     except FileNotFoundError:
@@ -221,7 +221,7 @@ def read(folder: str) -> Owner | None:
 
 
 def _refuse_if_held(folder: str, *, name: str, clear: bool) -> None:
-    """Raise for a lease that is valid; remove one that is not where `clear` says so."""
+    """Raise for a valid lease; with `clear`, remove an expired one."""
     path = paths.join(folder, NAME)
     before = _generation(path)
     holder = read(folder)
@@ -246,7 +246,7 @@ def _refusal(name: str, holder: Owner | None, *, seconds: float) -> str:
 
 
 def _age_seconds(folder: str, holder: Owner) -> float:
-    """Seconds since the last renewal by the storage's clock; where it has none the lease is watched instead."""
+    """Return the seconds since the last renewal by the storage's clock; without one, poll the lease."""
     path = paths.join(folder, NAME)
     probe = paths.join(folder, f".time-{uuid.uuid4().hex[:8]}")
     paths.write_text_atomic(probe, "")
@@ -260,7 +260,7 @@ def _age_seconds(folder: str, holder: Owner) -> float:
 
 
 def _watched(folder: str, holder: Owner) -> float:
-    """0 as soon as it is renewed, `VALID_SECONDS` when it never is or goes away."""
+    """Poll the lease: return 0 as soon as it is renewed, `VALID_SECONDS` if it never is or is removed."""
     for _ in range(round(VALID_SECONDS)):
         time.sleep(1.0)
         latest = read(folder)
@@ -276,7 +276,7 @@ def _text(owner: Owner) -> str:
 
 
 def _create(path: str, text: str) -> None:
-    """Write where there is nothing; local callers hold the folder's lock.
+    """Create the file, in a bucket only if there is none; local callers hold the folder's lock.
 
     Raises:
         FileExistsError: the bucket has one.
@@ -293,7 +293,7 @@ def _create(path: str, text: str) -> None:
 
 
 def _generation(path: str) -> str | None:
-    """Number of the object's present content in a bucket; None elsewhere."""
+    """Return the generation number of an object in a bucket; None on other storage."""
     if not path.startswith(("gs://", "gcs://")):
         return None
     try:
@@ -303,7 +303,7 @@ def _generation(path: str) -> str | None:
 
 
 def _remove(path: str, *, generation: str | None) -> None:
-    """Remove the file; in a bucket only the content that was looked at."""
+    """Remove the file; in a bucket only if it is still of this generation."""
     if generation is None:
         paths.remove_tree(path)
         return
@@ -311,7 +311,7 @@ def _remove(path: str, *, generation: str | None) -> None:
     def remove() -> None:
         filesystem, key = paths.filesystem_of(path)
         bucket, name, _ = filesystem.split_path(key)
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # 404 and 412: somebody was faster
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # 404 and 412: another process was faster
             filesystem.call("DELETE", "b/{}/o/{}", bucket, name, ifGenerationMatch=generation)
         filesystem.invalidate_cache()
 
@@ -320,7 +320,7 @@ def _remove(path: str, *, generation: str | None) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """A lock on a local folder; none where there is no such thing (a bucket, some mounts)."""
+    """Lock a local folder; does nothing where locks are not supported (a bucket, some mounts)."""
     if paths.is_remote(folder):
         yield
         return

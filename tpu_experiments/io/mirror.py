@@ -1,9 +1,9 @@
-"""A file or folder that grows, kept on the local disk when its place is remote.
+"""Local copies of growing files and folders whose target is remote, uploaded at intervals.
 
 Object stores cannot append (gcsfs opens "a" as overwrite), so the local copy is uploaded whole every
-`UPLOAD_SECONDS` from one background thread, before a checkpoint counts (`upload_all`), and at `close`. Where the place
-is local there is no copy: it is written directly and nothing is uploaded. What cannot be uploaded in the end is kept
-where `keep_in` says.
+`UPLOAD_SECONDS` from one background thread, before a checkpoint is committed (`upload_all`), and at `close`. A local
+target is written directly, without copy and upload. What cannot be uploaded in the end is kept in the folder set by
+`keep_in`.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ UPLOAD_SECONDS = 30.0  # event files and logs are kilobytes; GCS allows one upda
 
 log = logging.getLogger(__name__)
 _open: list["Mirror"] = []
-"""Those of this process whose place is remote."""
+"""Open mirrors of this process with remote targets."""
 _keeping: tuple[str, Path] | None = None
 
 
 class Mirror:
-    """Write to `local`; call `upload_if_due` after each flush and `close` at the end."""
+    """A file or folder to write at `local`; call `upload_if_due` after each flush and `close` at the end."""
 
     def __init__(self, target: str) -> None:
         self._target = target
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._thread: threading.Thread | None = None
-        self._uploading = threading.Lock()  # an upload that began earlier must not end later
+        self._uploading = threading.Lock()  # else an older upload could overwrite a newer one
         self._uploaded: dict[Path, tuple[int, int, int]] = {}
         self._last_upload = time.monotonic()
         self._failed_since: float | None = None
@@ -45,7 +45,7 @@ class Mirror:
 
     @classmethod
     def of_file(cls, target: str) -> "Mirror":
-        """A file; what it already holds is there to be continued."""
+        """Mirror a file; its present content is downloaded, to be appended to."""
         held = paths.read_bytes(target) if paths.is_remote(target) and paths.exists(target) else None
         mirror = cls(target)
         if held is not None:
@@ -54,17 +54,17 @@ class Mirror:
 
     @classmethod
     def of_folder(cls, target: str) -> "Mirror":
-        """A folder that gets new files; those of earlier processes stay where they are."""
+        """Mirror a folder for new files; those of earlier processes are not downloaded."""
         mirror = cls(target)
         mirror.local.mkdir(parents=True, exist_ok=True)
         return mirror
 
     def is_below(self, run: str) -> bool:
-        """Whether its place is in the folder `run`."""
+        """Return whether the target is in the folder `run`."""
         return self._target.startswith(run.rstrip("/") + "/")
 
     def upload_if_due(self) -> None:
-        """Start an upload when the last is `UPLOAD_SECONDS` old and done; never waits."""
+        """Start an upload if the last one is done and `UPLOAD_SECONDS` old; does not block."""
         running = self._thread is not None and self._thread.is_alive()
         if self._temporary is None or running:
             return
@@ -75,7 +75,7 @@ class Mirror:
         self._thread.start()
 
     def upload(self) -> None:
-        """Bring what was written before the call to its place; returns when it is there. Any thread may ask.
+        """Upload everything written before the call, and block until that is done; any thread may call it.
 
         Raises:
             Exception: storage refused.
@@ -84,7 +84,7 @@ class Mirror:
             self._upload()
 
     def copy(self) -> Path | None:
-        """Copy what is there to where `keep_in` says, and return that folder; None where this mirror is not meant."""
+        """Copy the local files to the folder set by `keep_in` and return it; None if none is set for this run."""
         if _keeping is None or not self.is_below(_keeping[0]):
             return None
         for file in self._files():
@@ -95,10 +95,10 @@ class Mirror:
         return _keeping[1]
 
     def close(self) -> None:
-        """Upload what is there now and remove the local copy.
+        """Upload the local copy a last time and remove it.
 
         Raises:
-            OSError: the last upload failed; the local copy is kept and named in the log.
+            Exception: the last upload failed; the local copy is kept, and its path is logged.
         """
         if self._temporary is None:
             return
@@ -115,7 +115,7 @@ class Mirror:
             self._temporary = None
 
     def _keep(self) -> Path:
-        """Where the local copy is from now on."""
+        """Keep the local copy after a failed last upload; return its path."""
         folder = self.copy()
         if folder is not None:
             return folder
@@ -124,7 +124,7 @@ class Mirror:
         return kept
 
     def _try_upload(self) -> None:
-        """An upload that fails is made good by the next one, and the last one raises; an outage is told once."""
+        """Upload in the background: the next upload repeats a failed one, and an outage is logged once."""
         try:
             self._upload()
         except Exception as error:
@@ -138,7 +138,7 @@ class Mirror:
             self._failed_since = None
 
     def _upload(self) -> None:
-        """Every file that has changed; one that is removed meanwhile is passed over."""
+        """Upload every changed file; one that is removed meanwhile is skipped."""
         with self._uploading:
             for file in self._files():
                 try:
@@ -149,7 +149,7 @@ class Mirror:
                     paths.write_bytes_atomic(self._place(file), data)
                     self._uploaded[file] = state
                 if _keeping is not None and self.is_below(_keeping[0]):
-                    self._kept_at(file, *_keeping).unlink(missing_ok=True)  # no newer than what is there
+                    self._kept_at(file, *_keeping).unlink(missing_ok=True)  # no newer than what was just uploaded
 
     def _files(self) -> list[Path]:
         if self.local.is_file():
@@ -164,19 +164,19 @@ class Mirror:
 
 
 def _state(file: Path) -> tuple[int, int, int]:
-    """Differs once the file has grown or was replaced."""
+    """Return a fingerprint that changes once the file has grown or was replaced."""
     stat = file.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def keep_in(folder: Path, *, run: str) -> None:
-    """What belongs below `run` and cannot be uploaded at its end is kept in `folder` from now on."""
+    """Keep files below `run` that cannot be uploaded at the end of the process in `folder` from now on."""
     global _keeping
     _keeping = run.rstrip("/") + "/", folder
 
 
 def upload_all(*, run: str) -> None:
-    """Bring every record below the folder `run` that was written before the call to its place.
+    """Upload every record below the folder `run` that was written before the call.
 
     Raises:
         Exception: storage refused one.
@@ -187,6 +187,6 @@ def upload_all(*, run: str) -> None:
 
 
 def copy_all() -> None:
-    """Keep a copy of what `upload_all` would bring where `keep_in` says, for the next life on this machine."""
+    """Copy what `upload_all` would upload to the folder set by `keep_in`, for a restart on this machine."""
     for mirror in list(_open):
         mirror.copy()

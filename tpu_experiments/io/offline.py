@@ -1,4 +1,4 @@
-"""Noticing once that the Hugging Face Hub is out of reach, where its library asks five times for each file (24 s)."""
+"""One check whether the Hugging Face Hub is reachable; its library tries five times per file (24 s)."""
 
 import os
 import re
@@ -19,13 +19,13 @@ SETTINGS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def go_offline_if_unreachable(config: Config) -> None:
-    """Set HF_HUB_OFFLINE where the config names what only the Hub has, and nothing can be connected to there.
+    """Set HF_HUB_OFFLINE if the config needs the Hugging Face Hub and a connection to it fails.
 
-    What is in the Hub's cache is used then, and what is not is refused at once. The library reads the variable when it
-    is imported, so this comes before. A setting of the user's own stands, and behind a proxy nothing is asked.
+    The library then uses its cache, and fails at once for what is not in it. It reads the variable at import, so call
+    this before. The user's own setting is kept, and behind a proxy nothing is checked.
 
     Raises:
-        ConfigError: the base model of a training run is not there either.
+        ConfigError: the base model of a training run is not in the cache either.
     """
     paths = dict.fromkeys(_paths(config))
     named = [path for path in paths if OWNER_AND_NAME.fullmatch(path) and find_local(path) is None]
@@ -48,7 +48,7 @@ def _require_model(config: Config, *, hub: str, among: Sequence[str]) -> None:
     model = config.model
     if config.task.name != "train" or model.size != "full" or model.init == "random" or model.path not in among:
         return
-    from huggingface_hub import try_to_load_from_cache  # only now that the variable is set
+    from huggingface_hub import try_to_load_from_cache  # imported only here, since it reads the variable at import
 
     if not isinstance(try_to_load_from_cache(model.path, "config.json", revision=model.revision), str):
         raise ConfigError(

@@ -1,10 +1,9 @@
 """Local paths and fsspec URLs (gs://, memory://) behind a few functions.
 
-A written file appears whole or not at all: locally through a temporary file and a rename; remotely
-through one upload whose bytes are ready before it starts. (fsspec publishes the partial object when
-an exception leaves an open file's `with` block, so no file is ever held open on a URL.)
-Listings are never cached: gcsfs would keep another writer's new file invisible.
-An operation that fails for the moment is tried again (io/retry.py).
+Writes are atomic: local files by a temporary file and a rename, remote files by one upload whose bytes are complete
+before it starts. (fsspec publishes the partial object when an exception leaves an open file's `with` block, so no file
+is ever kept open on a URL.) Listings are never cached: gcsfs would not show a new file of another writer. Transient
+failures are retried (io/retry.py).
 """
 
 import os
@@ -24,37 +23,37 @@ Result = TypeVar("Result")
 PROTOCOLS = frozenset(
     ("file", "memory", "gs", "gcs", "s3", "s3a", "r2", "az", "abfs", "abfss", "adl", "oss", "hf", "http", "https")
 )
-"""Storage and web servers. Of fsspec's others some render templates, unpack, run or mount what an address names."""
+"""Allowed protocols: storage and web servers. Others of fsspec render templates, unpack, run or mount their target."""
 GCSFS_CHUNK_BYTES = 64 * 2**20  # gcsfs uploads in 5 MiB pieces otherwise, one request each
 
 
 def is_remote(path: str) -> bool:
-    """Whether `path` is a URL of another file system than the local one."""
+    """Return whether `path` is a URL of another file system than the local one."""
     return "://" in path and not path.startswith("file://")
 
 
 def join(base: str, *parts: str) -> str:
-    """`base/part/part`, for local paths and URLs alike."""
+    """Join `base/part/part`, for local paths and URLs alike."""
     if not is_remote(base):
         return os.path.join(base, *parts)
     return "/".join([base.rstrip("/"), *(part.strip("/") for part in parts)])
 
 
 def folder_of(path: str) -> str:
-    """The folder that a file lies in, `.` where its path names none."""
+    """Return the parent folder of a path, `.` if it has none."""
     return path.rpartition("/")[0] or "."
 
 
 def absolute(path: str) -> str:
-    """A local path from the root; a remote one as it is."""
+    """Return a local path made absolute; a URL unchanged."""
     return path if is_remote(path) else str(_local(path).resolve())
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file at `path`, or a folder (remotely: at least one object below it).
+    """Return whether there is a file or a folder at `path` (remotely: at least one object below it).
 
     Raises:
-        Exception: the file system does not say. (fsspec's own `exists` takes any error for a no.)
+        Exception: the file system cannot be asked. (fsspec's own `exists` returns False for any error.)
     """
     if not is_remote(path):
         return _local(path).exists()
@@ -66,13 +65,15 @@ def exists(path: str) -> bool:
 
 
 def make_dirs(path: str) -> None:
-    """Make a local folder and its parents; object stores have no folders, so nothing there."""
+    """Create a local folder and its parents; does nothing on object stores, which have no folders."""
     if not is_remote(path):
         _local(path).mkdir(parents=True, exist_ok=True)
 
 
 def list_names(folder: str) -> list[str]:
-    """Sorted names in `folder`; empty when it does not exist (an object store knows no empty one).
+    """Return the sorted names in `folder`; empty if it does not exist.
+
+    Object stores have no empty folders.
 
     Raises:
         NotADirectoryError: a local file has that name.
@@ -89,7 +90,7 @@ def list_names(folder: str) -> list[str]:
 
 
 def read_bytes(path: str) -> bytes:
-    """The whole file.
+    """Read a whole file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -100,7 +101,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def read_text(path: str) -> str:
-    """The whole file as UTF-8.
+    """Read a whole file as UTF-8.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -109,12 +110,12 @@ def read_text(path: str) -> str:
 
 
 def write_text_atomic(path: str, text: str) -> None:
-    """Replace the file by `text` in UTF-8; readers see the old file or the new one."""
+    """Replace a file by `text` in UTF-8; readers see the old file or the new one, also after a crash."""
     write_bytes_atomic(path, text.encode())
 
 
 def write_bytes_atomic(path: str, data: bytes) -> None:
-    """Replace the file by `data`; readers see the old file or the new one, also after a crash."""
+    """Replace a file by `data`; readers see the old file or the new one, also after a crash."""
     if is_remote(path):
         _remotely(path, "write", lambda filesystem, key: filesystem.pipe_file(key, data))
     else:
@@ -126,7 +127,7 @@ def write_bytes_atomic(path: str, data: bytes) -> None:
 
 
 def modified_seconds(path: str) -> float | None:
-    """Unix seconds of the last write by the storage's own clock; None where it keeps no such time.
+    """Return the Unix seconds of the last write by the storage's clock; None if it records none.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -140,7 +141,7 @@ def modified_seconds(path: str) -> float | None:
 
 
 def write_chunks_atomic(path: str, chunks: Iterable[memoryview]) -> None:
-    """Replace the file by the chunks in order; a local one is written without holding more than a chunk."""
+    """Replace a file by the chunks in order; memory holds one chunk of a local file, all of a remote one."""
     if is_remote(path):
         write_bytes_atomic(path, b"".join(chunks))
         return
@@ -154,7 +155,7 @@ def write_chunks_atomic(path: str, chunks: Iterable[memoryview]) -> None:
 
 
 def forget_cached(path: str) -> None:
-    """Have the next read of a written file come from the disk, not from the pages that the system keeps of it."""
+    """Drop a local file from the page cache, so that the next read comes from the disk."""
     if is_remote(path) or not hasattr(os, "posix_fadvise"):
         return
     with _local(path).open("rb") as file:
@@ -162,7 +163,7 @@ def forget_cached(path: str) -> None:
 
 
 def copy_file(local: str, destination: str) -> None:
-    """Copy a local file to a path or URL; the destination appears whole or not at all.
+    """Copy a local file to a path or URL, atomically.
 
     Raises:
         FileNotFoundError: `local` does not exist.
@@ -175,9 +176,9 @@ def copy_file(local: str, destination: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with everything below it, or one file; nothing there is fine.
+    """Remove a folder with everything below it, or one file; does nothing if there is neither.
 
-    Of a symbolic link the link is removed, never what it leads to; the same holds for links below.
+    Of symbolic links, here and below, the link is removed and never its target.
     """
     if is_remote(path):
         _remotely(path, "remove", _remove_remote)
@@ -188,25 +189,27 @@ def remove_tree(path: str) -> None:
 
 
 def remove_marked(folder: str, marker: str) -> None:
-    """Remove a folder, first the file in it that says that it is complete; of a symbolic link the link alone."""
+    """Remove a folder, its completion marker first; of a symbolic link, the link alone."""
     if not is_link(folder):
         remove_tree(join(folder, marker))
     remove_tree(folder)
 
 
 def is_link(path: str) -> bool:
-    """Whether a local path is a symbolic link itself; nothing remote is."""
+    """Return whether a local path is itself a symbolic link; False for URLs."""
     return not is_remote(path) and _link_of(path).is_symlink()
 
 
 def require_no_links(folder: str, *, key: str) -> None:
-    """Check what lies directly in a folder that is written to and cleared; what a link leads to belongs to others.
+    """Check that a folder that is to be written and cleared directly contains no symbolic links.
+
+    The target of a link may belong to others.
 
     Args:
-        key: key=value that the folder comes from.
+        key: key=value of the config that the folder comes from, for the message.
 
     Raises:
-        ConfigError: a symbolic link is among it.
+        ConfigError: it contains a symbolic link.
     """
     if is_remote(folder) or not _local(folder).is_dir():
         return
@@ -219,7 +222,7 @@ def require_no_links(folder: str, *, key: str) -> None:
 
 
 def _link_of(path: str) -> Path:
-    """Without a slash at the end, which would be followed."""
+    """Return the path without a trailing slash, with which a link would be followed."""
     return _local(path.rstrip("/") or path)
 
 
@@ -228,10 +231,10 @@ def _local(path: str) -> Path:
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The file system (fsspec caches one per process) and the key in it.
+    """Return the file system of a URL (fsspec caches one per process) and the key in it.
 
     Raises:
-        ConfigError: it is not of `PROTOCOLS` and nobody has registered it since, or it is a chain of several.
+        ConfigError: the protocol is neither in `PROTOCOLS` nor registered by a user, or the URL chains several.
     """
     from fsspec.core import url_to_fs  # imports gcsfs only for a gs:// URL
     from fsspec.registry import known_implementations, registry
@@ -242,7 +245,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
             f"{redacted_text(url)}; {'a chain of addresses' if '::' in url else protocol + '://'} is not opened; give "
             f"a local path, or a URL of {', '.join(sorted(PROTOCOLS))}."
         )
-    # gcsfs 2026 asks for each bucket's type first and logs a failure when it may not.
+    # gcsfs 2026 asks for each bucket's type first and logs an error if it has no permission.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     options = {"session_kwargs": session_settings()} if is_seen(url) else {}
     filesystem, key = url_to_fs(url, use_listings_cache=False, **options)
@@ -251,7 +254,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def _remotely(url: str, operation: str, call: Callable[[Any, str], Result]) -> Result:
-    """What `call(file system, key)` returns."""
+    """Return `call(file system, key)`, with retries and timeouts."""
     return retried(lambda: call(*filesystem_of(url)), place=url, operation=operation)
 
 
@@ -263,7 +266,7 @@ def _remove_remote(filesystem: Any, key: str) -> None:
 
 
 def _replace(path: Path, *, fill: Callable[[Path], object]) -> None:
-    """Fill a temporary file next to `path`, bring it to disk, then rename it."""
+    """Fill a temporary file next to `path`, sync it to disk, then rename it."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         fill(temporary)

@@ -1,4 +1,4 @@
-"""Peak resident memory of this process and all its descendants together."""
+"""Peak resident memory of this process and all its descendants in total."""
 
 import contextlib
 import threading
@@ -10,7 +10,10 @@ INTERVAL_SECONDS = 1.0  # reading the page tables takes some 20 ms a GiB
 
 
 class PeakMemory:
-    """Context that samples the memory in use; a page that n processes share counts as 1/n of a page for each (PSS)."""
+    """Context that samples memory in use as proportional set size (PSS).
+
+    A page that n processes share counts as 1/n for each.
+    """
 
     def __init__(self) -> None:
         self.peak_bytes = 0

@@ -1,4 +1,4 @@
-"""When a process began, by the kernel's own count: it does not move when the clock is set (proc(5))."""
+"""Start times of processes in time since the boot, which setting the clock does not change (proc(5))."""
 
 import os
 import time
@@ -8,13 +8,13 @@ ZOMBIE = "Z"
 
 
 def started_ticks(pid: int) -> int:
-    """Clock ticks from the boot to the start of a process.
+    """Return the clock ticks from the boot to the start of a process.
 
     Raises:
-        ProcessLookupError: there is none of that number, or it has ended and waits for its parent.
+        ProcessLookupError: there is no process of this id, or it is a zombie.
     """
     try:
-        # The second field is the program's name in parentheses, which may hold blanks and parentheses.
+        # The second field is the program's name in parentheses, which may itself contain blanks and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError) as error:
         raise ProcessLookupError(pid) from error
@@ -24,10 +24,10 @@ def started_ticks(pid: int) -> int:
 
 
 def boot_seconds() -> float:
-    """Seconds since the boot; all processes of a machine agree."""
+    """Return the seconds since the boot, including suspended time; the same in all processes of a machine."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def started_seconds() -> float:
-    """Seconds from the boot to the start of this process."""
+    """Return the seconds from the boot to the start of this process."""
     return started_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Parts of files, local or behind an fsspec URL; a remote read that fails for the moment is tried again."""
+"""Byte ranges of files, local or behind an fsspec URL; transient failures of remote reads are retried."""
 
 import bisect
 import math
@@ -14,19 +14,19 @@ from tpu_experiments.io.answers import NoAnswer, answered
 from tpu_experiments.io.retry import SILENT_TRIES_AGAIN, WAITS_SECONDS, is_transient
 
 Range = tuple[str, int, int]
-"""Path or URL, first byte, byte after the last."""
+"""(path or URL, first byte, byte after the last)."""
 
 GAP_BYTES = 2**15
-"""Between two ranges that one request reads: 0.7 ms at 50 MB/s, where a request of its own takes 20 to 50 ms."""
+"""Largest gap between two ranges of one request: 0.7 ms at 50 MB/s, where another request takes 20 to 50 ms."""
 JOINED_BYTES = 2**23
-"""Of one request that reads several ranges; one that fails is made again as a whole."""
+"""Largest request that joins several ranges; a failed request is repeated as a whole."""
 
 
 def size_of(path: str, *, wait: Callable[[float], object] = time.sleep) -> int | None:
-    """Bytes of a file, or None when there is none.
+    """Return the size of a file in bytes; None if there is none.
 
     Raises:
-        ConfigError: the file system does not say, now and after `WAITS_SECONDS`.
+        ConfigError: it cannot be determined, also after the retries (`WAITS_SECONDS`).
     """
     num_silent = 0
     for num_tries, seconds in enumerate((*WAITS_SECONDS, None), start=1):
@@ -45,18 +45,22 @@ def size_of(path: str, *, wait: Callable[[float], object] = time.sleep) -> int |
 
 
 def read_range(path: str, start: int, stop: int, *, wait: Callable[[float], object] = time.sleep) -> bytes:
-    """Bytes `start` to `stop` of a file.
+    """Read bytes `start` to `stop` of a file.
 
     Raises:
-        ConfigError: they cannot be read, now and after `WAITS_SECONDS`, or the file is shorter.
+        ConfigError: they cannot be read, also after the retries (`WAITS_SECONDS`), or the file is shorter.
     """
     return read_ranges([(path, start, stop)], wait=wait)[0]
 
 
 def read_ranges(pieces: Sequence[Range], *, wait: Callable[[float], object] = time.sleep) -> list[bytes]:
-    """Several ranges of files of one file system, read at the same time where that can do so; else as `read_range`.
+    """Read several ranges of files of one file system, concurrently where it supports that.
 
-    `wait` is called with the seconds before another try; where it returns something true, there is none.
+    Args:
+        wait: called with the seconds before a retry; a true result cancels the retries.
+
+    Raises:
+        ConfigError: as `read_range`, or `wait` has cancelled the retries.
     """
     found: dict[int, bytes] = {}
     num_silent = 0
@@ -91,7 +95,7 @@ def _read_once(pieces: Sequence[Range]) -> list[bytes | BaseException]:
 
 
 def _remote_ranges(pieces: Sequence[Range]) -> list[bytes | BaseException]:
-    """Read near ranges by one request each: 256 rows of a small shard are one request, not 256."""
+    """Read ranges with nearby ones joined: 256 rows of a small shard are one request, not 256."""
     filesystem, _ = paths.filesystem_of(pieces[0][0])
     joined = _joined(pieces)
     keys = [filesystem._strip_protocol(path) for path, _, _ in joined]
@@ -106,7 +110,7 @@ def _remote_ranges(pieces: Sequence[Range]) -> list[bytes | BaseException]:
 
 
 def _joined(pieces: Sequence[Range]) -> list[Range]:
-    """Sorted ranges that hold all of `pieces`, with those closer than `GAP_BYTES` in one of `JOINED_BYTES` at most."""
+    """Return sorted ranges that cover `pieces`, joined over gaps of `GAP_BYTES` up to `JOINED_BYTES`."""
     joined: list[Range] = []
     for path, start, stop in sorted(pieces):
         if joined and joined[-1][0] == path:

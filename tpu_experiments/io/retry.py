@@ -1,8 +1,8 @@
-"""Which failures of storage pass by themselves, how long they are waited for, and what a user is told of the others.
+"""Retries of transient storage failures, and messages for the lasting ones.
 
 gcsfs 2026 tries a request 6 times within about 33 s (408, 429, 5xx, broken connections, refused tokens) before its
-error arrives here, so a `gs://` operation that failed in that way is not tried again: 6 x 6 tries would take minutes.
-What it does not repeat (timeouts of its own, errors of the login) and every other file system is.
+error arrives here, so a `gs://` operation that failed in that way is not retried: 6 x 6 tries would take minutes.
+Failures that gcsfs does not retry (its own timeouts, login errors) and those of other file systems are.
 """
 
 import errno
@@ -25,8 +25,8 @@ Kind = Literal["transient", "credentials", "forbidden", "missing", "full", "last
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 SILENT_TRIES_AGAIN = 1
 TRANSIENT_CODES = {408, 429, 500, 502, 503, 504}
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last: a limit on the size of files (ulimit -f)
-# Of a mounted bucket, Google Drive or NFS that has lost its connection for the moment.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files (ulimit -f)
+# Errors of a mounted bucket, Google Drive or NFS that has temporarily lost its connection.
 TRANSIENT_ERRNOS = {
     errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EPIPE,
     errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
@@ -50,21 +50,21 @@ LOCAL_REMEDIES = {
     errno.ENXIO: "nothing can be written there; name another folder",
     errno.EOPNOTSUPP: "nothing can be written there; name another folder",
 }
-"""What to do where a local place refuses for good."""
+"""Advice for lasting errors of local paths."""
 
 
 class StorageFailed(Exception):
-    """Storage refused what a run cannot do without; the message is one sentence for the user."""
+    """Storage refused an operation that the run needs; the message is one sentence for the user."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same operation may succeed later."""
+    """Return whether the same operation may succeed later."""
     return kind_of(error) == "transient"
 
 
 def kind_of(error: BaseException) -> Kind | None:
-    """What kind of failure of storage `error` is; None where it is none (a TypeError, say)."""
-    if isinstance(error, ConfigError):  # io/ranges.py says it for a user and keeps what it was
+    """Classify a storage failure; None for other errors (a TypeError, say)."""
+    if isinstance(error, ConfigError):  # raised by io/ranges.py for the user, from the original error
         return kind_of(error.__cause__) if error.__cause__ is not None else None
     code = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(code, int) or (isinstance(code, str) and code.isdigit()):
@@ -80,7 +80,7 @@ def kind_of(error: BaseException) -> Kind | None:
     if isinstance(error, LASTING):
         return "forbidden" if isinstance(error, PermissionError) else "lasting"
     if isinstance(error, OSError) and str(error).startswith("Forbidden"):
-        return "forbidden"  # so gcsfs says 403
+        return "forbidden"  # gcsfs' form of a 403
     is_client = type(error).__module__.split(".")[0] in CLIENTS
     return "transient" if is_client or isinstance(error, OSError | EOFError | TimeoutError) else None
 
@@ -88,13 +88,14 @@ def kind_of(error: BaseException) -> Kind | None:
 def retried(
     call: Callable[[], Result], *, place: str, operation: str, wait: Callable[[float], object] | None = None
 ) -> Result:
-    """The result of `call`, which does `operation` on the path or URL `place`; tried again after `WAITS_SECONDS`.
+    """Run `call`, which does `operation` on the path or URL `place`, with retries; return its result.
 
-    `call` must be fit to be repeated: a request whose answer was lost has had its effect. What was not answered at all
-    (answers.py) is tried once more, and where there is a substitute (grace.py) not even that.
+    Transient failures are retried after each of `WAITS_SECONDS`. `call` must be idempotent: a request whose answer was
+    lost has had its effect. A request that timed out (answers.py) is retried once, and not at all where there is a
+    substitute (grace.py).
 
     Raises:
-        Exception: what `call` raised, when it is lasting, or transient at the last try or the last there is time for.
+        Exception: the error of `call`, if it is lasting, or if there is no try or no time left.
     """
     is_local = "://" not in place or place.startswith("file://")
     num_silent = 0
@@ -114,7 +115,7 @@ def retried(
 
 
 def complaint(error: BaseException, *, place: str) -> str:
-    """One sentence: the place, what is wrong, what to do."""
+    """Return one sentence for the user: the place, what is wrong, what to do."""
     remedy = {
         "credentials": "the credentials are expired or missing; run `gcloud auth application-default login`, or on a "
         "VM give its service account the scope cloud-platform",
@@ -131,7 +132,7 @@ def complaint(error: BaseException, *, place: str) -> str:
 
 
 def is_told(error: BaseException, *, place: str) -> bool:
-    """Whether `complaint` says all that a user needs; of other errors the trace is wanted."""
+    """Return whether `complaint` suffices for the user; other errors need their traceback."""
     kind, is_remote = kind_of(error), "://" in place and not place.startswith("file://")
     if is_remote:
         return kind in ("credentials", "full", "transient", "forbidden", "missing")
@@ -139,7 +140,7 @@ def is_told(error: BaseException, *, place: str) -> bool:
 
 
 def _is_of_folder(error: BaseException, place: str) -> bool:
-    """Whether a local folder, what lies in it or what it lies in was refused for good."""
+    """Return whether the error is a lasting one of a local folder, of a path in it or of its parents."""
     if not isinstance(error, OSError) or error.errno not in LOCAL_REMEDIES or "://" in place.removeprefix("file://"):
         return False
     folder = os.path.abspath(place.removeprefix("file://"))
@@ -149,14 +150,15 @@ def _is_of_folder(error: BaseException, place: str) -> bool:
 
 @contextmanager
 def told(place: str, *, full: Literal["refused", "failed"] = "refused") -> Iterator[None]:
-    """Turn a failure of storage at `place` into one sentence, before a run has begun.
+    """Turn a storage failure at `place` inside the context into an error with one sentence for the user.
 
     Args:
-        full: a full disk is the user's to mend before anything is done (`refused`), or it filled on the way (`failed`).
+        full: how a full disk counts: `refused`, it has to be mended before anything is done; `failed`, it filled during
+            the work.
 
     Raises:
         ConfigError: storage refused, or does not answer.
-        StorageFailed: the disk is full, and that is `failed`.
+        StorageFailed: the disk is full, and `full` is `failed`.
     """
     try:
         yield
@@ -169,11 +171,11 @@ def told(place: str, *, full: Literal["refused", "failed"] = "refused") -> Itera
 
 
 def shown(error: BaseException) -> str:
-    """Type, code and first line of an error."""
+    """Format the type, code and first line of an error."""
     code = getattr(error, "code", None)
     kind = f"{type(error).__name__} {code}" if isinstance(code, int | str) else type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return kind if not first or first.startswith("<") else f"{kind}: {first[:200]}"  # a proxy's page says nothing
+    return kind if not first or first.startswith("<") else f"{kind}: {first[:200]}"  # no HTML page of a proxy
 
 
 def _kind_of_code(code: int) -> Kind:
@@ -184,7 +186,10 @@ def _kind_of_code(code: int) -> Kind:
 
 
 def _is_refused_login(error: BaseException) -> bool:
-    """google.auth says itself whether another try may help: a metadata server that hiccups, but no revoked token."""
+    """Return whether the error is a lasting login failure of google.auth, by its own `retryable`.
+
+    A metadata server may recover; a revoked token does not.
+    """
     names = {kind.__name__ for kind in type(error).__mro__}
     return "GoogleAuthError" in names and "TransportError" not in names and not getattr(error, "retryable", False)
 

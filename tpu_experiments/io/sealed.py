@@ -1,7 +1,7 @@
-"""Files that carry the SHA-256 of themselves, so that a reader knows whether they are what was written.
+"""Sealed files, which contain their own SHA-256, so that a reader detects any change.
 
-The digest stands in the content and counts as 64 zeros where it is computed: a JSON object has it as `seal`, its first
-entry; a binary format has it in a header of text.
+The digest is computed with 64 zeros in its place. A JSON object has it as `seal`, its first entry; a binary format has
+it in a text header.
 """
 
 import hashlib
@@ -15,26 +15,26 @@ from tpu_experiments.io import paths
 
 SEAL = "seal"
 UNSEALED = "sha256:" + 64 * "0"
-"""Stands once in a content that is to be sealed, before anything else that looks like it."""
+"""Placeholder of the digest in content to be sealed, before anything else of this form."""
 DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
 class DamagedFile(ConfigError):
-    """A file of a prepared folder is missing, or not what was written there."""
+    """A file of a prepared folder is missing, or differs from what was written there."""
 
 
 def sealed(content: bytes) -> bytes:
-    """The content with the digest of itself in place of `UNSEALED`."""
+    """Return the content with its digest in place of the first `UNSEALED`."""
     before, mark, after = content.partition(UNSEALED.encode())
     assert mark, "content without a place for its digest"
     return b"".join([before, b"sha256:", hashlib.sha256(content).hexdigest().encode(), after])
 
 
 def require_seal(content: bytes, *, path: str) -> None:
-    """Check a sealed content.
+    """Check the digest in sealed content.
 
     Raises:
-        DamagedFile: it is not what was written at `path`.
+        DamagedFile: there is none, or the content does not match it; `path` is for the message.
     """
     found = DIGEST.search(content)
     if found is None:
@@ -47,20 +47,20 @@ def require_seal(content: bytes, *, path: str) -> None:
 
 
 def write_sealed_json(path: str, values: Mapping[str, Any], *, indent: int | None = None) -> None:
-    """Replace the file by `values`, sealed."""
+    """Replace a file by the JSON of `values`, sealed."""
     text = json.dumps({SEAL: UNSEALED, **values}, indent=indent, ensure_ascii=False)
     paths.write_bytes_atomic(path, sealed(text.encode()))
 
 
 def read_sealed_json(path: str, *, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values of a file of `write_sealed_json`.
+    """Read the values of a file of `write_sealed_json` and check its digest.
 
     Args:
-        expected: entries that it must have, so that it is not that of another folder.
+        expected: entries that it must have, so that a file from another folder is detected.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DamagedFile: it is not what was written, or belongs elsewhere.
+        DamagedFile: it was changed, or is from another folder.
     """
     content = paths.read_bytes(path)
     require_seal(content, path=path)
@@ -73,10 +73,10 @@ def read_sealed_json(path: str, *, expected: Mapping[str, Any] | None = None) ->
 
 
 def require_sha256(content: bytes, sha256: str, *, path: str) -> None:
-    """Compare the content of the file `path` with a digest.
+    """Check the content of the file `path` against a digest.
 
     Raises:
-        DamagedFile: it has another.
+        DamagedFile: they differ.
     """
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:

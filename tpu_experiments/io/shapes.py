@@ -1,11 +1,11 @@
-"""What a report or a leaderboard takes from the JSON of a run folder: entries of the kind that it computes with."""
+"""Schemas of the JSON in a run folder; reports and leaderboards use only entries that match them."""
 
 from typing import Any
 
 LARGEST = 1e30
-"""Beyond it a chart's arithmetic overflows, and no run has such a value."""
+"""Limit of numbers: beyond it the arithmetic of charts overflows, and no run has such a value."""
 ANY = "*"
-"""Stands for every name of an object."""
+"""Wildcard for the names of an object."""
 INTERVAL = {"loss": {"low": float, "high": float}}
 ACCOUNT = {"wall_seconds": float, "lives": float, "seconds": {ANY: float}, "usd": {"on_demand": float, "spot": float}}
 RESULT = {
@@ -25,11 +25,11 @@ RECORD = {"step": int, ANY: float}
 
 
 def shaped(value: Any, shape: Any) -> Any:
-    """`value` as far as it is of the shape, else None.
+    """Return the parts of `value` that match the shape; None if nothing does.
 
     Args:
-        shape: `str`, `int`, `float` (finite, a whole number too), a list of one shape that all items have, or a dict
-            of shapes by name, where `ANY` is that of the names which it does not have.
+        shape: `str`, `int`, `float` (finite, integers included), a list of one shape that all items must match, or a
+            dict of shapes by name, where `ANY` is the shape of all other names.
     """
     if isinstance(shape, dict):
         if not isinstance(value, dict):
@@ -43,4 +43,4 @@ def shaped(value: Any, shape: Any) -> Any:
         return value if isinstance(value, str) else None
     if shape is None or isinstance(value, bool) or not isinstance(value, int if shape is int else int | float):
         return None
-    return value if abs(value) < LARGEST else None  # which NaN is not either
+    return value if abs(value) < LARGEST else None  # False for NaN too

@@ -1,6 +1,6 @@
-"""How a group of tensors is divided into files of a bounded size, and how those are called.
+"""Division of a group of tensors into files of bounded size, and the names of these files.
 
-Greedily in order, as transformers' `max_shard_size` does: a tensor is never divided, so one that is larger than the
+It is greedy and in order, as transformers' `max_shard_size`: a tensor is never divided, so one that is larger than the
 bound has a file of its own.
 """
 
@@ -12,7 +12,11 @@ TENSOR_FILE = re.compile(r"([A-Za-z0-9_]+)(?:-\d{5}-of-\d{5})?\.safetensors")
 
 
 def shards(sizes: Mapping[str, int], *, max_bytes: float) -> list[list[str]]:
-    """Names of tensors, whose bytes are given, for each file; one empty file where there are none.
+    """Return the names of the tensors of each file; one empty file if there are no tensors.
+
+    Args:
+        sizes: bytes of each tensor by name.
+        max_bytes: of tensors in a file.
 
     >>> shards({"a": 3, "b": 3, "c": 9, "d": 1}, max_bytes=6)
     [['a', 'b'], ['c'], ['d']]
@@ -29,7 +33,7 @@ def shards(sizes: Mapping[str, int], *, max_bytes: float) -> list[list[str]]:
 
 
 def file_name(group: str, number: int, count: int) -> str:
-    """Name of file `number`, from 1, of the `count` files of a group.
+    """Return the name of file `number`, from 1, of the `count` files of a group.
 
     >>> file_name("optimizer", 2, 5), file_name("optimizer", 1, 1)
     ('optimizer-00002-of-00005.safetensors', 'optimizer.safetensors')
@@ -38,6 +42,6 @@ def file_name(group: str, number: int, count: int) -> str:
 
 
 def group_in(name: str) -> str | None:
-    """The group whose file has this name; None for other names."""
+    """Return the group of a file name; None for other names."""
     found = TENSOR_FILE.fullmatch(name)
     return found[1] if found else None

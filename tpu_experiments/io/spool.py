@@ -1,13 +1,13 @@
-"""Checkpoints while their place is out of reach: kept on this machine's disk, and delivered when it is back.
+"""Spill of checkpoints to the local disk while their target is out of reach; upload once it is back.
 
-`Spool.save` writes to the place a checkpoint belongs to. When that fails as storage fails (io/retry.py), it writes
-to `<cache>/spool/<key>` instead, says so once, and a thread tries the place again from then on: the newest checkpoint
-first, its commit marker last. The next start of the run on this machine delivers what a dead process left. The run's
-records (io/mirror.py) go the same way, before the marker: who goes on from a checkpoint does not write those up to it
-again. The save of a request to stop goes here first and to its place from here (io/grace.py).
+`Spool.save` writes to the target. If that fails as storage fails (io/retry.py), it writes to `<cache>/spool/<key>`
+instead and logs that once, and a thread retries the target from then on: the newest checkpoint first, its commit marker
+last. The next start of the run on this machine uploads what a dead process left. The run's records (io/mirror.py) are
+uploaded in the same way, before the marker: a restart from a checkpoint does not write the records before it again. The
+checkpoint of a stop request is written here first and uploaded from here (io/grace.py).
 
-A full disk is another matter: what retention may remove is removed at once and the save repeated; if that is not
-enough the run goes on without this checkpoint, and `LIMIT` such saves in a row end it.
+A full disk is handled differently: checkpoints that retention does not need are removed and the save is repeated; if
+that is not enough the run goes on without this checkpoint, and `LIMIT` such saves in a row end it.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from tpu_experiments.io.retry import StorageFailed, complaint, kind_of, shown
 
 RECORDS = "records"
 LIMIT = 10
-"""Saves in a row that a full disk may cost before the run stops."""
+"""Saves in a row that may fail on a full disk before the run stops."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 15.0, 300.0
 
 Result = TypeVar("Result")
@@ -36,10 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class Spool:
-    """Between a run and the folder of its checkpoints; `save` may be called from any one thread."""
+    """Writer of a run's checkpoints with a local spool; `save` may be called from one thread at a time."""
 
     def __init__(self, target: str, *, key: str, marker: str) -> None:
-        """`target` holds a folder a checkpoint, complete once it has the file `marker`; `key` tells runs apart."""
+        """Set the folders.
+
+        Args:
+            target: folder of the checkpoints, each a folder below it.
+            key: identifies the run among the spools of this machine.
+            marker: name of the file whose presence makes a checkpoint complete.
+        """
         self.target, self.local = target, default_folder() / key
         self._marker, self._run = marker, target.rpartition("/")[0]
         self._lock = threading.Lock()
@@ -49,7 +55,10 @@ class Spool:
         self._num_full = 0
 
     def bring_records(self, folder: str) -> None:
-        """Call it before a checkpoint counts in `folder`, the target or the local one; its records go there too.
+        """Upload the run's records, or copy them to the spool; call it before a checkpoint is committed there.
+
+        Args:
+            folder: the target or the local spool.
 
         Raises:
             Exception: the target is out of reach.
@@ -61,27 +70,34 @@ class Spool:
 
     @property
     def records(self) -> Path:
-        """Records that could not be brought to the run's folder, each at its place in it."""
+        """Folder of records that could not be uploaded, with the paths that they have in the run folder."""
         return self.local / RECORDS
 
     @property
     def is_out(self) -> bool:
-        """Whether checkpoints go to the local disk at present."""
+        """Whether the target is out of reach, so that checkpoints are spilled to the local disk."""
         return self._out_since is not None
 
     def save(
         self, write: Callable[[str], Result], *, make_room: MakeRoom | None = None, first: First = "there"
     ) -> Result | None:
-        """What `write(folder)` returns, which writes one checkpoint, a folder of its own, below the folder it is given.
+        """Write a checkpoint to the target, or to the local spool while the target is out of reach.
 
-        That is the target, or the local folder while the target is out of reach; with `first="here"` the local one if
-        the target is remote (`close` delivers) and here is room. When the target's disk is full, incomplete checkpoints
-        are removed, then `make_room` is called, which removes what retention does not need, and `write` is called
-        again; where that was not enough the result is None.
+        If the target's disk is full, incomplete checkpoints are removed, `make_room` is called, and `write` is called
+        again.
+
+        Args:
+            write: writes one checkpoint as a folder below the folder that it is given.
+            make_room: removes the checkpoints that retention does not need.
+            first: `here` writes to the local spool if the target is remote and the local disk has room; `close` then
+                uploads it.
+
+        Returns:
+            The result of `write`; None if the disk was too full for this checkpoint.
 
         Raises:
             StorageFailed: the disk was full `LIMIT` times in a row.
-            Exception: what `write` raised for another reason than storage.
+            Exception: `write` failed for another reason than storage.
         """
         if first == "here" and paths.is_remote(self.target):
             try:
@@ -108,7 +124,7 @@ class Spool:
         return result
 
     def deliver(self) -> int:
-        """Upload what is here, the newest first; the number of checkpoints that arrived.
+        """Upload spilled records and checkpoints, the newest first; return the number of checkpoints.
 
         Raises:
             Exception: the target is still out of reach.
@@ -117,7 +133,7 @@ class Spool:
         mirror.upload_all(run=self._run)
         self._deliver_records()
         while True:
-            with self._lock:  # a save that is under way may leave another one
+            with self._lock:  # a concurrent save may spill another one
                 names = self._names()
                 if not names:
                     if not self._kept_records():
@@ -127,10 +143,10 @@ class Spool:
             arrived += self._upload(names[-1])
 
     def close(self) -> None:
-        """Deliver what is left; a second call does nothing.
+        """Upload what is left; a second call does nothing.
 
         Raises:
-            StorageFailed: the target is still out of reach; the sentence says where the checkpoints are.
+            StorageFailed: the target is still out of reach; the message has the local folder.
         """
         if self._closed.is_set():
             return
@@ -153,7 +169,7 @@ class Spool:
             return write(str(self.local))
 
     def _is_outage(self, error: Exception) -> bool:
-        """Whether the place may be there again later; a local disk that refuses for good is the user's to mend now."""
+        """Return whether the target may be back later, unlike a local disk with a lasting failure."""
         kind = kind_of(error)
         return kind is not None and (kind == "transient" or paths.is_remote(self.target))
 
@@ -173,13 +189,13 @@ class Spool:
         return result
 
     def _remove_incomplete(self) -> None:
-        """What this save or an earlier one left half-done; this process is the only writer."""
+        """Remove checkpoints without a marker, of any save; this process is the only writer."""
         for name in paths.list_names(self.target):
             if name.startswith("step_") and not paths.exists(paths.join(self.target, name, self._marker)):
                 paths.remove_tree(paths.join(self.target, name))
 
     def _go_on_without(self, error: Exception) -> None:
-        """A save that did not fit."""
+        """Count and log a save that did not fit; raise StorageFailed after LIMIT in a row."""
         self._num_full += 1
         sentence = f"{complaint(error, place=self.target)} This checkpoint is not written ({_free_text(self.target)})"
         if self._num_full >= LIMIT:
@@ -211,12 +227,12 @@ class Spool:
         while (self.is_out or self._names()) and not self._closed.wait(seconds):
             try:
                 self.deliver()
-            except Exception as error:  # whatever it is, the checkpoints stay where they are
+            except Exception as error:  # of any type: the checkpoints stay in the spool
                 log.info("%s is still out of reach: %s; %s", self.target, shown(error), self._kept_text())
             seconds = min(2 * seconds, LONGEST_WAIT_SECONDS)
 
     def _names(self) -> list[str]:
-        """Complete checkpoints that wait, oldest first."""
+        """Return the names of the complete checkpoints in the spool, oldest first."""
         names = paths.list_names(str(self.local))
         return [
             name
@@ -225,7 +241,7 @@ class Spool:
         ]
 
     def _upload(self, name: str) -> bool:
-        """Files first, the marker last; False where retention has removed it meanwhile."""
+        """Upload a checkpoint, its marker last; return False if retention has removed it meanwhile."""
         source, place = self.local / name, paths.join(self.target, name)
         if not paths.exists(paths.join(place, self._marker)):
             paths.remove_tree(place)
@@ -247,7 +263,10 @@ class Spool:
         return sorted(file for file in self.records.rglob("*") if file.is_file() and not file.is_symlink())
 
     def _deliver_records(self) -> None:
-        """A file that grows is brought where its place holds the beginning of it: else another life has gone on."""
+        """Upload spilled records.
+
+        One that grows is uploaded only if the target file is a prefix of it: else another process has continued it.
+        """
         for file in self._kept_records():
             place = paths.join(self._run, *file.relative_to(self.records).parts)
             kept = file.read_bytes()
@@ -265,13 +284,16 @@ class Spool:
 
 
 def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/tpu_experiments/spool`, or the same in `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/tpu_experiments/spool`, or the same in `~/.cache`."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "tpu_experiments" / "spool"
 
 
 def key_of(folder: str, *, identity: str) -> str:
-    """Name for the spool of the run folder whose identity file is `identity`: that one, and not a later one there."""
+    """Return the spool's name for a run folder: a hash of its path and of the time of its identity file.
+
+    So a later run folder at the same path has another spool.
+    """
     made = paths.modified_seconds(identity)
     return hashlib.sha256(f"{paths.absolute(folder)}|{made}".encode()).hexdigest()[:20]
 

@@ -1,7 +1,7 @@
-"""Bytes of a local or remote file from start to end, unpacked on the way, in bounded memory.
+"""Streaming reads of local and remote files, decompressed on the way, in bounded memory.
 
-The decompressors are driven here and not through `fsspec.open(compression=...)`: the zstandard reader that fsspec
-takes ends without a word at a cut and after the first frame, and the gzip reader drops what it had unpacked.
+The decompressors are called here and not through `fsspec.open(compression=...)`: the zstandard reader that fsspec
+uses ends silently at a truncation and after the first frame, and its gzip reader drops what it had decompressed.
 """
 
 import bz2
@@ -21,11 +21,11 @@ SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstandard"}
 
 
 class UnreadableError(Exception):
-    """The disk, the network or a permission stopped the reading; the content is not to blame."""
+    """A read failed because of the disk, the network or a permission, not because of the content."""
 
 
 def open_binary(url: str) -> BinaryIO:
-    """The file, for reading from start to end.
+    """Open a file for reading from start to end.
 
     Raises:
         UnreadableError: it cannot be opened.
@@ -40,14 +40,14 @@ def open_binary(url: str) -> BinaryIO:
 
 def _open_remote(url: str) -> BinaryIO:
     filesystem, key = filesystem_of(url)
-    # gcsfs' own default ("adaptive") holds up to 600 MB a file.
+    # gcsfs' own default ("adaptive") buffers up to 600 MB per file.
     opened: Any = RemoteFile(filesystem.open(key, "rb", cache_type="readahead", block_size=REMOTE_BLOCK_BYTES), url=url)
     remote: BinaryIO = opened
     return remote
 
 
 class RemoteFile:
-    """An open remote file whose reads are waited for as answers.py says."""
+    """An open remote file whose reads time out as in answers.py."""
 
     def __init__(self, file: Any, *, url: str) -> None:
         self._file, self._url = file, url
@@ -64,15 +64,15 @@ class RemoteFile:
         return bool(self._file.closed)
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
+        """Read the next `size` bytes; all that are left if negative."""
         return answered(lambda: bytes(self._file.read(size)), place=self._url, operation="read")
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a byte."""
+        """Move to a byte offset; return the new position."""
         return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
-        """The byte that comes next."""
+        """Return the position of the next byte."""
         return int(self._file.tell())
 
     def close(self) -> None:
@@ -81,22 +81,22 @@ class RemoteFile:
 
 
 class ByteStream:
-    """Iterates over the unpacked bytes of a file, in chunks; `damage` is set once they end too early.
+    """Iterates over the decompressed bytes of a file, in chunks; `damage` is set if they end too early.
 
-    Nothing is raised for damage, so that all that came before it is read.
+    Damage raises nothing, so that everything before it is read.
     """
 
     def __init__(self, url: str, *, compression: str | None = None) -> None:
         self.url = url
         self.compression = compression
         self.damage: str | None = None
-        """What is wrong with the compressed data, to be read once the iteration is over."""
+        """Description of damage in the compressed data; None if there is none. Valid after the iteration."""
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the bytes.
+        """Yield the decompressed bytes in chunks.
 
         Raises:
-            UnreadableError: the disk or the network failed on the way.
+            UnreadableError: the disk or the network failed during the iteration.
         """
         with open_binary(self.url) as file:
             if self.compression is None:
@@ -129,18 +129,18 @@ class ByteStream:
 
 
 class ReadableStream(io.RawIOBase):
-    """A ByteStream as a file object, for readers that ask for one; it ends where the stream ends."""
+    """A ByteStream as a file object, for readers that need one."""
 
     def __init__(self, stream: ByteStream) -> None:
         self._chunks = iter(stream)
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, as far as one chunk goes; 0 at the end."""
+        """Fill the buffer from at most one chunk and return the number of bytes; 0 at the end."""
         while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:
@@ -153,7 +153,7 @@ class ReadableStream(io.RawIOBase):
 
 
 class WatchedFile:
-    """A file object for readers in C++, which pass Python's errors off as their own: `failure` keeps the first."""
+    """A file object for C++ readers, which mask Python's errors by their own: `failure` keeps the first."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -165,7 +165,7 @@ class WatchedFile:
         return self._file.closed
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
+        """Read the next `size` bytes; all that are left if negative."""
         try:
             return self._file.read(size)
         except Exception as error:
@@ -173,11 +173,11 @@ class WatchedFile:
             raise
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a byte."""
+        """Move to a byte offset; return the new position."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """The byte that comes next."""
+        """Return the position of the next byte."""
         return self._file.tell()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Strict JSON: NaN and the infinities, which JSON has no words for, are written as null and refused on reading."""
+"""Strict JSON: NaN and infinities, which JSON lacks, are written as null and refused on reading."""
 
 import json
 import math
@@ -6,14 +6,14 @@ from typing import Any, NoReturn
 
 
 class NotStrictError(ValueError):
-    """Whole JSON, as Python's own reader takes it, that says something JSON cannot."""
+    """Text beyond strict JSON that Python's json accepts (NaN, infinities, duplicate names), or too deep."""
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of JSON text.
+    """Parse JSON text.
 
     Raises:
-        NotStrictError: NaN, an infinity, or a name that comes twice in one object.
+        NotStrictError: NaN, an infinity, a name that occurs twice in one object, or too deep nesting.
         ValueError: it is not JSON.
     """
     try:
@@ -36,7 +36,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """JSON text of dicts, lists, strings, numbers (numpy and torch scalars too), bools and None.
+    """Return the JSON text of a value.
+
+    It may consist of dicts, lists, strings, numbers (numpy and torch scalars too), bools and None.
 
     Raises:
         TypeError: a value of another type.

@@ -1,8 +1,8 @@
-"""safetensors files of a checkpoint: written from the tensors' own memory, read as views of the bytes.
+"""Zero-copy safetensors files for checkpoints: written from the tensors' memory, read as views.
 
-The library's `save` and `load` copy every tensor, `save` twice, so that a group would stand in memory two and three
-times. Layout: eight bytes with the header's length, little-endian; the header, JSON; the tensors' bytes
-(github.com/huggingface/safetensors, README "Format"). A reader takes no file whose header is not exactly that.
+The library's `save` copies every tensor twice and `load` once, so that memory would hold a group three and two times.
+Layout: eight bytes with the header's length, little-endian; the header, JSON; the tensors' bytes
+(github.com/huggingface/safetensors, README "Format"). The reader refuses a file that deviates from it.
 """
 
 import json
@@ -38,7 +38,7 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class Span:
-    """Type and shape of a tensor and where its bytes lie in its file."""
+    """Type and shape of a tensor, and its byte range in its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,18 +47,18 @@ class Span:
     stop: int
 
     def view(self, content: bytearray, *, at: int = 0) -> Tensor:
-        """The tensor whose bytes begin at `at` of `content`, without a copy."""
+        """Return the tensor whose bytes begin at `at` of `content`, as a view."""
         count = math.prod(self.shape)
         flat = torch.frombuffer(content, dtype=self.dtype, count=count, offset=at) if count else torch.empty(0)
         return flat.to(self.dtype).reshape(self.shape)
 
     def on_meta(self) -> Tensor:
-        """The tensor without values."""
+        """Return an empty tensor of this type and shape on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def chunks_of(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The file of contiguous host tensors: its header, then each tensor's bytes, larger elements first."""
+    """Yield the file of contiguous host tensors: its header, then each tensor's bytes, larger types first."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     place = 0
@@ -75,10 +75,10 @@ def chunks_of(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | No
 
 
 def tensors_in(content: bytearray) -> dict[str, Tensor]:
-    """The tensors of a file, as views of `content`.
+    """Return the tensors of a file, as views of `content`.
 
     Raises:
-        ValueError: it is no safetensors file; the text says why.
+        ValueError: it is no safetensors file; the message has the reason.
     """
     length = header_length(content[:8], num_bytes=len(content))
     return {
@@ -88,10 +88,10 @@ def tensors_in(content: bytearray) -> dict[str, Tensor]:
 
 
 def header_length(first: bytes | bytearray, *, num_bytes: int) -> int:
-    """Bytes of the header that follows the `first` eight of a file of `num_bytes`.
+    """Return the header's length in bytes from the `first` eight bytes of a file of `num_bytes`.
 
     Raises:
-        ValueError: no file of this size has such a header.
+        ValueError: no file of this size can have such a header.
     """
     length = int.from_bytes(first[:8], "little")
     if len(first) < 8 or length > min(MAX_HEADER_BYTES, num_bytes - 8):
@@ -100,10 +100,10 @@ def header_length(first: bytes | bytearray, *, num_bytes: int) -> int:
 
 
 def spans_in(header: bytes | bytearray, *, num_bytes: int) -> dict[str, Span]:
-    """Where each tensor of a file of `num_bytes` lies, in the order of the file.
+    """Return the span of each tensor of a file of `num_bytes`, in file order.
 
     Raises:
-        ValueError: it is no header of a safetensors file, or does not describe this one; the text says why.
+        ValueError: it is no safetensors header, or does not match the size of the file; the message has the reason.
     """
     start = 8 + len(header)
     found: dict[str, Span] = {}
@@ -118,7 +118,7 @@ def spans_in(header: bytes | bytearray, *, num_bytes: int) -> dict[str, Span]:
 
 
 def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """How tensors by name differ from others, in names, types, shapes or any bit; None where they do not."""
+    """Describe how tensors differ from expected ones in names, types, shapes or bits; None if equal."""
     if found.keys() != expected.keys():
         return f"has {len(found)} tensors and {len(found.keys() ^ expected.keys())} names that are not in both"
     for name, tensor in expected.items():
@@ -130,7 +130,7 @@ def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str 
 
 
 def described(tensor: Tensor) -> str:
-    """`float32 (8, 64)`."""
+    """Format the type and shape of a tensor as `float32 (8, 64)`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -140,8 +140,10 @@ def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether no bit differs, NaN or not. By numpy: torch's threads wait for each other at every tensor, so that 448
-    tensors took 30 s on a busy machine."""
+    """Return whether two tensors are equal bit for bit, NaN included.
+
+    It uses numpy: torch's threads wait for each other at every tensor, so that 448 tensors took 30 s on a busy machine.
+    """
     ours, theirs = _bytes_of(one), _bytes_of(other)
     whole = len(ours) - len(ours) % 8
     words = np.array_equal(ours[:whole].view(np.int64), theirs[:whole].view(np.int64))
@@ -149,7 +151,7 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def _facts(content: bytes | bytearray) -> dict[str, Any]:
-    """The header without its free text."""
+    """Parse the header, without its free-text metadata."""
     try:
         header = strict_json.loads(bytes(content))
     except ValueError as error:
@@ -161,16 +163,16 @@ def _facts(content: bytes | bytearray) -> dict[str, Any]:
 
 
 def _offsets(facts: Any) -> tuple[int, int]:
-    """First byte and the byte after the last; an empty tensor comes before what begins at the same place."""
+    """Return a tensor's data_offsets as a sort key: an empty tensor precedes one with the same start."""
     try:
         start, stop = map(int, facts["data_offsets"])
     except (TypeError, KeyError, ValueError, OverflowError):
-        return -1, -1  # `_described` says what is wrong
+        return -1, -1  # `_described` raises the error
     return start, stop
 
 
 def _described(name: str, facts: Any, *, place: int, num_bytes: int) -> tuple[torch.dtype, list[int], int]:
-    """Type, shape and end of a tensor that must begin at `place`."""
+    """Return the type, shape and end of a tensor, after checking that it begins at `place`."""
     if not isinstance(facts, dict) or set(facts) != FACTS or str(facts["dtype"]) not in DTYPES:
         raise ValueError(f"{name} is not described as dtype, shape and data_offsets")
     shape, offsets, dtype = facts["shape"], facts["data_offsets"], DTYPES[str(facts["dtype"])]

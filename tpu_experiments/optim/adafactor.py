@@ -1,6 +1,7 @@
-"""Adafactor (arXiv 1804.04235) as a pure function: factored second moments, update clipping, relative step size.
+"""Adafactor (arXiv 1804.04235) as a pure function.
 
-Follows torch.optim.Adafactor (external learning rate, no first moment); equal to it, tested.
+It has factored second moments, update clipping and a relative step size, and follows torch.optim.Adafactor (external
+learning rate, no first moment); equal to it, tested.
 """
 
 import torch
@@ -8,12 +9,12 @@ from torch import Tensor
 
 from tpu_experiments.optim.base import Named, State, own_ndim
 
-# eps1 = 1e-30 squared is 0 in float32, and a gradient of zeros (that of A at the first step: B is zero) would be 0/0.
+# eps1 = 1e-30 squared is 0 in float32, and a zero gradient (of A at the first step, where B is zero) would give 0/0.
 TINY = torch.finfo(torch.float32).tiny
 
 
 class Adafactor:
-    """State of a matrix is one row and one column of float32; of a vector, the whole second moment."""
+    """Adafactor with float32 state: a row and a column of a matrix, the full second moment of a vector."""
 
     def __init__(
         self, *, weight_decay: float, beta2_decay: float, eps1: float, eps2: float, clip_threshold: float
@@ -42,7 +43,7 @@ class Adafactor:
         new_parameters: dict[str, Tensor] = {}
         new_state: State = {"": {"count": count}}
         for name, p in parameters.items():
-            # A stack is so many parameters: each layer has its own row, column and root mean square.
+            # A stack counts as one parameter per layer: each layer has its own row, column and root mean square.
             dims = tuple(range(p.ndim - own_ndim(name, p), p.ndim))
             variance, new_state[name] = self._variance(grads[name], state[name], keep=keep)
             update = grads[name] / variance.clamp(min=max(self.eps1**2, TINY)).sqrt()

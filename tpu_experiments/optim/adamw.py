@@ -7,7 +7,7 @@ from tpu_experiments.optim.base import Named, State, own_ndim
 
 
 class AdamW:
-    """Moments in float32; decay on tensors of two or more dimensions only."""
+    """AdamW with float32 moments; weight decay on parameters of two or more dimensions only."""
 
     def __init__(self, *, weight_decay: float, beta1: float, beta2: float, eps: float) -> None:
         self.weight_decay, self.beta1, self.beta2, self.eps = weight_decay, beta1, beta2, eps

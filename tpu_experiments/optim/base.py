@@ -1,7 +1,7 @@
-"""What an optimizer of this project is: two pure functions over named tensors.
+"""The Optimizer protocol: two pure functions over named tensors.
 
-An update is part of the compiled step, so nothing in it is a Python number that changes: the step count is a tensor
-of the state and the learning rate an input. (torch.optim bakes the step into the graph or reads it on the host.)
+An update is part of the compiled step, so no Python number in it may change: the step count is a tensor of the state
+and the learning rate an input. (torch.optim bakes the step into the graph or reads it on the host.)
 """
 
 from collections.abc import Mapping
@@ -14,31 +14,34 @@ from tpu_experiments.runtime.stacked import is_stack
 
 Named = Mapping[str, Tensor]
 State = dict[str, dict[str, Tensor]]
-"""Parameter name to slot name to tensor; the entry `""` holds `count`, the number of updates so far, shape (1,)."""
+"""Parameter name to slot name to tensor; the entry `""` has `count`, the number of updates so far, shape (1,)."""
 
 
 def own_ndim(name: str, tensor: Tensor) -> int:
-    """Dimensions of a parameter without the axis of layers that a stack has in front."""
+    """Return the number of dimensions of a parameter, without the leading layer axis of a stack."""
     return tensor.ndim - is_stack(name)
 
 
 class Optimizer(Protocol):
-    """Swap point `optim._target_`."""
+    """An optimizer; the class that `optim._target_` names must implement it."""
 
     def init(self, parameters: Named) -> State:
-        """Zero state, float32, where the parameters are: on the meta device it has shapes alone."""
+        """Return the zero float32 state on the parameters' device; on the meta device it has shapes only."""
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
-        """New parameters and new state; `lr` has shape (1,)."""
+        """Return the new parameters and the new state; `lr` has shape (1,)."""
 
 
 def global_norm(grads: Named) -> Tensor:
-    """Euclidean norm over all gradients, shape ()."""
+    """Return the Euclidean norm over all gradients, shape ()."""
     return torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
 
 
 def clip(grads: Named, *, norm: Tensor, limit: float | None) -> Named:
-    """Scale all gradients so that their global norm is at most `limit` (as torch.nn.utils.clip_grad_norm_)."""
+    """Scale all gradients to a global norm of at most `limit`, as torch.nn.utils.clip_grad_norm_ does.
+
+    None leaves them unchanged.
+    """
     if limit is None:
         return grads
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)

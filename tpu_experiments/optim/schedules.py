@@ -12,16 +12,16 @@ WARMUP_SHARE, MOST_WARMUP_STEPS = 0.03, 1000
 
 
 def warmup_steps(schedule: ScheduleConfig, *, num_steps: int) -> int:
-    """Steps of warm-up in a stage of `num_steps`."""
+    """Return the number of warm-up steps in a stage of `num_steps`."""
     if schedule.warmup_steps is None:
         return min(MOST_WARMUP_STEPS, int(WARMUP_SHARE * num_steps))
     return min(schedule.warmup_steps, num_steps)
 
 
 def multiplier(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
-    """Multiple of the peak for update number `step` (from 0) of `num_steps`.
+    """Return the multiple of the peak learning rate for update number `step` (from 0) of `num_steps`.
 
-    Warm-up rises linearly so that the update behind it is at the peak; the decay ends at `floor` on the last update.
+    Warm-up rises linearly and the first update after it is at the peak; decay reaches `floor` on the last update.
     """
     warmup = warmup_steps(schedule, num_steps=num_steps)
     if step < warmup:

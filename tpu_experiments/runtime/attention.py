@@ -1,9 +1,9 @@
-"""Attention kernels that a device brings along, as two operators of torch: the only door between models and kernels.
+"""The device's attention kernel as two torch operators: the only interface between models and kernels.
 
 A runtime installs its kernel; a model asks whether there is one and calls `attention`. The operators are opaque to
-torch, so that AOTAutograd keeps them whole, forward and backward. Tensors are as projections make them and take them,
-all heads of a token beside each other: a kernel that reads them so needs no copy in another order. Legend: B rows,
-H query heads, K key/value heads, T tokens, D head dimension.
+torch, so that AOTAutograd does not decompose them, forward or backward. Tensors have the layout of the projections,
+with the heads of a token contiguous: a kernel that reads this layout needs no transpose. Legend: B rows, H query
+heads, K key/value heads, T tokens, D head dimension.
 """
 
 from collections.abc import Iterator
@@ -17,26 +17,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of q and k, beside causality and segments."""
+    """How attention scores are computed from q and k, besides the causal and the segment mask."""
 
     scale: float
-    """Products are multiplied by it."""
+    """Factor of the products q k^T."""
     window: int | None = None
-    """A token sees keys at a distance below it; None is all before it."""
+    """Sliding window: a token attends to keys at a distance below this; None: to all keys before it."""
     soft_cap: float | None = None
-    """c: a score becomes c tanh(score / c); None leaves it."""
+    """c in c tanh(score / c); None: no soft cap."""
 
 
 class AttentionKernel(Protocol):
-    """What a device brings: causal attention inside segments, of q and k that are turned first (RoPE)."""
+    """Causal attention inside segments, with rope applied to q and k first."""
 
     def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output (B, T, H D) and log-sum-exp of the scores (B, H, T) in float32; `tensors` are q (B, T, H D), k and
-        v (B, T, K D), segments (B, T) int32 and rotation (2, B, T, D), or (0,) where nothing is turned."""
+        """Return the output (B, T, H D) and the log-sum-exp of the scores (B, H, T) in float32.
+
+        Args:
+            tensors: q (B, T, H D), k and v (B, T, K D), segments (B, T) int32 and rotation (2, B, T, D), or (0,)
+                without rope.
+        """
         ...
 
     def backward(self, *saved: Tensor, grad: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from that of the output; `saved` is what went into forward and what came out."""
+        """Return the gradients of q, k and v from that of the output.
+
+        Args:
+            saved: the inputs of `forward`, then its outputs.
+        """
         ...
 
 
@@ -44,14 +52,14 @@ _installed: AttentionKernel | None = None
 
 
 def install_attention_kernel(kernel: AttentionKernel | None) -> None:
-    """From now on `attention` calls this kernel; None where the device has none."""
+    """Make `attention` call this kernel from now on; None where the device has none."""
     global _installed
     _installed = kernel
 
 
 @contextmanager
 def without_attention_kernel() -> Iterator[None]:
-    """Inside, models compute attention in plain operations, as for tensors of the host."""
+    """Have models compute attention in plain operations inside this context, as for host tensors."""
     kernel = _installed
     install_attention_kernel(None)
     try:
@@ -61,19 +69,19 @@ def without_attention_kernel() -> Iterator[None]:
 
 
 def has_attention_kernel() -> bool:
-    """Whether `attention` can be called in this process."""
+    """Return whether a kernel is installed, so that `attention` can be called in this process."""
     return _installed is not None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor, rotation: Tensor | None, heads: int, scores: Scores
 ) -> Tensor:
-    """Output (B, T, H D) of q (B, T, H D) on k and v (B, T, K D), differentiable.
+    """Return the attention output (B, T, H D) of q (B, T, H D) over k and v (B, T, K D); differentiable.
 
     Args:
-        segments: (B, T) int32; a token sees its own segment only.
-        rotation: cosine and sine (2, B, T, D) by which every head of q and k is turned (RoPE, arXiv 2104.09864, in
-            the halves of Hugging Face); None where nothing is turned. It gets no gradient.
+        segments: (B, T) int32; a token attends to its own segment only.
+        rotation: cosine and sine (2, B, T, D) of the rope of every head of q and k (arXiv 2104.09864, in Hugging
+            Face's rotate-half layout); None without rope. It gets no gradient.
     """
     turned = q.new_empty(0) if rotation is None else rotation
     out, _ = _forward(q, k, v, segments, turned, heads, scores.scale, scores.window, scores.soft_cap)

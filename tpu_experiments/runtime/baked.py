@@ -1,7 +1,7 @@
-"""Which value was baked into a program: the texts of two of them (HLO), compared instruction by instruction.
+"""Comparison of two traces' HLO, instruction by instruction, to find the Python value that changed.
 
-A number that Python computes becomes part of a program where it decides a shape or an attribute (a slice, a shift, a
-power), and as a constant where it is 0 or 1: other factors and summands torch_xla hands to the program as inputs.
+A number that Python computes is baked into a program where it sets a shape or an attribute (a slice, a shift, a
+power), and as a constant where it is 0 or 1; torch_xla passes other factors and summands to the program as inputs.
 """
 
 import re
@@ -14,13 +14,13 @@ METADATA = re.compile(r", metadata=\{[^}]*\}")
 PLACE = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 OPERAND = re.compile(r"%[\w.-]+")
 FOLLOWERS = {"tuple", "get-tuple-element", "while", "call", "conditional"}
-"""Their types hold those of everything that goes through them, so they change with any other instruction."""
+"""Opcodes that are left out: their types contain those of their operands, so they change with any instruction."""
 MAX_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO without names, so that those of two programs can be compared."""
+    """One HLO instruction without names, so that it can be compared between programs."""
 
     type: str
     opcode: str
@@ -28,10 +28,11 @@ class Instruction:
 
 
 def changed_values(before: str, now: str) -> str:
-    """What stands in one HLO text and not in the other: `f32[] constant(2.5) became f32[] constant(3.5) (lab.py:14)`.
+    """Describe up to three differences between two HLO texts; empty where there are none.
 
-    Empty where nothing differs. The place is from the metadata of `now`, which torch_xla writes when asked to; one in
-    an installed package is left out, since it says only which operation it was.
+    For example `f32[] constant(2.5) became f32[] constant(3.5) (lab.py:14)`. The source line is from the metadata of
+    `now`, which torch_xla writes in its IR debug mode. A line in an installed package is left out: it would identify
+    the operation and not the user's code.
     """
     old, new = instructions(before), instructions(now)
     gone, come = Counter(i for i, _ in old), Counter(i for i, _ in new)
@@ -51,7 +52,7 @@ def changed_values(before: str, now: str) -> str:
 
 
 def instructions(hlo: str) -> list[tuple[Instruction, str]]:
-    """Every instruction that says something by itself, and where in the Python code it comes from."""
+    """Return every instruction outside FOLLOWERS, each with its Python source line or an empty string."""
     found = []
     for line in hlo.splitlines():
         match = INSTRUCTION.match(line)
@@ -66,7 +67,7 @@ def instructions(hlo: str) -> list[tuple[Instruction, str]]:
 
 
 def _place(line: str) -> str:
-    """`folder/file.py:14` of code that is not installed, else empty."""
+    """Return `folder/file.py:14`, or an empty string for a line in an installed package."""
     found = PLACE.search(line)
     if found is None or "site-packages" in found[1]:
         return ""
@@ -74,7 +75,7 @@ def _place(line: str) -> str:
 
 
 def _rank(instruction: Instruction) -> tuple[int, str]:
-    """Constants say most, then what has attributes, and inputs least."""
+    """Return a sort key by how much a change explains: constants, attributes, others, then inputs."""
     has_attributes = "={" in instruction.text or "=[" in instruction.text
     order = 0 if instruction.opcode == "constant" else 1 if has_attributes else 2
     order = 3 if instruction.opcode == "parameter" else order

@@ -1,4 +1,4 @@
-"""What the rest of the package may ask of a device: the Runtime protocol.
+"""The Runtime protocol: everything that the rest of the package asks of a device.
 
 `xla.py` implements it on torch_xla, `eager.py` in plain torch. A `program` is a function of one batch (a dict of
 tensors on the device) that runs as one compiled graph; nothing in it may read a tensor on the host.
@@ -19,7 +19,7 @@ from tpu_experiments.runtime.signature import Shape
 
 Batch = Mapping[str, Tensor]
 Held = Callable[[], Mapping[str, Tensor]]
-"""The tensors of now, by name, that a program reads or writes and that other code changes or replaces between calls."""
+"""Returns the current tensors, by name, that a program reads or writes and other code may replace between calls."""
 Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
 Info = TypeVar("Info")
@@ -27,36 +27,36 @@ Info = TypeVar("Info")
 
 @dataclass
 class CompileCache:
-    """What the folder of compiled programs was good for in this process."""
+    """Hits and misses of the persistent compile cache in this process."""
 
     folder: str
     hits: int = 0
-    """Programs that were loaded."""
+    """Programs loaded from the cache."""
     misses: int = 0
-    """Programs that were not there, and are now."""
+    """Programs compiled and added to the cache."""
     unreadable: int = 0
-    """Programs that were there and could not be loaded, so they were compiled."""
+    """Programs in the cache that could not be loaded, and were compiled again."""
 
 
 @dataclass
 class Counters:
-    """What the device's compiler did so far in this process."""
+    """Compiler activity in this process so far."""
 
     num_compiles: int = 0
     compiles_after_warmup: int = 0
     compile_seconds: float = 0.0
     trace_seconds: float = 0.0
-    """Wall time in the functions of programs."""
+    """Wall time of tracing: inside the Python functions of programs."""
     dispatch_seconds: float = 0.0
-    """Time of the calling thread's CPU in handing their graphs over; waiting for the device is not in it."""
+    """CPU time of the calling thread in dispatching graphs; waiting for the device is not included."""
     cache: CompileCache | None = None
-    """None where none is kept."""
+    """None without a persistent cache."""
 
 
 class UnexpectedProgram(RuntimeError):
-    """A program that the run was not known to need; the text says what changed.
+    """A program outside those known before the run's first step; the text says what changed.
 
-    Raised before a step, when all steps before it are whole, so that they can be saved.
+    Raised before a step, when all steps before it are complete, so that they can be checkpointed.
     """
 
     def __init__(self, text: str, *, explain: Callable[[], str] | None = None) -> None:
@@ -64,98 +64,113 @@ class UnexpectedProgram(RuntimeError):
         self._explain = explain
 
     def explain(self) -> str:
-        """Which value it was, where that can be told: it traces once more, and spoils what lies on the device."""
+        """Return which value changed, or an empty string where that cannot be found.
+
+        It traces once more, which leaves the tensors on the device unusable.
+        """
         return self._explain() if self._explain is not None else ""
 
 
 class Runtime(Protocol):
-    """One process's view of its devices."""
+    """The devices of a run, as one process sees them."""
 
     device: torch.device
     rank: int
     world_size: int
-    """Processes of the run; only rank 0 writes."""
+    """Processes of the run; only rank 0 writes files."""
     share: tuple[int, int]
-    """Which of how many equal parts of a batch's rows this process feeds: `(rank, world_size)` in `spawn`; (0, 1) where
-    a process feeds whole batches, also as one of several hosts in `spmd`."""
+    """Index and number of the equal parts of a batch's rows of which this process feeds one: `(rank, world_size)` in
+    `spawn`; (0, 1) where a process feeds whole batches, also as one of several hosts in `spmd`."""
     num_devices: int
     loop: Loop
-    """A loop inside a program."""
+    """Loop inside a program."""
     lay: Lay
-    """Where a value inside a program lies."""
+    """Sharding constraint on a value inside a program."""
     folding: Folding | None
-    """What folded layers need; None where nothing is compiled as a whole, and layers are better left as they are."""
+    """What folded layers need; None where programs are not compiled as a whole, so that folding has no use."""
 
     def seed(self, value: int) -> None:
-        """Set the device's random state; what the next program draws from it depends on nothing else."""
+        """Set the device's random state, on which alone the draws of the next program depend."""
 
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Copy a parameter or a tensor shaped like it to where `name` lives (sharded by the table in spmd)."""
+        """Copy a parameter or a tensor of its shape to the device, in spmd with the sharding of `name`."""
 
     def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
-        """float32 zeros where `name` lives."""
+        """Create float32 zeros on the device, in spmd with the sharding of the parameter `name`."""
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
-        """Send host tensors to the device in one transfer; tensors that have `rows_dim` are split along it in spmd."""
+        """Send host tensors to the device in one transfer, sharded along `rows_dim` in spmd.
+
+        Vectors are replicated.
+        """
 
     def feed(
         self, batches: Iterator[tuple[Info, dict[str, Tensor]]], *, rows_dim: int, settings: LoaderConfig
     ) -> AbstractContextManager[Iterator[tuple[Info, dict[str, Tensor]]]]:
-        """As `put` for every batch, in the same order, assembled and sent ahead by other threads.
+        """Prefetch batches to the device in background threads, in order; each is sent as by `put`.
 
         Args:
-            batches: what stays on the host, and host tensors of one set of names. It is read in another thread.
+            batches: pairs of host-side information and host tensors, the same names in each. Read in another thread.
 
         An exception of `batches` is raised to the consumer after the batches before it. Leaving the context ends the
-        threads, wherever the consumer is; it waits for the batch that is being assembled.
+        threads at any point of the iteration, after the batch that is being assembled.
         """
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> "Program[Out]":
-        """`function` as one compiled program per batch shape.
+        """Compile `function` into one program per batch shape.
 
-        On XLA the function runs for the first calls and for one in `trainer.trace_every_steps`; the others run the
-        graph that it built, with the batch, the held tensors and the random state of now. So what it computes must
-        depend on tensors alone.
+        On XLA the function is traced in the first calls and in one of `trainer.trace_every_steps`; the other calls
+        replay its graph with the current batch, held tensors and random state. So its result must depend on tensors
+        alone.
 
         Args:
-            held: every tensor that the function writes, which gives up its buffer to its new value, and those it reads
-                that other code writes or replaces. Without those it writes, every call is traced.
+            held: returns every tensor that the function writes, whose buffer is donated to its new value, and those it
+                reads that other code writes or replaces. If written tensors are missing here, every call is traced.
         """
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
-        """Say which shapes of token ids the programs of these names take; with `trainer.on_recompile=error` they take
-        no other (UnexpectedProgram). Programs that are not named here take any."""
+        """Declare the shapes of token ids that the programs of these names are compiled for.
+
+        With `trainer.on_recompile=error` another shape raises UnexpectedProgram. Programs not named here take any.
+        """
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
         """Sum each tensor over the processes that share a batch; inside a program it is part of the graph."""
 
     def any_process(self, flag: bool) -> bool:
-        """True on every process when it is True on one; all processes must call it."""
+        """Return whether `flag` is True on any process; a collective that all processes must call."""
 
     def barrier(self, tag: str) -> None:
-        """Wait for every process."""
+        """Block until every process has called it."""
 
     def wait(self) -> None:
-        """Wait until everything queued on the device is done, step closures included."""
+        """Block until everything queued on the device is done, step closures included."""
 
     def start_profile(self, folder: str) -> None:
-        """Record what host and device do, every call of a program as a step under its name, until `stop_profile`."""
+        """Start a profile of host and device, with every call of a program as a step under its name."""
 
     def stop_profile(self) -> None:
-        """Write `<folder>/plugins/profile/<time>/`, where TensorBoard looks for it; the device must be idle."""
+        """Stop the profile and write it to `<folder>/plugins/profile/<time>/`, where TensorBoard expects it.
+
+        The device must be idle.
+        """
 
     def counters(self) -> Counters:
-        """Compiler activity so far."""
+        """Return the compiler activity of this process so far."""
 
     def memory_gib(self) -> float | None:
-        """Device memory in use in GiB; None where the device does not tell."""
+        """Return the device memory in use in GiB; None where the device does not report it."""
 
     def peak_memory_gib(self) -> float | None:
-        """The most that was in use so far."""
+        """Return the peak of device memory in GiB since the start; None where the device does not report it."""
 
 
 class Program(Protocol[Result]):
     """A compiled function of a batch."""
 
     def __call__(self, batch: Batch, *, then: Callable[[Any], None] | None = None) -> Result:
-        """Queue it. `then` gets the same outputs once they are computed, possibly in another thread."""
+        """Queue the program on the device and return its outputs without waiting for them.
+
+        Args:
+            then: called with the same outputs once they are computed, possibly in another thread.
+        """

@@ -1,4 +1,4 @@
-"""Commands as child processes that are passed requests to stop and do not outlive the process that started them."""
+"""Child processes that receive their parent's stop signals and do not outlive it."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tpu_experiments.runtime.tether import tied
 
 
 class Relay:
-    """Passes SIGTERM and Ctrl-C on to the children that run, and remembers that there was one."""
+    """Forwards SIGTERM and Ctrl-C to the running children; `asked` is True after the first."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -27,14 +27,14 @@ class Relay:
         cores: Set[int] | None = None,
         output: Path | None = None,
     ) -> "subprocess.Popen[bytes]":
-        """A child; from the first call on this process does not end by these signals itself.
+        """Start a child; from the first call on, SIGTERM and Ctrl-C do not end this process by themselves.
 
         Only the main thread may call it: the kernel kills a child when the thread that started it ends.
 
         Args:
-            env: the child's variables beside those of this process.
-            cores: the only CPU cores it may use; None for all.
-            output: a file that its output is added to; None for this process's own streams.
+            env: environment variables of the child besides those of this process.
+            cores: CPU cores that the child is pinned to; None for all.
+            output: a file that its stdout and stderr are appended to; None for this process's own streams.
         """
         for number in SIGNALS:
             signal.signal(number, self._pass_on)
@@ -49,16 +49,16 @@ class Relay:
                 process_group=0,
             )
         self._children = [*(each for each in self._children if each.poll() is None), child]
-        if self.asked:  # while it was started
+        if self.asked:  # a signal arrived while it was being started
             child.terminate()
         return child
 
     def run(self, command: Sequence[str]) -> int:
-        """The child's exit code."""
+        """Run a command as a child and return its exit code."""
         return self.start(command).wait()
 
     def ask(self) -> None:
-        """Ask every child that runs to stop, as a signal to this process does."""
+        """Send SIGTERM to every running child, as SIGTERM to this process would."""
         self._pass_on(signal.SIGTERM, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

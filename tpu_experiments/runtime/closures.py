@@ -1,8 +1,8 @@
-"""What is read of a program's outputs beside the loop: closures that one thread runs, one after the other.
+"""Asynchronous step closures: one background thread reads the outputs of programs, in order.
 
-torch_xla's own asynchronous step closures (2.9, torch_xla/utils/closures.py) end their thread after 3 s without work. A
-closure that comes between that decision and the thread's last moment stays in the queue until the next one comes: with
-log records 3 s apart, a run that waited for its closure stood still.
+torch_xla's own (2.9, torch_xla/utils/closures.py) end their thread after 3 s without work. A closure that is queued
+between that decision and the thread's exit waits in the queue until the next one arrives: with log records 3 s apart, a
+run that waited for its closure hung.
 """
 
 import queue
@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 
 class Closures:
-    """A thread that starts with the first closure and stays; it keeps nothing of a closure that has run."""
+    """A thread that starts with the first closure and runs until the process ends.
+
+    It keeps no reference to a closure that has run.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -19,10 +22,10 @@ class Closures:
         self._error: BaseException | None = None
 
     def run(self, closure: Callable[[], object]) -> None:
-        """Have it run behind those before it.
+        """Queue a closure behind the earlier ones.
 
         Raises:
-            BaseException: what one of those before it raised, once.
+            BaseException: the error of an earlier closure, once.
         """
         self._raise_error()
         if self._thread is None:
@@ -31,10 +34,10 @@ class Closures:
         self._queue.put(closure)
 
     def wait(self) -> None:
-        """Return once all have run.
+        """Block until all queued closures have run.
 
         Raises:
-            BaseException: what one of them raised, once.
+            BaseException: the error of one of them, once.
         """
         if self._thread is not None:
             done = threading.Event()
@@ -54,4 +57,4 @@ class Closures:
                 closure()
             except BaseException as error:
                 self._error = self._error or error
-            del closure  # else tensors that it holds live until the next one comes
+            del closure  # else the tensors that it references live until the next one is queued

@@ -65,7 +65,7 @@ class EagerRuntime:
             yield ((info, self.put(batch, rows_dim=rows_dim)) for info, batch in ahead)
 
     def _pin(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Only from page-locked memory does a copy to CUDA run beside the host."""
+        """Page-lock the tensors of a batch: only then is a copy to CUDA asynchronous."""
         return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
@@ -127,9 +127,9 @@ class EagerRuntime:
 
 
 def devices_seen(device: str) -> tuple[int, str, float]:
-    """Devices that plain torch sees, their type, and 1 + 1 as the first one adds it; for runtime/probe.py.
+    """Return the number of plain torch's devices, their type, and 1 + 1 computed on the first.
 
-    On a CPU the processes share one device, so there are as many as a run asks for.
+    For runtime/probe.py. On a CPU it is 1: processes share the device, so a run may ask for any number.
     """
     one = torch.ones((), device=device)
     return torch.cuda.device_count() if device == "cuda" else 1, device, float((one + one).cpu())

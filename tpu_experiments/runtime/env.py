@@ -1,4 +1,4 @@
-"""The environment a run needs, set before torch_xla is imported (it reads its flags once, at import)."""
+"""Environment variables of a run, set before torch_xla reads its flags, once, at import."""
 
 import os
 import sys
@@ -14,7 +14,9 @@ TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
 def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
-    """Check that the device is there and set the variables of `hw`; a plan traces on the CPU and needs no device.
+    """Check that the device exists and set the variables of `hw`.
+
+    A plan traces on the CPU and needs no device.
 
     Raises:
         ConfigError: `hw.device=tpu` on a machine without a TPU, or `cuda` on one with fewer GPUs.
@@ -36,7 +38,7 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
 
 
 def _require_gpus(hw: HwConfig) -> None:
-    import torch  # which counts those that its CUDA can use, and those of CUDA_VISIBLE_DEVICES alone
+    import torch  # its count respects CUDA_VISIBLE_DEVICES and leaves out GPUs that its CUDA version cannot use
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < hw.num_devices:
@@ -47,14 +49,14 @@ def _require_gpus(hw: HwConfig) -> None:
 
 
 def variables(hw: HwConfig) -> dict[str, str]:
-    """Environment variables for this hardware (`hw.env` wins over what is derived)."""
+    """Return the environment variables for this hardware; `hw.env` overrides derived values."""
     values = {"TOKENIZERS_PARALLELISM": "true", "TF_CPP_MIN_LOG_LEVEL": "1"}
     if hw.runtime == "xla":
         values["PJRT_DEVICE"] = hw.device.upper()
     if hw.runtime == "xla" and hw.device == "cpu":
         values["CPU_NUM_DEVICES"] = str(hw.num_devices)
     if hw.runtime == "eager":
-        values["USE_TORCH_XLA"] = "0"  # transformers would import it, for seconds, and use nothing of it
+        values["USE_TORCH_XLA"] = "0"  # else transformers imports it, which takes seconds, and uses nothing of it
     if hw.libtpu_flags:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()
@@ -62,13 +64,13 @@ def variables(hw: HwConfig) -> dict[str, str]:
 
 
 def compile_cache_folder(config: Config, *, process: int) -> str | None:
-    """Folder of this process's compiled programs, None where none are kept; every process writes into its own."""
+    """Return the persistent compile cache's folder of this process, or None; every process has its own."""
     chosen = compile_cache_root(config)
     return os.path.join(chosen, str(process)) if chosen is not None and config.hw.parallel == "spawn" else chosen
 
 
 def compile_cache_root(config: Config) -> str | None:
-    """Folder of the compiled programs of all processes, None where none are kept."""
+    """Return the persistent compile cache's folder of all processes; None where the cache is off."""
     chosen, hw = config.hw.compile_cache, config.hw
     if chosen == "none" or hw.runtime != "xla" or (chosen == "auto" and hw.device != "tpu"):
         return None
@@ -81,17 +83,17 @@ def compile_cache_root(config: Config) -> str | None:
 
 
 def tpu_present() -> bool:
-    """Whether the host shows a TPU chip: a Google PCI device, or the device nodes of a container."""
+    """Return whether this host has a TPU chip: a Google PCI device, or the device nodes in a container."""
     return num_pci_chips() > 0 or _num_device_nodes() > 0
 
 
 def num_chips_present() -> int | None:
-    """TPU chips of this host; None where it shows none that can be counted."""
+    """Return the number of TPU chips of this host; None where none are found."""
     return _num_device_nodes() or num_pci_chips() or None
 
 
 def num_pci_chips() -> int:
-    """TPU chips on the PCI bus, also those without a driver."""
+    """Return the number of TPU chips on the PCI bus, including those without a driver."""
     count = 0
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
         device = (vendor.parent / "device").read_text().strip()
@@ -100,5 +102,8 @@ def num_pci_chips() -> int:
 
 
 def _num_device_nodes() -> int:
-    """/dev/accel0 and on of v2 to v4, /dev/vfio/0 and on of v5e and later: one a chip."""
+    """Return the number of device nodes, one per chip.
+
+    v2 to v4 have /dev/accel0 and so on, v5e and later /dev/vfio/0 and so on.
+    """
     return max(len(list(Path("/dev").glob("accel[0-9]*"))), len(list(Path("/dev/vfio").glob("[0-9]*"))))

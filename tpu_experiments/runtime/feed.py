@@ -1,4 +1,4 @@
-"""Batches assembled ahead in another thread, in their order; what either runtime's feed is made of."""
+"""Prefetching of batches in background threads, in order; the parts of both runtimes' `feed`."""
 
 import itertools
 import threading
@@ -12,9 +12,9 @@ Tensors = TypeVar("Tensors")
 
 
 class Ahead(Generic[Item]):
-    """The items of an iterator, made by a background thread at most `size` ahead.
+    """Iterator whose items are made by a background thread, at most `size` ahead.
 
-    An exception of the iterator is raised here, after the items before it.
+    An exception of the underlying iterator is raised to the consumer after the items before it.
     """
 
     def __init__(self, items: Iterator[Item], *, size: int) -> None:
@@ -40,7 +40,7 @@ class Ahead(Generic[Item]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread; waits for the item that is being made."""
+        """End the thread, after the item that is being made."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -70,9 +70,9 @@ class Ahead(Generic[Item]):
 
 
 class Dealer(Generic[Info, Tensors]):
-    """One iterator of (info, tensors) dealt out to several readers in turn; the infos stay here.
+    """Deals the tensors of an iterator of (info, tensors) to several readers in turn; keeps the infos.
 
-    Reader i of n gets the tensors of items i, i + n, ...; items are made one at a time, in their order.
+    Reader i of n gets the tensors of items i, i + n, ...; items are made one at a time, in order.
     """
 
     def __init__(self, items: Iterator[tuple[Info, Tensors]], *, num_readers: int) -> None:
@@ -85,11 +85,15 @@ class Dealer(Generic[Info, Tensors]):
         self._error: BaseException | None = None
 
     def reader(self, index: int) -> "Reader[Tensors]":
-        """What reader `index` gets."""
+        """Return the iterator over the tensors of reader `index`."""
         return Reader(self, index)
 
     def deal(self, index: int) -> Tensors:
-        """The next tensors of reader `index`, once it is its turn; StopIteration after the last or an error."""
+        """Return the next tensors of reader `index`, blocking until its turn.
+
+        Raises:
+            StopIteration: after the last item or an error of the iterator (see `raise_if_early`).
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._turn == index or self._ended)
             if self._ended:
@@ -106,17 +110,22 @@ class Dealer(Generic[Info, Tensors]):
             return tensors
 
     def end(self) -> None:
-        """Deal no more."""
+        """Stop dealing: every reader ends at its next item."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def info(self) -> Info:
-        """The info of the next item, in their order."""
+        """Return the info of the next item, in order."""
         return self._infos.popleft()
 
     def raise_if_early(self) -> None:
-        """After the last tensors arrived: raise what ended the items early, or that some were lost on their way."""
+        """Check, after the last tensors arrived, that no item is missing.
+
+        Raises:
+            BaseException: the error that ended the items early.
+            RuntimeError: tensors of some items did not arrive.
+        """
         if self._error is not None:
             raise self._error
         if self._infos:
@@ -124,7 +133,7 @@ class Dealer(Generic[Info, Tensors]):
 
 
 class Reader(Generic[Tensors]):
-    """An iterable for torch_xla's loader."""
+    """Iterator over one reader's share, in the form that torch_xla's loader takes."""
 
     def __init__(self, dealer: Dealer[Info, Tensors], index: int) -> None:
         self._dealer, self._index = dealer, index

@@ -1,8 +1,7 @@
-"""Refuse to read a tensor of the device on the host while a program is traced.
+"""Detection of device-to-host reads while a program is traced; each raises HostRead.
 
-A program is traced for all the calls that it stands for. A number that Python reads in the midst of it (`.item()`, `if
-tensor:`, `.cpu()`, `x[mask]`) cuts the program in two, waits for the device, and would decide for calls that it was not
-read in.
+One trace serves many calls. A number that Python reads during it (`.item()`, `if tensor:`, `.cpu()`, `x[mask]`) splits
+the program in two, blocks until the device is done, and would be baked into calls with other data.
 """
 
 import traceback
@@ -24,7 +23,7 @@ READERS = frozenset(
         torch.nonzero, Tensor.masked_select, torch.masked_select, Tensor.unique, torch.unique,
     }
 )  # fmt: skip
-"""Functions that read their first argument, or whose result has a shape that its numbers decide."""
+"""Functions that read their first argument, or whose result has a data-dependent shape."""
 REMEDY = (
     "a program is traced once for many calls, so nothing in it may depend on numbers of the device: compute with "
     "tensors (torch.where in place of a branch or a mask as an index), or read it between the steps, as `evaluate` may"
@@ -33,20 +32,20 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 class HostRead(UnexpectedProgram):
-    """A program that reads a tensor on the host while it is traced; nothing of its call was run."""
+    """A program reads a tensor on the host while it is traced; nothing of that call was run on the device."""
 
 
 class NoHostReads(TorchFunctionMode):
-    """Raise HostRead for each torch function that brings numbers of the device to the host.
+    """Mode in which a torch function that copies device values to the host raises HostRead.
 
-    Its cost is 2 to 4 us for each call of torch in Python, 2 % of a trace.
+    It costs 2 to 4 us for each call of torch in Python, 2 % of a trace.
     """
 
     def __init__(self, name: str, *, device_type: str, count_reads: Callable[[], int]) -> None:
         """Watch the tracing of the program `name`.
 
         Args:
-            count_reads: number of operations so far that the device handed to the host's CPU.
+            count_reads: returns the number of operations so far that fell back to the host's CPU.
         """
         super().__init__()
         self.name, self.device_type, self.count_reads = name, device_type, count_reads
@@ -57,7 +56,7 @@ class NoHostReads(TorchFunctionMode):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Raise for an operation of the backward pass too, which no torch function in Python stands for.
+        """Check for reads in the backward pass too, whose operations pass through no torch function in Python.
 
         Raises:
             HostRead: there was one.
@@ -72,7 +71,7 @@ class NoHostReads(TorchFunctionMode):
         """Call `func`.
 
         Raises:
-            HostRead: it reads a tensor of the device.
+            HostRead: it reads a device tensor on the host.
         """
         if func in READERS and self._is_of_device(args[:1]):
             raise self._refusal(func)
@@ -84,7 +83,7 @@ class NoHostReads(TorchFunctionMode):
         return out
 
     def _is_of_device(self, args: tuple[Any, ...]) -> bool:
-        # By exact type: the placeholders with which torch differentiates a layer have a device and no numbers.
+        # By exact type: the fake tensors that torch differentiates a layer with have a device and no data.
         return any(type(arg) in (Tensor, nn.Parameter) and arg.device.type == self.device_type for arg in args)
 
     def _refusal(self, func: Callable[..., Any]) -> HostRead:
@@ -93,7 +92,7 @@ class NoHostReads(TorchFunctionMode):
 
 
 def _place() -> str:
-    """Return ` at folder/file.py:14`, the innermost line that is of no installed package; empty where there is none."""
+    """Return ` at folder/file.py:14`, the innermost line outside installed packages, or an empty string."""
     for frame in reversed(traceback.extract_stack()[:-1]):
         if frame.filename == __file__ or any(folder in frame.filename for folder in INSTALLED):
             continue

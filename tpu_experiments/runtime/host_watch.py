@@ -1,8 +1,8 @@
-"""Ends this process when another host of its run is gone, wherever its main thread waits.
+"""Ends this process when another host of its run is gone, whatever its main thread is blocked in.
 
-A program over the chips of several hosts never ends on the others when one of them is killed, and a thread that waits
-for it in torch_xla cannot be woken. So each host holds a connection to the first, and a thread of each waits for its
-end: at once when the process at the other side ends, after a minute and a half when its machine is gone.
+A program over the chips of several hosts never ends on the others when one host is killed, and a thread that is blocked
+on it in torch_xla cannot be woken. So each host keeps a connection to the first, and a thread of each detects its end:
+at once when the process at the other side ends, after 90 s when its machine is gone.
 """
 
 import os
@@ -13,14 +13,14 @@ import time
 
 GOODBYE = b"."
 LOST_SECONDS = 30.0
-"""For the main thread to notice by itself and to close what is open."""
+"""Time for the main thread to notice the loss by itself and to close its files."""
 HELLO_SECONDS = 5.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-"""Seconds without a word until the other side is asked, between two such questions, and how many go unanswered."""
+"""Idle seconds until the first keepalive probe, seconds between probes, and unanswered probes until it is lost."""
 
 
 class HostWatch:
-    """The connections of one host: of the first to all others, of any other to the first."""
+    """The connections of one host: those of the first host to all others, that of any other to the first."""
 
     def __init__(self, rank: int, num_hosts: int, *, lost_seconds: float) -> None:
         self._rank, self._num_hosts, self._lost_seconds = rank, num_hosts, lost_seconds
@@ -28,15 +28,15 @@ class HostWatch:
         self._is_off = False
 
     def listen(self, port: int) -> int:
-        """On the first host: at this port, or at any where it is taken; the port."""
+        """Listen at this port, or at any free one if it is taken, and return the port; on the first host."""
         self._server = socket.create_server(("", _free(port)), backlog=self._num_hosts)
         return int(self._server.getsockname()[1])
 
     def accept(self, *, seconds: float) -> None:
-        """On the first host: wait so long for every other.
+        """Accept the connections of all other hosts within `seconds`; on the first host.
 
         Raises:
-            OSError: one has not come.
+            OSError: a host did not connect in time.
         """
         self._server.settimeout(seconds)
         with self._server:
@@ -47,30 +47,30 @@ class HostWatch:
                 if rank in missing:
                     missing.remove(rank)
                     self._hold(peer, rank)
-                else:  # nobody of this run
+                else:  # not a host of this run
                     peer.close()
 
     def connect(self, address: str, port: int, *, seconds: float) -> None:
-        """On any other host.
+        """Connect to the first host; on any other host.
 
         Raises:
-            OSError: the first does not answer.
+            OSError: the first host does not answer within `seconds`.
         """
         peer = socket.create_connection((address, port), timeout=seconds)
         peer.sendall(self._rank.to_bytes(4, "big"))
         self._hold(peer, 0)
 
     def part(self) -> None:
-        """All hosts end alike from here on, each by itself."""
+        """Tell the other hosts that the run ends on all of them, so that no end counts as a loss from here on."""
         self.stand_down()
         for peer in self._peers:
             try:
                 peer.sendall(GOODBYE)
-            except OSError:  # it was faster
+            except OSError:  # that host has ended already
                 continue
 
     def stand_down(self) -> None:
-        """This process ends by itself from here on."""
+        """Stop watching: this process ends by itself from here on."""
         self._is_off = True
 
     def _hold(self, peer: socket.socket, rank: int) -> None:
@@ -101,7 +101,7 @@ class HostWatch:
 
 
 def _rank_of(peer: socket.socket) -> int:
-    """What a host says first; -1 of anything else that has found the port."""
+    """Return the rank that a host sends first; -1 for any other client of the port."""
     peer.settimeout(HELLO_SECONDS)
     try:
         said = peer.recv(4, socket.MSG_WAITALL)
@@ -111,7 +111,7 @@ def _rank_of(peer: socket.socket) -> int:
 
 
 def _free(port: int) -> int:
-    """The port, or 0, which stands for any, where another process has it."""
+    """Return the port, or 0 (any port) if another process uses it."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))

@@ -1,8 +1,8 @@
-"""The hosts of one run: one process each (`hw.parallel=spmd`, `hw.num_hosts`), and what they tell each other.
+"""The hosts of one run (`hw.num_hosts`), one process each, and collectives between them.
 
-A program of `spmd` is one program over the chips of all hosts, so every process makes the same calls in the same order.
-What a host decides by itself (a request to stop, a clock, an error of its disk) is told to the others over gloo; they
-meet on port 29500 of the first host before a device is touched.
+A program of `hw.parallel=spmd` is one program over the chips of all hosts, so every process makes the same calls in the
+same order. What depends on one host (a stop request, a clock, a disk error) is exchanged over gloo. The hosts
+rendezvous on port 29500 of the first before any device is initialised.
 """
 
 import atexit
@@ -21,19 +21,19 @@ from tpu_experiments.runtime.host_watch import LOST_SECONDS, HostWatch
 
 PORT = 29500  # torch.distributed's own default
 MEET_SECONDS = 900.0
-"""The longest that the first host waits for the last: VMs of a slice are set up side by side, not at the same speed."""
+"""Rendezvous timeout: VMs of a slice are set up in parallel, not at the same speed."""
 ANSWER_SECONDS = 6 * 3600.0
-"""The longest that a host waits for one that is alive: the first may prepare data, or write to a bucket that is out."""
+"""Timeout of a collective between live hosts: the first may prepare data, or retry a bucket that is out of reach."""
 Result = TypeVar("Result")
 
 
 class HostLost(Exception):
-    """Another host of the run has ended or failed; the text is a sentence."""
+    """Another host of the run has ended or failed; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the run's hosts this is, and where they meet."""
+    """Rank of this host, and the rendezvous address of the run."""
 
     rank: int
     address: str
@@ -41,13 +41,13 @@ class Place:
 
 
 class Hosts:
-    """The hosts of a run as one of them sees them; every method must be called by all, in the same order."""
+    """Collectives over the hosts of a run; every host must call each method, in the same order."""
 
     def __init__(self, rank: int = 0, size: int = 1, *, watch: HostWatch | None = None) -> None:
         self.rank, self.size, self._watch = rank, size, watch
 
     def any(self, flag: bool) -> bool:
-        """True on every host when it is True on one."""
+        """Return whether `flag` is True on any host."""
         if self.size == 1:
             return flag
         votes = torch.tensor([int(flag)], dtype=torch.int32)
@@ -55,7 +55,7 @@ class Hosts:
         return bool(votes.item())
 
     def gather(self, value: Any) -> list[Any]:
-        """What each host has given, by its rank."""
+        """Return the values of all hosts, by rank; they must be picklable."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -63,15 +63,15 @@ class Hosts:
         return found
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Block until every host has called it."""
         self.any(False)
 
     def together(self, action: Callable[[], Result]) -> Result:
-        """Do it on every host; where it fails on one, no host goes on.
+        """Run `action` on every host and return this host's result; a failure on one raises on all.
 
         Raises:
-            ConfigError: of this host or of another.
-            HostLost: it failed otherwise on another host.
+            ConfigError: raised by `action` on this host or on another.
+            HostLost: `action` failed with another error on another host.
         """
         try:
             result, error = action(), None
@@ -87,11 +87,11 @@ class Hosts:
         return result  # type: ignore[return-value]
 
     def on_first(self, action: Callable[[], object]) -> None:
-        """Do it on the first host while the others wait; where it fails, no host goes on. Raises as `together`."""
+        """Run `action` on the first host while the others wait; a failure raises on all, as in `together`."""
         self.together(action if self.rank == 0 else lambda: None)
 
     def part(self) -> None:
-        """Say that the run ends on every host alike, so that none takes another's end for a loss."""
+        """Announce that the run ends on every host, so that none takes another's end for a loss."""
         if self._watch is not None:
             self._watch.part()
 
@@ -110,16 +110,18 @@ _joined = Hosts()
 
 
 def joined() -> Hosts:
-    """The hosts of this process's run."""
+    """Return the hosts of this process's run; a single one before `meet`."""
     return _joined
 
 
 def meet(hw: HwConfig, *, seconds: float = MEET_SECONDS, lost_seconds: float = LOST_SECONDS) -> Hosts:
-    """Wait so long for the other hosts of the run; no device is touched. One that is gone later ends this process.
+    """Rendezvous with the other hosts of the run within `seconds`; initialises no device.
+
+    From then on the loss of a host ends this process, `lost_seconds` after it is detected.
 
     Raises:
-        ConfigError: this machine does not know its place.
-        HostLost: the others do not come, which a slice that waits for capacity may yet do.
+        ConfigError: this machine's rank cannot be determined, or the number of hosts differs from `hw.num_hosts`.
+        HostLost: the others do not arrive in time; on a slice that waits for capacity, a later try may succeed.
     """
     global _joined
     if hw.num_hosts == 1 or _joined.size > 1:
@@ -139,7 +141,7 @@ def meet(hw: HwConfig, *, seconds: float = MEET_SECONDS, lost_seconds: float = L
 
 
 def _connected(place: Place, num_hosts: int, *, seconds: float, lost_seconds: float) -> HostWatch:
-    """Gloo's connections, and those that tell of a host that is gone: on the next port, or any where that is taken."""
+    """Open gloo's connections, and the watch's on the next port, or on any if that is taken."""
     is_first, wait = place.rank == 0, timedelta(seconds=seconds)
     store = dist.TCPStore(place.address, place.port, num_hosts, is_master=is_first, timeout=wait)
     answer = timedelta(seconds=ANSWER_SECONDS)
@@ -154,10 +156,12 @@ def _connected(place: Place, num_hosts: int, *, seconds: float, lost_seconds: fl
 
 
 def _place(hw: HwConfig) -> Place:
-    """By torchrun's variables (RANK, MASTER_ADDR, MASTER_PORT) where they are set; else as the TPU's VM knows it.
+    """Return this host's place from torchrun's variables where MASTER_ADDR is set, else from the TPU VM.
+
+    torchrun sets RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ConfigError: neither says it, or says another number of hosts.
+        ConfigError: neither source has it, or the number of hosts is not `hw.num_hosts`.
     """
     try:
         size, place = _of_torchrun(hw) if "MASTER_ADDR" in os.environ else _of_slice(hw)

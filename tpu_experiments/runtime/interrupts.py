@@ -1,7 +1,7 @@
-"""Ctrl-C outside of the training loop: one sentence and exit code 130, from the import of this module on.
+"""Ctrl-C outside the training loop: one sentence and exit code 130, from the import of this module on.
 
-The training loop has its own way (training/stop.py): it saves first. Only run.py imports this, before all that takes
-seconds to import.
+The training loop handles it itself (training/stop.py), with a checkpoint first. Only run.py imports this module, before
+the imports that take seconds.
 """
 
 import os
@@ -9,11 +9,11 @@ import sys
 from types import TracebackType
 
 INTERRUPTED = "error: interrupted; the same command goes on from the last checkpoint, where there is one."
-INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+INTERRUPTED_EXIT_CODE = 130  # a shell's exit code for a program that Ctrl-C ended
 
 
 def say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Answer an interrupt that nobody caught; other errors keep their traceback."""
+    """Print one sentence and exit with 130 on an uncaught KeyboardInterrupt; print other errors as usual."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -39,7 +39,7 @@ def launch(main: Main, config: Config, *args: Any) -> None:
 
 
 def make_runtime(config: Config, *, process: int = 0) -> Runtime:
-    """The Runtime of this process, the `process`-th of this machine."""
+    """Return the Runtime of this process, number `process` (from 0) on this machine."""
     if config.hw.runtime == "xla":
         require_versions("torch", "torch_xla")
         from tpu_experiments.runtime.xla import XlaRuntime
@@ -77,11 +77,11 @@ def _spawn_eager(ticket: Ticket, main: Main, config: Config, args: tuple[Any, ..
         while not children.join():
             pass
     except mp.ProcessExitedException as error:
-        if error.exit_code > 0:  # a child that ended itself has said why
+        if error.exit_code > 0:  # a child that exited by itself has printed the reason
             sys.exit(error.exit_code)
         raise
     except mp.ProcessRaisedException as error:
-        lines = error.msg.strip().splitlines()  # its traceback, which ends with what was raised
+        lines = error.msg.strip().splitlines()  # its traceback, whose last line is the exception
         raise RuntimeError(f"process {error.error_index} of {config.hw.num_devices}: {lines[-1]}") from error
 
 
@@ -100,7 +100,7 @@ def _eager_child(rank: int, ticket: Ticket, port: int, payload: bytes) -> None:
             print(f"error: {error}", file=sys.stderr)
         os._exit(2)
     except Exception as error:
-        # The others lose their connection and may be reported first: what began it stands first in the log.
+        # The other processes lose their connection and may be reported first, so the cause is logged here.
         write_traceback(error, config=config, process=f"process {rank} of {config.hw.num_devices}, ")
         raise
     finally:

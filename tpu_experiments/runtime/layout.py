@@ -1,4 +1,4 @@
-"""Where an intermediate value of a program lies, said to the compiler that splits the program (spmd)."""
+"""Sharding constraints on intermediate tensors (spmd), and what folded layers need from the runtime."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,41 +11,44 @@ from tpu_experiments.config.sources import ROWS
 from tpu_experiments.runtime.loop import Loop
 
 BY_ROWS: Axes = (ROWS,)
-"""Of a value whose first dimension is rows; devices along `tensor` hold the same rows."""
+"""Constraint of a value whose first dimension is rows: sharded by rows, replicated along `tensor`."""
 HEAD: Axes = ("tensor",)
-"""Of the head (V, H) where it is used: the devices along `tensor` share the vocabulary."""
+"""Constraint of the output head (V, H) during its computation: the vocabulary is sharded along `tensor`."""
 
 
 class Lay(Protocol):
-    """Says where a value lies; the value stays the same, and without spmd nothing is said."""
+    """Sharding constraint on a value. Its numbers do not change; outside spmd it is the identity."""
 
     def __call__(self, tensor: Tensor, *, axes: Axes) -> Tensor:
-        """`tensor`, of each dimension split over these axes of the mesh and whole along the others."""
+        """Return `tensor` with each dimension sharded over its mesh axes and replicated along the others."""
 
 
 def as_it_lies(tensor: Tensor, *, axes: Axes) -> Tensor:
-    """Nothing is said."""
+    """Return `tensor` without a constraint."""
     return tensor
 
 
 def nothing_split(name: str, shape: tuple[int, ...]) -> Axes:
-    """Every device holds every parameter."""
+    """Return no axes: the parameter is replicated."""
     return ()
 
 
 def in_use(axes: Axes) -> Axes:
-    """Where a weight lies while its layer is computed: whole along all axes but `tensor` (ZeRO-3, arXiv 1910.02054)."""
+    """Return the axes of a weight while its layer is computed.
+
+    It is gathered along every axis except `tensor` (ZeRO-3, arXiv 1910.02054).
+    """
     return tuple("tensor" if "tensor" in (axis or ()) else None for axis in axes)
 
 
 def same(tensor: Tensor) -> Tensor:
-    """Where it is."""
+    """Return `tensor` unchanged."""
     return tensor
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The way of an intermediate value into the memory of the host and back; without one it stays on the device."""
+    """Transfers of an intermediate value to host memory and back; by default it stays on the device."""
 
     put: Callable[[Tensor], Tensor] = same
     take: Callable[[Tensor], Tensor] = same
@@ -53,10 +56,10 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Folding:
-    """What layers that are folded into one need of the device that runs them."""
+    """What layers that are folded into one loop body need from the device that runs them."""
 
     loop: Loop
     lay: Lay = as_it_lies
     axes: Callable[[str, tuple[int, ...]], Axes] = nothing_split
-    """Name and shape of a parameter to the mesh axes that each dimension is split over."""
+    """Maps the name and shape of a parameter to the mesh axes that each dimension is sharded over."""
     host: HostMemory = HostMemory()

@@ -1,9 +1,9 @@
-"""A loop over the leading dimension of tensors, as one operation of a program: the protocol, and plain torch's form.
+"""Loops over the leading dimension of tensors: the protocol, and its implementation in plain torch.
 
-On XLA (`runtime/xla_loop.py`) the body is compiled once and runs as a While, so that a program is no longer for more
-iterations and what lives inside one iteration is held once. The loop itself is not differentiable; its body may
-compute gradients (`torch.enable_grad()` and `torch.autograd.grad` on detached tensors), which is how layers, chunks of
-the loss and micro-batches get theirs.
+On XLA (`runtime/xla_loop.py`) the body is compiled once and runs as a While, so that neither the program's size nor the
+memory of its temporaries grows with the number of iterations. The loop itself is not differentiable; its body may
+compute gradients (`torch.enable_grad()` and `torch.autograd.grad` on detached tensors). Layers, chunks of the loss and
+micro-batches get their gradients that way.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
-"""(carry, x, consts) to (carry, y): `x` is one slice of every tensor of `xs`; carry keeps its shapes and types."""
+"""Maps (carry, x, consts) to (carry, y); `x` is one slice of every tensor of `xs`, carry keeps shapes and types."""
 
 
 class Loop(Protocol):
@@ -30,17 +30,20 @@ class Loop(Protocol):
         reverse: bool = False,
         rows: int | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """The last carry, and every y stacked along a new leading dimension, in the order of `xs`.
+        """Return the last carry, and every y stacked along a new leading dimension, in the order of `xs`.
 
         Args:
             fn: the body, called without gradient tracking. It must compute from its arguments alone: a tensor that it
-                closes over is computed again in every iteration, unless it is data on the device.
-            carry: handed from one iteration to the next.
+                closes over is recomputed in every iteration, unless it is data on the device.
+            carry: passed from one iteration to the next.
             xs: at least one tensor; all have the same leading dimension, which is at least 1.
             consts: the same in every iteration.
-            reverse: from the last index to the first; the order of the stacked ys stays that of `xs`.
-            rows: of the values that the loop works on, where there are such: a y whose first dimension is a multiple of
-                it holds so many, and lies on the devices as they do.
+            reverse: iterate from the last index to the first; the stacked ys keep the order of `xs`.
+            rows: number of rows in the values that the loop works on, if they have any. A y whose first dimension is a
+                multiple of it is sharded over the devices as the rows are.
+
+        Raises:
+            ValueError: `xs` is empty or its leading dimensions differ or are 0.
         """
 
 
@@ -53,7 +56,7 @@ def python_loop(
     reverse: bool = False,
     rows: int | None = None,
 ) -> tuple[Tensors, Tensors]:
-    """The loop in plain torch, on any device."""
+    """Run the loop in plain torch, on any device (see `Loop.__call__`)."""
     num = length_of(xs)
     ys: list[Tensors] = []
     with torch.no_grad():
@@ -67,15 +70,15 @@ def python_loop(
 
 
 def detached(tensors: Tensors) -> Tensors:
-    """The same values outside of autograd's graph."""
+    """Return the tensors detached from autograd's graph."""
     return tuple(tensor.detach() for tensor in tensors)
 
 
 def length_of(xs: Tensors) -> int:
-    """Iterations of a loop over `xs`.
+    """Return the number of iterations of a loop over `xs`.
 
     Raises:
-        ValueError: no tensor, no iteration, or leading dimensions that differ.
+        ValueError: `xs` is empty or its leading dimensions differ or are 0.
     """
     lengths = {len(x) for x in xs}
     if len(lengths) != 1 or 0 in lengths:

@@ -15,7 +15,7 @@ from tpu_experiments.runtime.tether import die_with
 
 
 def main(runtime: str, device: str) -> None:
-    """Print what was found; an exception of the runtime ends the process with its trace."""
+    """Print the result as JSON; an exception of the runtime ends the process with its traceback."""
     started = time.perf_counter()
     if runtime == "xla":
         from tpu_experiments.runtime.xla_probe import devices_seen

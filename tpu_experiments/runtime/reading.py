@@ -1,12 +1,13 @@
-"""From a device to the host, whatever the device."""
+"""Device-to-host copies, for every kind of device."""
 
 from torch import Tensor
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """The whole tensor in the host's memory, a copy also of one that lies there; waits for the device.
+    """Return a host copy of the whole tensor.
 
-    No program is compiled for it, so that it may happen between any two steps.
+    A tensor on the host is copied too. Blocks until the device is done, and compiles no program, so that it may be
+    called between any two steps.
     """
     if tensor.device.type != "xla":
         return tensor.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Parallelism as data: which dimension of which parameter is split, and the check that every rule does something."""
+"""The sharding table: rules that shard parameter dimensions, and checks that every rule has an effect."""
 
 import fnmatch
 import math
@@ -14,20 +14,22 @@ ADAPTER_PARTS = ("lora_A", "lora_B")
 
 
 class ShardingTable:
-    """First matching glob of `sharding.rules` decides which dimensions of a parameter are split."""
+    """Sharded dimensions by parameter name; the first matching glob of `sharding.rules` applies."""
 
     def __init__(self, sharding: ShardingConfig, *, mesh: Mesh) -> None:
         self.name, self.rules = sharding.name, sharding.rules
         self.max_replicated, self.mesh = sharding.max_replicated_elements, mesh
 
     def axes(self, name: str, shape: tuple[int, ...]) -> Axes:
-        """Mesh axes per dimension; a stack's axis of layers and a dimension of size 1 are never split.
+        """Return the mesh axes of each dimension of a parameter.
+
+        The layer axis of a stack and dimensions of size 1 are never sharded.
 
         Args:
-            name: of a parameter, or `<parameter>/<slot>` of optimizer state, which lies as its parameter does.
+            name: a parameter's, or `<parameter>/<slot>` of optimizer state, which is sharded as its parameter is.
 
         Raises:
-            ConfigError: the rule has another number of dimensions, or a split dimension is not divisible.
+            ConfigError: the rule has another number of dimensions, or a sharded dimension is not divisible.
         """
         parameter = name.partition("/")[0]
         if is_stack(parameter):
@@ -56,9 +58,12 @@ class ShardingTable:
         return f" of sharding.mesh.{axis}" if isinstance(axis, str) else f" of sharding.mesh {' x '.join(axis)}"
 
     def check(self, names: Mapping[str, tuple[int, ...]]) -> None:
-        """Every rule matches a parameter and every large parameter is split.
+        """Check that every rule matches a parameter and that every large parameter is sharded.
 
         A rule for adapters need not match where their projections have none (`lora=none`, other targets).
+
+        Raises:
+            ConfigError: a rule without a match, or a replicated parameter above `sharding.max_replicated_elements`.
         """
         for glob in self.rules:
             if not any(_matches(glob, name) or _matches(_of_projections(glob), name) for name in names):
@@ -77,13 +82,13 @@ class ShardingTable:
 
 
 def check_heads(mesh: Mesh, arch: Any) -> None:
-    """The devices along `tensor` share the heads of attention evenly.
+    """Check that query and key/value heads divide evenly over the devices along `tensor`.
 
     Args:
         arch: a transformers config.
 
     Raises:
-        ConfigError: the numbers do not divide.
+        ConfigError: they do not.
     """
     if mesh.tensor == 1:
         return
@@ -99,7 +104,7 @@ def check_heads(mesh: Mesh, arch: Any) -> None:
 
 
 def batch_axes(ndim: int, *, rows_dim: int, mesh: Mesh) -> Axes:
-    """Mesh axes per dimension of a batch's tensor: its rows are split, a vector is whole on every device."""
+    """Return the mesh axes of each dimension of a batch tensor: sharded by rows; vectors are replicated."""
     (rows,) = row_axes(mesh)
     return tuple(rows if dim == rows_dim and ndim > 1 else None for dim in range(ndim))
 
@@ -109,6 +114,6 @@ def _matches(glob: str, name: str) -> bool:
 
 
 def _of_projections(glob: str) -> str:
-    """The weights whose adapters a rule is for; alternatives that are for no adapter are left out."""
+    """Return the glob of the weights whose adapters a rule shards; its other alternatives are left out."""
     parts = [part for part in glob.split("|") if part.endswith(ADAPTER_PARTS)]
     return "|".join(part.rpartition(".")[0] + ".weight" for part in parts)

@@ -1,4 +1,4 @@
-"""What a program's compilation depends on beside its code: the shape and type of every input, and how two differ."""
+"""Signatures of a program's inputs, names, shapes and types, and a description of how two differ."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,22 +10,22 @@ Signature = tuple[tuple[str, Shape, str], ...]
 
 
 def signature_of(batch: Mapping[str, Tensor]) -> Signature:
-    """The signature of a batch."""
+    """Return the signature of a batch."""
     return tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in batch.items())
 
 
 def leading_shape(signature: Signature) -> Shape:
-    """Shape of the first tensor, the token ids: what the run's programs are told apart by."""
+    """Return the shape of the first tensor, the token ids, which distinguishes the programs of a run."""
     return signature[0][1] if signature else ()
 
 
 def shape_text(shape: Shape) -> str:
-    """`1 x 16 x 128`; a number without dimensions is `()`."""
+    """Format a shape as `1 x 16 x 128`; a scalar's is `()`."""
     return " x ".join(map(str, shape)) or "()"
 
 
 def signature_text(signature: Signature) -> str:
-    """Names that share shape and type together: `ids, learn 1 x 16 x 128 int32; lr 1 float32`."""
+    """Format a signature, grouped by shape and type: `ids, learn 1 x 16 x 128 int32; lr 1 float32`."""
     names: dict[str, list[str]] = {}
     for name, shape, dtype in signature:
         names.setdefault(f"{shape_text(shape)} {dtype}", []).append(name)
@@ -33,7 +33,10 @@ def signature_text(signature: Signature) -> str:
 
 
 def difference(now: Signature, *, seen: Collection[Signature], expected: Collection[Shape]) -> str:
-    """Which input is not as in the nearest signature that was seen, with both shapes; where none was, as expected."""
+    """Describe the inputs that differ from the nearest signature seen so far, with both shapes.
+
+    Where none was seen, compare the shape of the first input with the expected ones.
+    """
     if not seen:
         name, shape, _ = now[0]
         return f"{name} is {shape_text(shape)}, not {' or '.join(sorted(map(shape_text, expected)))}"

@@ -1,9 +1,9 @@
-"""Attention as jax's Pallas kernels for the TPU ("splash" attention), lowered to HLO without a TPU: jax alone.
+"""Attention with jax's Pallas kernels for the TPU ("splash" attention), lowered to HLO without a TPU.
 
-The kernels take grouped key/value heads as they are, skip the blocks that the causal mask or the window leaves empty,
-and mask by segment. They are called by their inner functions, forward and backward apart: differentiated through jax
-the backward pass would run the forward kernel once more. Legend: B rows, H query heads, K key/value heads, T tokens,
-D head dimension.
+This file uses jax alone, not torch_xla. The kernels support grouped key/value heads, skip the blocks that are empty
+under the causal mask or the window, and mask by segment. Their inner forward and backward functions are called
+separately: differentiated through jax, the backward pass would run the forward kernel again. Legend: B rows, H query
+heads, K key/value heads, T tokens, D head dimension.
 """
 
 import functools
@@ -23,16 +23,16 @@ from tpu_experiments.runtime.patches import mosaic_for_libtpu, replaced, require
 from tpu_experiments.runtime.splash_flat import flat_call, heads_beside, heads_first, turned
 
 require_versions("jax")
-jax.config.update("jax_platforms", "cpu")  # jax computes nothing here, and a TPU in this process is torch_xla's
+jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
 SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
 
 
 def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> bytes:
-    """Serialised HloModuleProto of forward (q, k, v, segments, rotation) -> (out, log-sum-exp) or backward
-    (q, k, v, segments, rotation, out, log-sum-exp, grad of out) -> (dq, dk, dv).
+    """Return the serialised HloModuleProto of the forward or backward pass.
 
-    q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32; rotation (2, B, T, D), left out where nothing is
-    turned; log-sum-exp (B, H, T) float32.
+    Forward is (q, k, v, segments, rotation) -> (out, log-sum-exp); backward is (q, k, v, segments, rotation, out,
+    log-sum-exp, grad of out) -> (dq, dk, dv). q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32; rotation
+    (2, B, T, D), left out without rope; log-sum-exp (B, H, T) float32.
     """
     jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla's programs are partitioned by GSPMD
     run = attention_function(call.of_one_chip, direction=direction, target=target)
@@ -45,8 +45,8 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
 
 
 def _of_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Direction) -> Callable[..., Any]:
-    """`run` on every chip's rows and heads; XLA's partitioner cannot split a kernel."""
-    # Rows that do not divide are not split by the run either: then every chip computes all of them.
+    """Wrap `run` in a shard_map over rows and heads; XLA's partitioner cannot shard a kernel."""
+    # Rows that do not divide are not sharded by the run either: then every chip computes all of them.
     by_rows = "fsdp" if call.rows % call.num_shards == 0 else None
     by_heads = "tensor" if call.head_shards > 1 else None
     sizes = (call.num_shards, call.head_shards) if by_heads else (call.num_shards,)
@@ -60,7 +60,7 @@ def _of_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Di
 
 
 def _arguments(call: AttentionCall, *, direction: Direction) -> list[Any]:
-    """Shapes of what `lowered` takes."""
+    """Return the shapes of the arguments of the function that `lowered` lowers."""
     rows, length, size = call.rows, call.length, call.head_dim
     query = jax.ShapeDtypeStruct((rows, length, call.heads * size), call.dtype)
     key = jax.ShapeDtypeStruct((rows, length, call.kv_heads * size), call.dtype)
@@ -73,7 +73,10 @@ def _arguments(call: AttentionCall, *, direction: Direction) -> list[Any]:
 
 
 def attention_function(call: AttentionCall, *, direction: Direction, target: Target) -> Callable[..., Any]:
-    """The jax function behind `lowered`, for the rows of one chip; `interpreted` runs the kernels on a CPU."""
+    """Return the jax function that `lowered` lowers, for the rows and heads of one chip.
+
+    With `target=interpreted` it runs the kernels on a CPU.
+    """
     extra = call.padded_length - call.length
     per_row = _forward if direction == "forward" else _backward
 
@@ -103,17 +106,17 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
 
 
 def _padded(tensor: Any, *, extra: int, axis: int) -> Any:
-    """More tokens at the end: of segment 0, as all padding, and seen by no token before them."""
+    """Append `extra` tokens: their segment is 0, as of all padding, and no earlier token attends to them."""
     width = [(0, extra if dim == axis else 0) for dim in range(tensor.ndim)]
     return jnp.pad(tensor, width) if extra else tensor
 
 
 def _kernel(call: AttentionCall, *, target: Target) -> Any:
-    """Mask and block sizes as jax's kernels want them; all heads share the mask."""
+    """Build jax's splash kernel with the mask and block sizes of the call; all heads share the mask."""
     shape = (call.padded_length, call.padded_length)
     if call.window is None:
         mask = masks.CausalMask(shape)
-    else:  # one mask that the kernel computes; an intersection of two would be read from memory
+    else:  # a single mask is computed in the kernel; an intersection of two would be read from memory
         mask = masks.LocalMask(shape, window_size=(call.window - 1, 0), offset=0)
     names = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
     names += ["q_dq", "kv_dq"] if call.backward == "split" else []
@@ -130,7 +133,7 @@ def _kernel(call: AttentionCall, *, target: Target) -> Any:
 
 
 def _forward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any]:
-    """One row, (T, H D) and so on: output (T, H D) and log-sum-exp (H, T)."""
+    """Return output (T, H D) and log-sum-exp (H, T) of one row."""
     *qkv, segments = tensors
     settings = dict(kernel.kwargs, save_residuals=True)
     query, key, value = (heads_first(tensor, head_dim=call.head_dim) for tensor in qkv)
@@ -140,7 +143,7 @@ def _forward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any]
 
 
 def _backward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any, Any]:
-    """One row: gradients of the scaled query (T, H D), the key and the value (T, K D)."""
+    """Return the gradients of the scaled query (T, H D), the key and the value (T, K D) of one row."""
     *qkv, segments, out, log_sum, grad = tensors
     query, key, value, do = (heads_first(tensor, head_dim=call.head_dim) for tensor in (*qkv, grad))
     settings = {name: kernel.kwargs[name] for name in SHARED_SETTINGS}
@@ -165,9 +168,10 @@ def _backward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any
 
 
 def _row_sums(out: Any, grad: Any, *, heads: int) -> Any:
-    """Sum of out x grad over each head's features, (H, T) float32 (D of FlashAttention-2, arXiv 2307.08691).
+    """Return the sum of out x grad over each head's features, (H, T) float32.
 
-    As a product with ones in float32: a sum over part of a row's lanes would want another order of the tensor.
+    It is D of FlashAttention-2 (arXiv 2307.08691), computed as a matmul with ones in float32: a sum over part of a
+    row's lanes would need another layout of the tensor.
     """
     product = out.astype(jnp.float32) * grad.astype(jnp.float32)
     ones = jnp.repeat(jnp.eye(heads), out.shape[1] // heads, axis=0)
@@ -176,8 +180,10 @@ def _row_sums(out: Any, grad: Any, *, heads: int) -> Any:
 
 @contextmanager
 def _as_wanted(call: AttentionCall) -> Iterator[None]:
-    """Kernels built inside take heads out of (T, H D) where they can, and say how much they work: splash says nothing,
-    and the compiler cannot see into a kernel."""
+    """Patch splash's `pallas_call` inside: flat blocks where `call.is_flat`, and a cost estimate.
+
+    Splash gives no estimate, and the compiler cannot see into a kernel.
+    """
     real = kernels.pl
 
     def pallas_call(*args: Any, name: str, **settings: Any) -> Any:

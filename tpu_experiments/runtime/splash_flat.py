@@ -1,8 +1,8 @@
-"""jax's splash kernels over tensors in which all heads of a token lie beside each other, and the turning of heads.
+"""jax's splash kernels on tensors of the flat layout (T, H D), and rope on heads in that layout.
 
-Splash wants heads first, (H, T, D). A projection makes (T, H D), and the way between is a copy of everything: for
-Mistral's queries a third of a projection's time (libtpu 0.0.21, v6e). A block of splash is one head of some tokens; in
-(T, H D) that is a block too, so its kernels run unchanged when each block is taken from there. Legend as in splash.py.
+Splash takes heads first, (H, T, D). A projection makes (T, H D), and the transpose copies the whole tensor: for
+Mistral's queries it takes a third of a projection's time (libtpu 0.0.21, v6e). A block of splash is one head of some
+tokens, which is a block of (T, H D) too, so its kernels run unchanged with other block specs. Legend as in splash.py.
 """
 
 import functools
@@ -21,23 +21,24 @@ HEADS_OF: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "dkv": ((0, 1, 2, 7), (3, 4, 5)),
     "dq": ((0, 1, 2, 7), (1,)),
 }
-"""Which operands (q, k, v and the gradient of the output) and results of each of splash's kernels hold heads."""
+"""Indices of each splash kernel's operands (q, k, v, gradient of the output) and results with a head dimension."""
 
 
 def heads_first(flat: Any, *, head_dim: int) -> Any:
-    """(..., T, N D) to (..., N, T, D)."""
+    """Transpose (..., T, N D) to (..., N, T, D)."""
     return jnp.swapaxes(flat.reshape(*flat.shape[:-1], -1, head_dim), -2, -3)
 
 
 def heads_beside(tensor: Any) -> Any:
-    """(..., N, T, D) to (..., T, N D): `heads_first` undone."""
+    """Transpose (..., N, T, D) to (..., T, N D), the inverse of `heads_first`."""
     return jnp.swapaxes(tensor, -2, -3).reshape(*tensor.shape[:-3], tensor.shape[-2], -1)
 
 
 def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., Any]:
-    """`pallas_call` for one of splash's kernels, with its blocks taken out of (T, H D).
+    """Wrap `pallas_call` for one splash kernel so that its blocks are read from and written to (T, H D).
 
-    What splash gives and gets stays heads first; XLA sees that order made and undone, and leaves both out.
+    The operands and results that splash passes stay heads first: each transpose is next to its inverse, and XLA removes
+    both.
     """
     operands, results = HEADS_OF[phase]
 
@@ -69,7 +70,7 @@ def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., A
 
 
 def _flat_block(spec: Any) -> Any:
-    """(..., None, n, D) at (..., h, i, 0) becomes (..., n, D) at (..., i, h)."""
+    """Convert a block spec: (..., None, n, D) at (..., h, i, 0) becomes (..., n, D) at (..., i, h)."""
     *outer, _, tokens, head_dim = spec.block_shape
 
     def index_map(*at: Any) -> tuple[Any, ...]:
@@ -82,13 +83,14 @@ def _flat_block(spec: Any) -> Any:
 def turned(
     flat: Any, rotation: Any, *, call: AttentionCall, factor: float, target: Target, backward: bool = False
 ) -> Any:
-    """Every head of (B, T, N D) turned and multiplied by `factor`, in float32 inside.
+    """Apply rope to every head of (B, T, N D) and multiply by `factor`; computed in float32.
 
-    As transformers' `apply_rotary_pos_emb`: x cos + rotate_half(x) sin, with rotate_half (a, b) = (-b, a).
+    The formula is that of transformers' `apply_rotary_pos_emb`: x cos + rotate_half(x) sin, with
+    rotate_half (a, b) = (-b, a).
 
     Args:
         rotation: cosine and sine, (2, B, T, D).
-        backward: the gradient of x from that of the turned x instead.
+        backward: compute the gradient of x from the gradient of the output instead.
     """
     if not call.is_flat:
         turn = functools.partial(_turn, backward=backward, halves=_halves_by_product)
@@ -126,14 +128,17 @@ def _turn(x: Any, cos: Any, sin: Any, *, backward: bool, halves: Callable[..., A
 
 
 def _halves_by_roll(x: Any, *, signs: Sequence[float]) -> Any:
-    """(a, b) to (signs[0] b, signs[1] a), inside a kernel."""
+    """Map (a, b) to (signs[0] b, signs[1] a), inside a kernel."""
     half = x.shape[-1] // 2
     lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     return pltpu.roll(x, half, x.ndim - 1) * jnp.where(lane < half, signs[0], signs[1])
 
 
 def _halves_by_product(x: Any, *, signs: Sequence[float]) -> Any:
-    """The same outside: as a product with a matrix of 0, 1 and -1, exact, where slices of half a tile were copied."""
+    """Map (a, b) to (signs[0] b, signs[1] a) outside a kernel, by an exact matmul with 0, 1 and -1.
+
+    Slices of half a tile would be copied instead.
+    """
     half = x.shape[-1] // 2
     eye, none = jnp.eye(half), jnp.zeros((half, half))
     matrix = jnp.block([[none, signs[1] * eye], [signs[0] * eye, none]])

@@ -1,8 +1,8 @@
-"""Names of parameters that are stacks over layers, and the way between them and Hugging Face's names.
+"""Names of parameters stacked over layers, and their conversion to and from Hugging Face's names.
 
 The stack of `model.layers.0` to `model.layers.31` is called `model.layers.0:32:1` (start, stop, step, as a range); with
-a period of six, as in Gemma 3, there are `model.layers.0:18:6`, `model.layers.1:18:6`, ... Only the device and its
-programs know these names: checkpoints and exports have Hugging Face's.
+a period of six, as in Gemma 3, there are `model.layers.0:18:6`, `model.layers.1:18:6`, ... Only device tensors and the
+programs that use them have these names: checkpoints and exports have Hugging Face's.
 """
 
 import re
@@ -14,12 +14,12 @@ RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
 
 
 def is_stack(name: str) -> bool:
-    """Whether the parameter has an axis of layers in front."""
+    """Return whether the parameter of this name has a leading layer axis."""
     return RANGE.search(name) is not None
 
 
 def hugging_face_names(name: str) -> list[str]:
-    """The parameters that `name` is the stack of, in order; itself where it is none.
+    """Return the names of the parameters stacked in `name`, in layer order; of no stack, `name` itself.
 
     >>> hugging_face_names("model.layers.1:6:2.mlp.up_proj.weight")[2]
     'model.layers.5.mlp.up_proj.weight'
@@ -31,7 +31,7 @@ def hugging_face_names(name: str) -> list[str]:
 
 
 def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under Hugging Face's names, in the order of the layers."""
+    """Return views of the tensors under Hugging Face's names, in layer order."""
     by_name: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parts = tensor.unbind(0) if is_stack(name) else [tensor]
@@ -40,7 +40,10 @@ def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stacked(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """The tensor `name`, put together from tensors under Hugging Face's names, each asked for once."""
+    """Return the tensor `name` assembled from tensors under Hugging Face's names.
+
+    `tensors` may read from storage: each name is looked up once.
+    """
     if not is_stack(name):
         return tensors[name]
     names = hugging_face_names(name)
@@ -53,5 +56,5 @@ def stacked(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,9 +1,9 @@
-"""A request to stop that all processes of a run on one machine see, and the step at which they follow it together.
+"""A stop request shared by a run's processes on one machine, and agreement on the step to stop at.
 
-A process that starts others takes SIGTERM and Ctrl-C for them: torch_xla's children run in a thread, where Python runs
-no handler. It blocks both signals in its main thread before it starts them, which they inherit, so that a signal to the
-whole group kills nobody; a thread of each process waits for signals instead. What they share is a page of memory: the
-request, and how often each process has asked whether to stop.
+The parent handles SIGTERM and Ctrl-C for its children: torch_xla's children run their work in a thread, where Python
+runs no signal handler. It blocks both signals in its main thread before it starts them, and they inherit that, so that
+a signal to the whole process group kills none; a thread of each process waits for signals instead. The processes share
+a page of memory with the request and, per process, the number of times that it has asked whether to stop.
 """
 
 import fcntl
@@ -20,22 +20,22 @@ from multiprocessing import resource_tracker
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_PROCESSES = 256
 REQUESTED, STOP_AT, CALLS = 0, 1, 2
-"""Places in the page, of 8 bytes each; from CALLS on one for each process."""
-STUCK_SECONDS = 300.0  # the longest that a maintenance event of a TPU waits for a process that was asked to stop
-INTERRUPTED_EXIT_CODE = 130  # what a shell reports of a program that Ctrl-C ended
+"""Indices of the page's 8-byte fields; from CALLS on there is one for each process."""
+STUCK_SECONDS = 300.0  # the longest time that a TPU maintenance event leaves a process to stop
+INTERRUPTED_EXIT_CODE = 130  # a shell's exit code for a program that Ctrl-C ended
 TERMINATED_EXIT_CODE = 143
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Where a child finds the page: an open file of the process that started it."""
+    """Where a child finds the page: a process id and a file descriptor that is open there."""
 
     parent: int
     file: int
 
 
 class SharedRequest:
-    """The page; whoever holds it may ask all to stop."""
+    """The shared page; every process that maps it may ask all to stop."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -44,27 +44,27 @@ class SharedRequest:
 
     @classmethod
     def of(cls, ticket: Ticket) -> "SharedRequest":
-        """The page of the process that started this one."""
+        """Map the page of the process that started this one."""
         return cls(os.open(f"/proc/{ticket.parent}/fd/{ticket.file}", os.O_RDWR))
 
     @property
     def requested(self) -> bool:
-        """Whether somebody has asked."""
+        """Whether any process has asked to stop."""
         return bool(self._page[REQUESTED])
 
     @property
     def asked_at(self) -> float | None:
-        """When the first did, in seconds on the monotonic clock, which all processes of a machine share."""
+        """Time of the first request, in seconds of the machine-wide monotonic clock; None without one."""
         return self._page[REQUESTED] / 1e9 if self.requested else None
 
     def request(self) -> None:
-        """Ask all to stop; a second time changes nothing."""
+        """Ask all processes to stop; a second call changes nothing."""
         self._page[REQUESTED] = self._page[REQUESTED] or time.monotonic_ns()
 
     def agreed(self, rank: int) -> bool:
-        """Whether to stop here; every process of the run must call it at the same points of its work.
+        """Return whether to stop here; every process of the run must call it at the same points of its work.
 
-        True at one point for all: the first that no process has passed.
+        It is True at the same point on all: the first that no process had passed when the request was seen.
         """
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
@@ -83,17 +83,17 @@ _handed_out: SharedRequest | None = None
 
 
 def joined() -> tuple[SharedRequest, int] | None:
-    """The page of this process and its rank; None where the run is one process."""
+    """Return the shared page and this process's rank; None where the run is one process."""
     return _joined
 
 
 def children_asked_at() -> float | None:
-    """When the children that this process started were asked to stop; None where they were not, or there are none."""
+    """Return the monotonic time of the stop request to this process's children; None without one."""
     return _handed_out.asked_at if _handed_out is not None else None
 
 
 def join(ticket: Ticket, *, rank: int) -> None:
-    """Make a process that was started under `signals_for_children` part of what it shares."""
+    """Join the stop request of the parent, which has started this process under `signals_for_children`."""
     global _joined
     request = SharedRequest.of(ticket)
     _joined = request, rank
@@ -101,7 +101,10 @@ def join(ticket: Ticket, *, rank: int) -> None:
 
 
 def _watch(request: SharedRequest, parent: int) -> None:
-    """Signals of a child; the process that started it ends it with SIGTERM when another child has died."""
+    """Wait for signals in a child and pass them to the shared request.
+
+    SIGTERM from the parent without a request means that another child has died: this one ends at once.
+    """
     while True:
         info = signal.sigwaitinfo(SIGNALS)
         if info.si_signo == signal.SIGTERM and info.si_pid == parent and not request.requested:
@@ -114,9 +117,10 @@ def _watch(request: SharedRequest, parent: int) -> None:
 
 @contextmanager
 def signals_for_children() -> Iterator[Ticket]:
-    """Inside, SIGTERM and the first Ctrl-C ask the children to stop; a second Ctrl-C ends everything at once.
+    """Turn SIGTERM and the first Ctrl-C into a stop request to the children started inside.
 
-    Only the main thread may call it; children are started inside, and hand the ticket to `join`.
+    A second Ctrl-C ends everything at once. Only the main thread may call it, and the children pass the ticket to
+    `join`.
     """
     global _handed_out
     file = os.memfd_create("tpu_experiments_stop")
@@ -143,7 +147,10 @@ def signals_for_children() -> Iterator[Ticket]:
 
 
 def _listen(reading: int, request: SharedRequest) -> None:
-    """The numbers of the signals that arrived, whichever thread the kernel gave them to."""
+    """Read signal numbers from the wake-up pipe and pass them to the shared request.
+
+    They arrive there whichever thread the kernel delivered them to.
+    """
     interrupted = False
     while numbers := os.read(reading, 64):
         for number in numbers:

@@ -1,6 +1,6 @@
-"""Ties a process to the one that started it: the kernel kills it when its parent ends.
+"""Ties a process to its parent: the kernel kills it when the parent ends.
 
-As a program it ties itself and becomes a command:
+Run as a program, it ties itself to PARENT, pins itself to CORES and replaces itself by COMMAND:
 
     python -I -S tether.py PARENT CORES COMMAND...
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence, Set
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-NOT_STARTED = 127  # what a shell ends with where there is no such command
+NOT_STARTED = 127  # a shell's exit code for a command that does not exist
 
 
 def die_with(parent: int) -> None:
@@ -26,10 +26,10 @@ def die_with(parent: int) -> None:
 
 
 def tied(command: Sequence[str], *, cores: Set[int] | None = None) -> list[str]:
-    """The command as a child of this process that does not outlive the thread that starts it.
+    """Return the command, wrapped so that as a child of this process it dies with its starting thread.
 
     Args:
-        cores: the only CPU cores it may use; None for all.
+        cores: CPU cores that it is pinned to; None for all.
     """
     allowed = ",".join(map(str, sorted(cores or ())))
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), allowed, *command]

@@ -1,7 +1,7 @@
-"""Runtime on torch_xla: the only file, with `xla_*.py`, that names it for training.
+"""Runtime on torch_xla; for training, only this file and `xla_*.py` import it.
 
-`inline`: one device. `spmd`: all devices as one, of one host or of several with a process each, arrays annotated with a
-sharding and the graph partitioned by XLA. `spawn`: one process per device, gradients summed in the graph.
+`inline`: one device. `spmd`: all devices as one, of one host or of several with one process each; arrays are annotated
+with a sharding and XLA partitions the graph. `spawn`: one process per device, gradients summed in the graph.
 """
 
 import itertools
@@ -40,7 +40,7 @@ from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
 
 GIB = 2**30
 NEVER_SYNC = 2**62
-"""Batches between two syncs of torch_xla's loader. A program syncs itself; a second sync for each batch took 1.5 ms."""
+"""Batches between syncs of torch_xla's loader: never. A program syncs itself; another sync per batch took 1.5 ms."""
 
 
 class XlaRuntime:
@@ -61,7 +61,7 @@ class XlaRuntime:
                 "XLA_ENABLE_PARAM_ALIASING=0 forbids that; unset it, or set trainer.trace_every_steps=1."
             )
         self.mesh: xs.Mesh | None = None
-        if compile_cache is not None:  # torch_xla reads it when it makes its first computation
+        if compile_cache is not None:  # must precede torch_xla's first computation
             os.makedirs(compile_cache, exist_ok=True)
             xr.initialize_cache(compile_cache, readonly=False)
         if hw.parallel == "spmd":
@@ -129,8 +129,8 @@ class XlaRuntime:
         specs = None
         if self.mesh is not None:
             specs = {name: self._rows_spec(tensor.ndim, rows_dim=rows_dim) for name, tensor in first[1].items()}
-        # A loader with several threads mixes up the order of the batches (100 of 200 came late), and tells that one of
-        # them failed only when the others are done: so as many loaders of one thread each, taking turns.
+        # One loader with several threads reorders batches (100 of 200 arrived late) and reports the error of one thread
+        # only after the others are done: so there is one loader per thread, and they take turns.
         dealer = Dealer(itertools.chain([first], batches), num_readers=settings.host_to_device_transfer_threads)
         loaders = [
             iter(
@@ -154,7 +154,7 @@ class XlaRuntime:
                 loader._loader.close()
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
-        if self._hosts.size > 1:  # a host has only its own part of what is split, and reads alone
+        if self._hosts.size > 1:  # a host has only its own shards of a result, and reads results by itself
             function = whole_results(function, lay=self.lay)
         return XlaProgram(function, name=name, compiles=self.compiles, held=held, closures=self.closures)
 
@@ -211,7 +211,7 @@ def _arrivals(dealer: Dealer[Info, dict[str, Tensor]], loaders: list[Any]) -> It
     for loader in itertools.cycle(loaders):
         tensors = next(loader, None)
         if tensors is None:
-            # A loader ends in the same way at the last batch and after an exception of what it reads.
+            # A loader ends in the same way after the last batch and after an exception of its iterator.
             dealer.raise_if_early()
             return
         yield dealer.info(), tensors

@@ -1,4 +1,4 @@
-"""The TPU's attention kernel in torch_xla's graphs: lowered once by jax, then put in as a computation.
+"""The TPU attention kernel in torch_xla's graphs: lowered by jax once, embedded as a computation.
 
 Lowering needs no TPU, so a plan on a CPU and a run on a TPU get the same kernel.
 """
@@ -23,7 +23,7 @@ class XlaAttention:
     """An `AttentionKernel` for tensors of torch_xla, placeholders included.
 
     Args:
-        mesh: chips that rows and heads are split over.
+        mesh: chips that rows and heads are sharded over.
         target: `interpreted` runs the kernel's steps as plain XLA, for tests on a CPU.
         max_block: tokens in the largest block.
     """
@@ -32,12 +32,12 @@ class XlaAttention:
         self.mesh, self.target, self.max_block = mesh, target, max_block
 
     def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output (B, T, H D) and log-sum-exp (B, H, T)."""
+        """Return the output (B, T, H D) and the log-sum-exp of the scores (B, H, T)."""
         out, log_sum = self._embedded(*tensors, heads=heads, scores=scores, direction="forward")
         return out, log_sum
 
     def backward(self, *saved: Tensor, grad: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         dq, dk, dv = self._embedded(*saved, grad, heads=heads, scores=scores, direction="backward")
         return dq, dk, dv
 
@@ -63,7 +63,7 @@ class XlaAttention:
 
 
 def attention_kernel_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaAttention | None:
-    """The kernel of programs for `device`, `tpu` in capitals or not; None where it has none."""
+    """Return the kernel of programs for `device` (`tpu`, in either case); None for every other device."""
     if device.lower() != "tpu":
         return None
     return XlaAttention(mesh=mesh if hw.parallel == "spmd" else Mesh(), max_block=hw.attention_block)
@@ -71,7 +71,7 @@ def attention_kernel_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaAttenti
 
 @functools.cache
 def _computation(call: AttentionCall, *, direction: Direction, target: Target) -> object:
-    try:  # here, since jax takes seconds to import and most programs have no kernel
+    try:  # imported here, since jax takes seconds to import and most programs have no kernel
         from tpu_experiments.runtime.splash import lowered
     except ModuleNotFoundError as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What folded layers need of torch_xla, made alike for a run and for its plan."""
+"""The `Folding` on torch_xla, built the same way for a run and for its memory plan."""
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
@@ -10,7 +10,11 @@ from tpu_experiments.runtime.xla_loop import loop_for
 
 
 def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -> Folding:
-    """For programs of `device`, `tpu` in capitals or not; only `spmd` splits them over the mesh."""
+    """Return the folding of programs for `device`; only `spmd` shards them over the mesh.
+
+    Args:
+        device: type of device, such as `tpu`, in either case.
+    """
     if hw.parallel == "spmd":
         loop, lay = loop_for(device, mesh=mesh), lay_over(mesh)
     else:

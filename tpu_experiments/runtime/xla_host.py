@@ -1,4 +1,4 @@
-"""Intermediate values of a TPU's program that wait in the memory of its host."""
+"""Offload of intermediate values of a TPU program to host memory."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from tpu_experiments.runtime.layout import HostMemory
 
 
 def host_memory_for(device: str) -> HostMemory:
-    """The annotations that XLA's host offloader reads; those of other devices know no memory but their own.
+    """Return the transfers to and from host memory for `device`; the identity on every device but a TPU.
 
-    The slices of a loop's stack are then moved while the loop computes (`dynamic-update-slice-start`).
+    They are annotations that XLA's host offloader reads. It moves the slices of a loop's stacked outputs while the
+    loop computes (`dynamic-update-slice-start`).
     """
     if device.lower() != "tpu":
         return HostMemory()
@@ -20,7 +21,7 @@ def host_memory_for(device: str) -> HostMemory:
 
 def _placed(memory: str) -> Any:
     def place(tensor: Tensor) -> Tensor:
-        # As torch_xla's place_to_host, whose operator registers a backward pass of its own.
+        # The same call as torch_xla's place_to_host, without its operator, which registers a backward pass of its own.
         placed: Tensor = stablehlo_custom_call.stablehlo_custom_call(
             [tensor],
             "annotate_device_placement",

@@ -1,9 +1,11 @@
-"""Which worker of a TPU slice this machine is."""
+"""Index and addresses of the workers of a TPU slice."""
 
 from torch_xla._internal import tpu
 
 
 def workers() -> tuple[int, list[str]]:
-    """Number of this worker, and the addresses of all in their order: from the VM's metadata, or on GKE from
-    TPU_WORKER_ID and TPU_WORKER_HOSTNAMES; no device is touched."""
+    """Return the index of this worker and the addresses of all workers by index.
+
+    They are from the VM's metadata, or on GKE from TPU_WORKER_ID and TPU_WORKER_HOSTNAMES. No device is initialised.
+    """
     return tpu.worker_id(), tpu.get_worker_ips()

@@ -1,4 +1,7 @@
-"""A sharding annotation on an intermediate value, from the mesh's sizes alone, so that a plan makes the same."""
+"""Sharding constraints in torch_xla's graphs.
+
+They are made from the mesh's sizes alone, so that a plan on another machine makes the same ones.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -17,10 +20,11 @@ from tpu_experiments.runtime.layout import Lay
 
 
 def lay_over(mesh: Mesh) -> Lay:
-    """The `Lay` of a program that is split over the mesh; torch_xla must be in SPMD mode."""
+    """Return the `Lay` of a program sharded over the mesh; torch_xla must be in SPMD mode."""
 
     def lay(tensor: Tensor, *, axes: Axes) -> Tensor:
-        named = (tensor * 1).to(tensor.dtype)  # a tensor with a buffer would be moved instead, a placeholder refused
+        # `* 1` makes an intermediate value: a tensor with a buffer would be resharded, and a placeholder is refused.
+        named = (tensor * 1).to(tensor.dtype)
         split = mesh.split(mesh.named(axes), ndim=tensor.ndim)
         torch_xla._XLAC._xla_mark_sharding(named, _annotation(split))
         return named
@@ -42,9 +46,9 @@ def _annotation(split: Split) -> object:
 
 
 def whole_results(function: Callable[[Batch], Any], *, lay: Lay) -> Callable[[Batch], Any]:
-    """The function with results that every device has whole; XLA splits them as it likes otherwise.
+    """Return `function` with its results replicated; without a constraint XLA chooses how to shard them.
 
-    What the function writes into tensors of the run keeps their own annotation.
+    Tensors of the run that the function writes keep their own sharding.
     """
 
     def whole(value: Any) -> Any:
@@ -56,16 +60,19 @@ def whole_results(function: Callable[[Batch], Any], *, lay: Lay) -> Callable[[Ba
 
 
 def xla_mesh(mesh: Mesh) -> xs.Mesh:
-    """As torch_xla has it, of the axes that split anything."""
+    """Return torch_xla's mesh with the axes of more than one device."""
     return xs.Mesh(np.arange(mesh.num_devices), tuple(map(mesh.size, mesh.names)), mesh.names)
 
 
 class Spec(xs.ShardingSpec):
-    """torch_xla 2.9's takes a tensor with as many split dimensions as it has for one without copies, also where the
-    mesh has further axes; its `Mesh` knows better."""
+    """torch_xla's ShardingSpec with the sharding type computed by its `Mesh`.
+
+    torch_xla 2.9's own takes a tensor whose dimensions are all sharded for one that is not replicated, also where the
+    mesh has further axes.
+    """
 
     def __post_init__(self) -> None:
-        if not self.partition_spec:  # a number
+        if not self.partition_spec:  # a scalar
             super().__post_init__()
             return
         made = self.mesh._get_op_sharding_args(tuple(self.partition_spec))

@@ -1,8 +1,8 @@
 """The loop on torch_xla: one While operation whose body is traced once, from placeholders.
 
-It stands on the untracked half of torch_xla's scan (`_scan_impl_pytree`): the body is Python that runs once while the
-program is traced, so it may hold autograd and loops of its own. torch_xla's `scan` itself traces its body with
-AOTAutograd, at every step unless the same function comes again, and decides what to keep for the backward pass.
+It uses the part of torch_xla's scan below autograd (`_scan_impl_pytree`): the body is Python that runs once while the
+program is traced, so it may use autograd and nested loops. torch_xla's public `scan` traces its body with AOTAutograd,
+at every step unless it is given the same function object, and chooses the saved tensors of the backward pass itself.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tpu_experiments.runtime.xla_buffer import Unwritten, stacks_made_by, unwrit
 
 
 def loop_for(device: str, *, mesh: Mesh) -> Loop:
-    """The loop of programs for `device` that are split over the mesh."""
+    """Return the loop of programs for `device` that are sharded over the mesh."""
     return functools.partial(xla_loop, unwritten=unwritten_for(device, mesh=mesh))
 
 
@@ -33,10 +33,12 @@ def xla_loop(
     rows: int | None = None,
     unwritten: Callable[[int], Unwritten] | None = None,
 ) -> tuple[Tensors, Tensors]:
-    """As `Loop` says. `consts` are carried and come back unchanged, which XLA sees: they are not copied.
+    """Run the loop (`Loop.__call__`) as one While operation.
+
+    `consts` are part of the carry and returned unchanged; XLA detects that and does not copy them.
 
     Args:
-        unwritten: number of rows to the maker of stacks that are not filled first; None fills with zeros.
+        unwritten: maps the number of rows to an allocator of uninitialised output stacks; None: filled with zeros.
     """
     length_of(xs)
     carry_types, x_types, const_types = ([t.dtype for t in tensors] for tensors in (carry, xs, consts))
@@ -55,7 +57,7 @@ def xla_loop(
 
 
 def _typed(tensors: Tensors, types: list[torch.dtype]) -> Tensors:
-    """torch_xla hands the body its arguments times 1, which makes int64 of bool."""
+    """Restore dtypes: torch_xla calls the body with its arguments times 1, which turns bool into int64."""
     return tuple(t if t.dtype == dtype else t.to(dtype) for t, dtype in zip(tensors, types, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The devices of torch_xla, for runtime/probe.py."""
+"""Count of torch_xla's devices, for runtime/probe.py."""
 
 import torch
 import torch_xla
@@ -6,7 +6,7 @@ import torch_xla.runtime as xr
 
 
 def devices_seen(device: str) -> tuple[int, str, float]:
-    """Devices of all processes, their type, and 1 + 1 as the first one adds it."""
+    """Return the number of devices of all processes, their type, and 1 + 1 computed on the first."""
     one = torch.ones((), device=torch_xla.device())
     total = float((one + one).cpu())
     kind = xr.device_type() or device

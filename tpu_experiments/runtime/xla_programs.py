@@ -1,8 +1,8 @@
-"""Programs on torch_xla, and the watch over what is compiled for them: nothing new after the first calls.
+"""Compiled programs on torch_xla, and the detection of recompilation after their first calls.
 
 A run's programs are known before its first step. A batch of another shape is refused before it is traced. A program
-that is compiled again for inputs it had before holds a value that Python computed: that is found after the fact, so its
-step is done, and the next call refuses.
+that is compiled again for the same input shapes has a baked-in value that Python computed: that is detected only
+afterwards, when its step is done, so the next call raises.
 """
 
 import logging
@@ -38,7 +38,7 @@ REMEDY = "let it compile with trainer.on_recompile=warn"
 
 
 class Compiles:
-    """What was compiled in this process, and what of it was to be expected."""
+    """Counts of this process's compilations, and which of them were expected."""
 
     def __init__(self, *, policy: str, cache_folder: str | None = None, trace_every: int = 1) -> None:
         self.policy, self.cache_folder, self.trace_every = policy, cache_folder, trace_every
@@ -51,16 +51,16 @@ class Compiles:
         self._waiting: UnexpectedProgram | None = None
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
-        """From now on the programs of these names take these shapes of token ids and no other."""
+        """Restrict the programs of these names to these shapes of token ids."""
         self.shapes = {name: set(of_name) for name, of_name in shapes.items()}
 
     def before(self, name: str) -> int:
-        """Compiles before a call of the program `name`.
+        """Return the number of compilations before a call of the program `name`.
 
-        The first time that one program follows another, what lies between them may compile; later it may not.
+        The first time that one program follows another, operations between them may compile; later they may not.
 
         Raises:
-            UnexpectedProgram: something was compiled that should not have been.
+            UnexpectedProgram: an earlier complaint, or such an operation was compiled.
         """
         num, (last, num_then) = num_compiles(), self._last
         if self._warmup is None:
@@ -77,11 +77,11 @@ class Compiles:
 
     @property
     def last(self) -> str:
-        """Name of the program that was called last."""
+        """Name of the program that was called last; empty before the first call."""
         return self._last[0]
 
     def after(self, name: str, *, num_before: int, is_warmup: bool) -> int:
-        """Count what a call compiled."""
+        """Count and return the compilations of a call; those of a warm-up call are expected."""
         num = num_compiles()
         if is_warmup and self._warmup is not None:
             self._warmup += num - num_before
@@ -89,14 +89,14 @@ class Compiles:
         return num - num_before
 
     def complain(self, text: str, *, explain: Callable[[], str] | None = None) -> None:
-        """Have the next call raise it, or warn."""
+        """Log the text as a warning, or make the next call of a program raise it, as the policy says."""
         if self.policy == "warn":
             log.warning("%s", text)
         elif self._waiting is None:
             self._waiting = UnexpectedProgram(f"{text}, or {REMEDY}", explain=explain)
 
     def counters(self) -> Counters:
-        """Compiler activity so far."""
+        """Return the compiler activity so far."""
         num = num_compiles()
         return Counters(
             num_compiles=num,
@@ -108,7 +108,7 @@ class Compiles:
         )
 
     def cache(self) -> CompileCache | None:
-        """What the folder of compiled programs was good for; torch_xla counts it."""
+        """Return hits and misses of the persistent compile cache, from torch_xla's counters; None without one."""
         if self.cache_folder is None:
             return None
         kinds = ("Hit", "Miss", "DeserializeFailure")
@@ -122,10 +122,10 @@ OUTSIDE = (
 
 
 class XlaProgram(Generic[Out]):
-    """A function of a batch as one compiled program per signature.
+    """A function of a batch, compiled into one program per signature.
 
-    With `trace_every=1` each call is traced and handed over without waiting for the device, which computes the call
-    before meanwhile; nothing is recorded. Above 1, most calls run the graph of an earlier trace (`xla_replay.py`).
+    With `trace_every=1` each call is traced and dispatched without waiting for the device, which runs the previous call
+    meanwhile; nothing is recorded. Above 1, most calls replay the graph of an earlier trace (`xla_replay.py`).
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class XlaProgram(Generic[Out]):
         self.closures = closures or Closures()
         self.replay = Replay(every=compiles.trace_every, held=held) if compiles.trace_every > 1 else None
         self.num_traced = 0
-        """Calls so far for which the function ran."""
+        """Calls so far for which the Python function ran."""
         self._texts: dict[Signature, bytes] = {}
         self._num_calls = 0
         self._places: list[int] = []
@@ -151,7 +151,7 @@ class XlaProgram(Generic[Out]):
     def __call__(self, batch: Batch, *, then: Callable[[Any], None] | None = None) -> Out:
         if not self.compiles.is_profiled:
             return self._call(batch, then=then)
-        # Not torch_xla's StepTrace: its scope would be part of the program, which would be compiled again.
+        # Not torch_xla's StepTrace: its scope is part of the program, which would be compiled again.
         with torch_xla._XLAC.profiler.TraceMe(self.name, _r=1, step_num=self._num_calls + 1):
             return self._call(batch, then=then)
 
@@ -170,7 +170,7 @@ class XlaProgram(Generic[Out]):
             log.info("%s: compiling", what)
             compile_seconds = _compile_seconds()
         places = [id(tensor) for tensor in self.held().values()]
-        if is_first or places != self._places:  # the tensors of a checkpoint are in the place of the held ones
+        if is_first or places != self._places:  # loading a checkpoint replaces the held tensors
             run_what_is_pending()
         self._places = places
         trace = partial(self._traced, batch, signature)
@@ -197,10 +197,10 @@ class XlaProgram(Generic[Out]):
         return out
 
     def _is_admitted(self, signature: Signature) -> bool:
-        """Whether a new signature is one that the run was known to need.
+        """Return whether a new signature is one that was expected; warn if it is not.
 
         Raises:
-            UnexpectedProgram: under `error`; the batch was not touched.
+            UnexpectedProgram: it is not, and the policy is `error`; nothing was run on the batch.
         """
         shape, expected = leading_shape(signature), self.compiles.shapes.get(self.name)
         if expected is None or (shape in expected and shape not in map(leading_shape, self._texts)):
@@ -213,7 +213,7 @@ class XlaProgram(Generic[Out]):
         return False
 
     def _traced(self, batch: Batch, signature: Signature) -> Out:
-        """Trace; keep the program's text of the first trace, and compare with it after a complaint that only warned."""
+        """Trace a call; keep the HLO of the first trace, and compare with it once after a warning."""
         self.num_traced += 1
         is_known = signature in self._texts
         if is_known and self._is_told and not self._is_explained:
@@ -230,17 +230,17 @@ class XlaProgram(Generic[Out]):
         return out
 
     def _compared(self, batch: Batch, signature: Signature) -> tuple[Out, str]:
-        """Trace with the places in Python; return the result and what differs from the first text of this signature."""
-        torch_xla._XLAC._set_ir_debug(True)  # noted for every operation, which is slow
+        """Trace with source lines; return the result and the differences from this signature's first HLO."""
+        torch_xla._XLAC._set_ir_debug(True)  # records a source line for every operation, which is slow
         try:
-            out = self.function(batch)  # not watched: the places would be those of the watch
+            out = self.function(batch)  # without NoHostReads, whose own lines would be recorded
             now = hlo_of(out)
         finally:
             torch_xla._XLAC._set_ir_debug(False)
         return out, changed_values(zlib.decompress(self._texts[signature]).decode(), now)
 
     def _tell(self, batch: Batch, signature: Signature, *, compiled: int, change: Change | None) -> None:
-        """Say once that the program is another one than it was; with `warn` the next call says which value it was."""
+        """Complain once that the program has changed; with `warn` the next trace logs which value it was."""
         num_replayed = change.num_replayed if change is not None else 0
         late = f"; the {num_replayed} calls before it were not traced and ran with the former" if num_replayed else ""
         if change is not None and change.number:
@@ -255,7 +255,10 @@ class XlaProgram(Generic[Out]):
             self.compiles.complain(text, explain=lambda: self._compared(batch, signature)[1])
 
     def _tell_number(self, number: str, *, late: str) -> None:
-        """A number that Python hands to the program needs no other program, but a trace."""
+        """Report a changed Python number that is an input of the program.
+
+        It causes no recompilation, but every call has to be traced.
+        """
         text = f"a number that Python hands to {self.name} has changed at its call {self._num_calls} ({number})"
         if late:
             self.compiles.complain(
@@ -271,26 +274,29 @@ class XlaProgram(Generic[Out]):
 
 
 def run_what_is_pending() -> None:
-    """Run the operations that wait on the device, such as a buffer's zeros, which would be part of the next program."""
+    """Run pending operations, such as zeroing a buffer, which would else be part of the next program.
+
+    The random state is restored afterwards.
+    """
     device = str(torch_xla.device())
     state = torch_xla._XLAC._xla_get_rng_seed()
     torch_xla.sync()
-    xm.set_rng_state(state, device)  # a sync moves it on
+    xm.set_rng_state(state, device)  # a sync advances it
 
 
 def num_reads() -> int:
-    """Return the number of operations so far that torch_xla has handed to the host's CPU, each after a transfer."""
+    """Return the number of operations so far that fell back to the host's CPU, each after a transfer."""
     return int(torch_xla._XLAC._xla_counter_value("xla::_to_cpu") or 0)
 
 
 def hlo_of(out: Any) -> str:
-    """The text of the program that is pending for these outputs."""
+    """Return the HLO text of the program that is pending for these outputs."""
     leaves = tree_flatten(vars(out) if hasattr(out, "__dataclass_fields__") else out)[0]
     return str(torch_xla._XLAC._get_xla_tensors_hlo([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
 
 
 def num_compiles() -> int:
-    """Programs compiled in this process so far."""
+    """Return the number of programs compiled in this process so far."""
     data = met.metric_data("CompileTime")
     return int(data[0]) if data else 0
 

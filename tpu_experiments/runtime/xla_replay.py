@@ -1,13 +1,13 @@
-"""Replay: run the graph of an earlier trace instead of having Python build it again.
+"""Replay: run the graph of an earlier trace instead of tracing the function in Python again.
 
 Tracing an unrolled 7B step takes Python 1.3 s where the device takes 0.55 s. The graph is the same at every step as
 long as what the function computes depends on tensors alone, so it is recorded, compared over three traces, and then run
 by its hash, as torch_xla's bridge for torch.compile does (torch_xla 2.9, _dynamo/dynamo_bridge.py). `torch_xla.sync()`
-compiles under a hash that it tells nobody, and what it finds alive on the device is part of its program; a recorded
-program is what its function returns and the held tensors that it writes.
+cannot be used for that: it does not return the hash that it compiles under, and its program includes every live tensor
+on the device. The outputs of a recorded program are the function's results and the held tensors that it writes.
 
-Later traces come at irregular intervals, so that a change with a period is met sooner or later. That is a check, not a
-proof: `config/tracing.py` allows replay for the steps of this project only.
+Later traces come at random intervals, so that a periodic change is found in the end. That is a check, not a proof:
+`config/tracing.py` allows replay for the steps of this project only.
 """
 
 import gc
@@ -35,40 +35,40 @@ SEED = "(seed)"
 CONSTANT = "(constant)"
 BATCH = "batch/"
 SMALL = 16
-"""Elements up to which two constants are the same by value; torch_xla sends a Python number anew in every trace."""
+"""Elements up to which constants are compared by value: torch_xla uploads a Python number again in every trace."""
 
 
 NUM_FIRST = 3
-"""Traces in a row that must be the same before a call is replayed. The second may find tensors that the first wrote,
-the third is the first that comes after two calls of one kind."""
+"""Equal traces in a row before a call is replayed. The second trace may read tensors that the first has written; the
+third is the first to follow two calls of the same kind."""
 MAX_READING_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A graph, where its inputs come from and where its outputs go."""
+    """A compiled graph, the sources of its inputs and the destinations of its outputs."""
 
     hash: bytes
     inputs: tuple[str, ...]
-    """In the graph's order: name of a tensor, SEED or CONSTANT."""
+    """In the graph's order: the name of a tensor, SEED or CONSTANT."""
     constants: tuple[Tensor | None, ...] = field(repr=False)
-    """On the device, for each input that is a constant."""
+    """Per input, its device tensor if it is a constant, else None."""
     numbers: tuple[Tensor | None, ...] = field(repr=False)
-    """On the host, for each constant that is small."""
+    """Per input, its host copy if it is a constant of at most SMALL elements, else None."""
     shardings: tuple[str, ...]
-    """Of the named tensors, in their order (spmd)."""
+    """Shardings of the named tensors, in their order; empty outside spmd."""
     written: tuple[str, ...]
-    """Held tensors that get the first outputs of the graph; they are donated."""
+    """Held tensors that the first outputs of the graph replace; their buffers are donated."""
     leaves: tuple[Any, ...] = field(repr=False)
-    """Of the function's result: an output's index, the name of an input, or what is the same in every call."""
+    """Leaves of the function's result: an Output, a Passed input, or a value that is the same in every call."""
     build: Callable[[list[Any]], Any] = field(repr=False)
-    """From leaves to the function's result."""
+    """Builds the function's result from its leaves."""
 
     def run(self, named: Named, inputs: Sequence[Tensor]) -> Any:
-        """Queue the graph; held tensors are written. The function's result."""
+        """Queue the graph, replace the held tensors that it writes, and return the function's result."""
         results = torch_xla._XLAC._run_cached_graph(self.hash, list(inputs))
         for name, new in zip(self.written, results, strict=False):
-            # Not copy_, which leaves an operation pending that the next trace of another program would take in.
+            # Not copy_, which leaves a pending operation that the next trace of another program would include.
             torch_xla._XLAC._replace_xla_tensor(named[name], new)
         return self.build([self._leaf(leaf, results, named) for leaf in self.leaves])
 
@@ -78,7 +78,7 @@ class Recording:
         return named[leaf.name] if isinstance(leaf, Passed) else leaf
 
     def replay(self, named: Named, *, device: str) -> Any:
-        """As `run`, with the tensors of now and the random state of now, which then moves on as after a trace."""
+        """Run with the current tensors and random state, and advance the random state as a traced call does."""
         state = torch_xla._XLAC
         values = [
             constant
@@ -89,12 +89,12 @@ class Recording:
             for name, constant in zip(self.inputs, self.constants, strict=True)
         ]
         out = self.run(named, values)
-        # What torch_xla.sync() does after every program (torch/csrc/lazy/core/lazy_graph_executor.cpp, MarkStep).
+        # The update of torch_xla.sync() after every program (torch/csrc/lazy/core/lazy_graph_executor.cpp, MarkStep).
         xm.set_rng_state((1012031 + state._xla_get_rng_seed() * 7012063) % 2**64, device)
         return out
 
     def fits(self, named: Named) -> bool:
-        """Whether the tensors lie on the devices as in the trace."""
+        """Return whether the tensors have the shardings of the trace."""
         return self.shardings == shardings_of(named)
 
 
@@ -107,27 +107,31 @@ class Output:
 
 @dataclass(frozen=True)
 class Passed:
-    """A leaf that is an input as it came."""
+    """A leaf that is an input, unchanged."""
 
     name: str
 
 
 class Trace:
-    """What is known before a program is traced."""
+    """State before a trace, needed to record it: names, data handles and versions of the tensors."""
 
     def __init__(self, named: Named, *, held: Sequence[str]) -> None:
         self.named, self.held = named, held
-        xm.wait_device_ops()  # until the call before is handed to the device, its outputs have no data to look at
+        xm.wait_device_ops()  # outputs of the previous call have no data handle until it is dispatched
         self.names = dict(zip(handles_of(list(named.values())), named, strict=True))
         self.versions = [named[name]._version for name in held]
-        # By its data, not by the number that torch_xla gives it: a loop that reads it numbers it as a tensor.
+        # The seed is identified by its data handle, not by torch_xla's id for it: in a loop it gets that of a tensor.
         self.seed = torch_xla._XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
         self.names |= dict.fromkeys(handles_of([self.seed]), SEED)
 
     def recorded(self, out: Any, *, looks_for_strays: bool) -> tuple[Recording, list[Tensor]] | None:
-        """The graph that is pending, and its inputs; compiled where it is in no cache.
+        """Return a recording of the pending graph, and its inputs; compiles it if it is in no cache.
 
-        None where the graph is not all of the program: the function changed a tensor on the device that is not held.
+        None where the graph is not the whole program: the function changed a device tensor that is not held.
+
+        Args:
+            out: the function's result.
+            looks_for_strays: return None also if any other live device tensor has pending operations.
         """
         leaves, build = opened(out)
         written = [name for name, is_new in zip(self.held, pending(self._held_tensors()), strict=True) if is_new]
@@ -162,7 +166,7 @@ class Trace:
         return [self.named[name] for name in self.held]
 
     def _is_moved(self, written: Sequence[str]) -> bool:
-        """Whether a held tensor was written without an operation, with what is on the device already."""
+        """Return whether a held tensor was written with device data, so that no operation is pending for it."""
         versions = zip(self.held, self.versions, strict=True)
         return any(self.named[name]._version != before for name, before in versions if name not in written)
 
@@ -182,31 +186,31 @@ class Change:
     number: str
     """The Python number that changed; empty where the graph changed."""
     num_replayed: int
-    """Calls between the two traces, which ran the former graph."""
+    """Calls between the two traces, which replayed the former graph."""
 
 
 class Calls:
-    """Decide which calls of one program with inputs of one signature are traced."""
+    """Schedule of traces: which calls of one program, with inputs of one signature, are traced."""
 
     def __init__(self, *, every: int, differ: Callable[[Any, Any], str | None]) -> None:
         """Trace one call in `every` on average.
 
         Args:
-            differ: compares two recordings; None where they are the same, empty where the graph differs, else the
-                number that differs.
+            differ: compares two recordings; returns None where they are equal, an empty string where the graph differs,
+                else the number that differs.
         """
         self.every, self.differ = every, differ
         self.num_traced = self.num_replayed = 0
         self.is_recorded = True
-        """Whether a trace can be kept."""
+        """Whether traces can be recorded."""
         self._last: Any = None
         self._num_same = 0
         self._is_steady = every > 1
-        self._random = random.Random(0)  # of its own: the same calls are traced in every life of a run
+        self._random = random.Random(0)  # with a fixed seed, so that every start of a run traces the same calls
         self._interval = self._next_interval()
 
     def _next_interval(self) -> int:
-        """Draw a number of calls from half of `every` to three halves of it."""
+        """Draw an interval in calls, uniform from 0.5 to 1.5 times `every`."""
         return self._random.randint(max(1, self.every // 2), self.every + self.every // 2)
 
     def replayable(self) -> Any:
@@ -222,7 +226,7 @@ class Calls:
         """Count a call that was traced and return what changed, once.
 
         Args:
-            now: its recording, None where it cannot be kept.
+            now: its recording; None where it could not be recorded.
         """
         before, num_replayed = self._last, self.num_replayed
         self._last, self.num_replayed, self._interval = now, 0, self._next_interval()
@@ -239,10 +243,10 @@ class Calls:
 
 
 class Reader:
-    """Keep the calls of a program at most one ahead of the thread that reads their outputs.
+    """Keeps the calls of a program at most one ahead of the thread that reads their outputs.
 
-    Reading needs torch_xla's lock of the device, which calls that are not traced take again at once: the loss of ten
-    steps was read ten steps late. The call after the one that is read is queued meanwhile, so the device has work.
+    Reading needs torch_xla's device lock, which replayed calls take again at once: the losses of ten steps were read
+    ten steps late. The next call is queued while one is read, so the device has work.
     """
 
     def __init__(self) -> None:
@@ -250,12 +254,12 @@ class Reader:
         self._done.set()
 
     def wait(self, call: int) -> None:
-        """Wait until the outputs of the call before the last are read; a reading that failed is not waited for."""
+        """Block until the outputs of the call before the last are read, or their reading has failed."""
         if call > self._call + 1:
             self._done.wait(MAX_READING_SECONDS)
 
     def of(self, call: int, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wrap `then`, which reads the outputs of the call of this number, so that `wait` sees it end."""
+        """Wrap `then`, which reads the outputs of call number `call`, so that `wait` is released at its end."""
         self._call, done = call, threading.Event()
         self._done = done
 
@@ -269,33 +273,33 @@ class Reader:
 
 
 class Replay:
-    """The calls of one program, of which most run the graph of an earlier trace."""
+    """The calls of one program, most of which replay the graph of an earlier trace."""
 
     def __init__(self, *, every: int, held: Held) -> None:
         self.every, self.held = every, held
         self.reader = Reader()
         self.dispatch_seconds = 0.0
-        """CPU time of the calling thread in recording graphs and handing them over."""
+        """CPU time of the calling thread in recording and dispatching graphs."""
         self._calls: dict[Signature, Calls] = {}
 
     @property
     def num_traced(self) -> int:
-        """Number of calls so far for which the function ran."""
+        """Number of calls so far that were traced."""
         return sum(calls.num_traced for calls in self._calls.values())
 
     @property
     def num_replayed(self) -> int:
-        """Number of calls since the last trace of each signature for which it did not."""
+        """Number of replayed calls since the last trace, summed over signatures."""
         return sum(calls.num_replayed for calls in self._calls.values())
 
     def call(
         self, signature: Signature, batch: Batch, *, function: Callable[[], Any], may_replay: bool
     ) -> tuple[Any, Change | None]:
-        """Queue one call; return the function's result and what changed since the trace before.
+        """Queue one call; return the function's result and what changed since the previous trace.
 
         Args:
-            function: traces the program.
-            may_replay: False for the first call after another program, which is traced.
+            function: traces the program and returns its result.
+            may_replay: False for the first call after another program, which has to be traced.
         """
         calls = self._calls.setdefault(signature, Calls(every=self.every, differ=differs))
         named = named_tensors(batch, self.held())
@@ -324,13 +328,13 @@ class Replay:
 
 
 def host_random_state() -> tuple[object, ...]:
-    """Return the states of the host's random generators; a function that draws from them is never replayed."""
+    """Return the states of the host's random generators; a function that uses them is never replayed."""
     _, keys, position, *_ = np.random.get_state()
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), position
 
 
 def named_tensors(batch: Named, held: Named) -> dict[str, Tensor]:
-    """All that a program may read and that differs between calls, with nothing pending on it."""
+    """Return the tensors that a program may read and that change between calls; runs pending operations."""
     named = {**held, **{BATCH + name: tensor for name, tensor in batch.items()}}
     if any(pending(list(named.values()))):
         torch_xla.sync()
@@ -338,7 +342,7 @@ def named_tensors(batch: Named, held: Named) -> dict[str, Tensor]:
 
 
 def differs(before: Recording, now: Recording) -> str | None:
-    """What differs between two traces so that one does not stand for the other: empty for the graph, else a number."""
+    """Describe how two traces differ: None if equal, empty for another graph, else the changed number."""
     if before.hash != now.hash or before.inputs != now.inputs or before.written != now.written:
         return ""
     for old, new, was, is_now in zip(before.constants, now.constants, before.numbers, now.numbers, strict=True):
@@ -351,7 +355,7 @@ def differs(before: Recording, now: Recording) -> str | None:
 
 
 def opened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Leaves of a result and what makes one of them; a dataclass is opened by its fields."""
+    """Flatten a result, a dataclass by its fields; return the leaves and the inverse."""
     kind = type(out) if hasattr(out, "__dataclass_fields__") else None
     leaves, spec = tree_flatten(vars(out) if kind else out)
 
@@ -363,8 +367,10 @@ def opened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def strays(known: Mapping[int, Tensor]) -> bool:
-    """Whether tensors on the device that Python holds wait for a program, are none of `known`, and none of their bases,
-    which are alive as long as a view of them is."""
+    """Return whether any live device tensor but `known` and their bases has pending operations.
+
+    Bases are exempt since they are alive as long as a view of them is.
+    """
     bases = {_id(tensor._base) for tensor in known.values() if tensor._base is not None}
     found = [o for o in gc.get_objects() if type(o) in (Tensor, torch.nn.Parameter) and o.device.type == "xla"]
     return any(
@@ -373,24 +379,24 @@ def strays(known: Mapping[int, Tensor]) -> bool:
 
 
 def pending(tensors: list[Tensor]) -> list[bool]:
-    """Of each, whether an operation waits to be run for it."""
+    """Return, for each tensor, whether it has pending operations."""
     return list(torch_xla._XLAC._check_tensor_need_materialization(tensors))
 
 
 def handles_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each, where its data lies on the device."""
+    """Return, for each tensor, the handle of its data on the device."""
     return list(torch_xla._XLAC._get_tensors_handle(list(tensors)))
 
 
 def on_host(constants: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The values of those that are small, brought in one transfer."""
+    """Copy the constants of at most SMALL elements to the host in one transfer; None for the others."""
     small = [c for c in constants if c is not None and c.numel() <= SMALL]
     values = iter(torch_xla._XLAC._xla_get_cpu_tensors(small) if small else ())
     return tuple(None if c is None or c.numel() > SMALL else next(values) for c in constants)
 
 
 def shardings_of(named: Named) -> tuple[str, ...]:
-    """Of each tensor, where it lies; empty outside of spmd."""
+    """Return the sharding of each tensor; empty outside spmd."""
     return tuple(torch_xla._XLAC._get_xla_sharding_specs(list(named.values()))) if xr.is_spmd() else ()
 
 
