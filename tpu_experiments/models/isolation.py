@@ -221,7 +221,7 @@ def _layers_of_every_kind(kinds: Any) -> int:
 def _with_plain_rope(value: Any) -> Any:
     """Replace every form of rotary embedding by the plain one with a single base.
 
-    Factors for longer contexts are one per pair of a head's features, and the copy's heads have another width.
+    The number of factors for longer contexts depends on the width of a head, which the copy changes.
     """
     if not isinstance(value, dict):
         return value

@@ -23,7 +23,7 @@ from torch._functorch.partitioners import (
 from tpu_experiments.config.sources import SAVABLE, SAVED
 
 LOW = "low"
-"""Name of the products of adapters with their A: always saved, r numbers per token."""
+"""Name of an adapter's low-rank product A x: always saved, r numbers per token."""
 PROJECTIONS = SAVABLE[1:]
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
