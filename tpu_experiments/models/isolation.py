@@ -1,8 +1,8 @@
 """Check that a model is causal and keeps the documents of a row apart, on a small copy of its config.
 
-A recurrent layer hands its state from one document to the next, an encoder lets a token see those after it, and ALiBi
-counts positions over a whole row: none of that shows in a loss. The copy has the model's own classes, kinds of layers
-and options, but few and narrow layers, so that the check takes a fraction of a second on the host.
+A recurrent layer carries its state from one document to the next, an encoder lets a token attend to later ones, and
+ALiBi counts positions over a whole row: none of that shows in a loss. The copy has the model's own classes, kinds of
+layers and options, but few and narrow layers, so that the check takes a fraction of a second on the host.
 """
 
 import copy

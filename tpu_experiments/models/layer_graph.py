@@ -49,9 +49,9 @@ class LayerGraph:
     """One layer, differentiated. Inputs are (hidden, *weights, *constants), flattened."""
 
     forward: Callable[..., Sequence[Any]]
-    """Inputs to (output, *saved)."""
+    """Maps the inputs to (output, *saved)."""
     backward: Callable[..., Sequence[Any]]
-    """(*saved, gradient of the output) to the gradients of the inputs, None for inputs without one."""
+    """Maps (*saved, gradient of the output) to the gradients of the inputs, None for inputs without one."""
     saved_inputs: tuple[int | None, ...]
     """For each saved value the number of the input that it is; None where it was computed."""
     num_weights: int

@@ -1,7 +1,7 @@
-"""Low-rank adapters from first principles: y = W x + scale * B A x, W frozen (arXiv 2106.09685).
+"""Low-rank adapters (LoRA): y = W x + scale * B A x with W frozen (arXiv 2106.09685).
 
 `inject` replaces Linear modules by name; the frozen weight keeps Hugging Face's name. `adapter_weights` draws A and B
-(and, for PiSSA, takes them out of W). Shapes: A (r, in), B (out, r), both float32.
+(and, for PiSSA, subtracts scale * B A from W). Shapes: A (r, in), B (out, r), both float32.
 """
 
 import hashlib

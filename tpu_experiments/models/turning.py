@@ -69,9 +69,9 @@ def _files_that_turn(module: nn.Module) -> list[ModuleType]:
 
 
 def _is_usual(turn: Callable[..., Any]) -> bool:
-    """Return whether it computes x cos + rotate_half(x) sin, tested on some numbers.
+    """Return whether a function computes x cos + rotate_half(x) sin, tested on some numbers.
 
-    rotate_half is (a, b) to (-b, a).
+    rotate_half maps (a, b) to (-b, a).
     """
     generator = torch.Generator().manual_seed(0)
     x, (cos, sin) = torch.randn(1, 2, 3, 8, generator=generator), torch.randn(2, 1, 3, 8, generator=generator)

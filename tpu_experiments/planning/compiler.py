@@ -24,7 +24,7 @@ from tpu_experiments.config.mesh import Mesh
 
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
 MOSAIC_VERSION = 7
-"""libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8."""
+"""libtpu 0.0.21 reads Mosaic up to version 7, jax 0.7.1 writes version 8."""
 
 
 @dataclass(frozen=True)

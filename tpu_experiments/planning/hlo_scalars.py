@@ -191,7 +191,7 @@ def literal(text: str) -> int | None:
 
 
 def wrapped(value: int, instruction: Instruction) -> int | None:
-    """Wrap the value around as its integer type does; None for floats and for arrays."""
+    """Wrap the value around as its integer type does; None for floats and for several elements."""
     kind = re.fullmatch(r"([su])(\d+)|(pred)", instruction.shapes[0].dtype)
     if kind is None or instruction.shapes[0].num_elements != 1:
         return None

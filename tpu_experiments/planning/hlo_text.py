@@ -107,7 +107,7 @@ class Computation:
         self.position: dict[str, int] = {}
 
     def add(self, instruction: Instruction) -> None:
-        """Append in the order of the text."""
+        """Append an instruction, in the order of the text."""
         self.position[instruction.name] = len(self.instructions)
         self.instructions.append(instruction)
         self.by_name[instruction.name] = instruction

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from tpu_experiments.planning.plan import ChipMemory, Plan, Rung
 
 Try = Callable[[int], Plan]
-"""From rows per chip to the plan with that micro-batch."""
+"""Maps rows per chip to the plan with that micro-batch."""
 
 
 def rungs_of(plan: Plan) -> list[int]:

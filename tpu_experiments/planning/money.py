@@ -1,4 +1,4 @@
-"""The length of a whole run in seconds, and what it costs at the dated prices of conf/hw, spot and on demand."""
+"""Length of a whole run in seconds, and its cost at the dated prices of conf/hw, spot and on demand."""
 
 from dataclasses import dataclass
 
@@ -103,7 +103,7 @@ class Cost:
 
     hours: float
     hours_range: tuple[float, float] | None
-    """By the calibration's relative error; null where it has none."""
+    """Lowest and highest by the calibration's relative error; null where it has none."""
     usd: Dollars
     usd_range: Span
     usd_per_epoch: Dollars

@@ -89,7 +89,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
     used, limit = (in_bytes(*headline.group(at, at + 1)) for at in (2, 4))
     starts = [match.start() for match in BUFFER.finditer(message)]
     ends = [*starts[1:], len(message)]
-    entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # no starts, one end
+    entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # without starts one end is left
     return OutOfMemory(
         memory_space=headline[1],
         used_gib=used / GIB,

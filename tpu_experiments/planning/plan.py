@@ -128,7 +128,7 @@ class Rung:
 
     micro_batch: int
     total_gib: float
-    """As reported by the compiler."""
+    """GiB per chip, as reported by the compiler."""
     fits: bool
     predicted_gib: float | None = None
     """Predicted from the headroom of the first try; null for that one."""
@@ -139,7 +139,7 @@ class Tried:
     """One combination of a search."""
 
     overrides: tuple[str, ...]
-    """In the form that the command line takes."""
+    """Settings in the form that the command line takes."""
     outcome: str
     """`fits`; `too large` by the compiler; `pruned` by formulas or since fewer rows were too large; `refused` by the
     checks or the compiler."""

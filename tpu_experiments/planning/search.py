@@ -39,7 +39,7 @@ class Candidate:
 
 
 Attempt = Callable[[Sequence[Candidate]], Sequence[Tried]]
-"""From candidates, tried concurrently, to the compiler's answers."""
+"""Maps candidates, tried concurrently, to the compiler's answers."""
 
 
 def combinations(axes: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:

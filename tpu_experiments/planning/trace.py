@@ -1,8 +1,8 @@
 """The trainer's own programs, traced on placeholders: shapes and data types without buffers.
 
-So a 7B model takes no memory. `TracingRuntime` takes the place of the trainer's devices. What the trainer uploads
-becomes a placeholder, and a program is lowered instead of run: to its HLO, and for every argument to its name and its
-sharding in the run.
+A 7B model takes no memory. `TracingRuntime` takes the place of the trainer's devices: what the trainer uploads becomes
+a placeholder, and a program is lowered instead of run. The result is its HLO, and the name and the sharding of every
+argument, as in the run.
 """
 
 import time

@@ -137,6 +137,8 @@ def fastest(config: Config) -> Line | None:
 def tuned_notes(config: Config, speed: float) -> list[str]:
     """Return a plan's notes on the table: its settings are from it, or it is less than half as fast.
 
+    In the second case a warning is logged as well.
+
     Args:
         speed: planned tokens per second of a chip.
     """

@@ -31,7 +31,7 @@ class FreshCache:
         return key, value
 
     def get_seq_length(self, *_: Any) -> int:
-        """Return the number of tokens before those being computed: none."""
+        """Return the number of tokens before those being computed, which is 0."""
         return 0
 
 
