@@ -1,9 +1,9 @@
-"""Confidence intervals of ratios of sums over documents, by drawing the documents anew.
+"""Bootstrap confidence intervals of ratios of sums over documents.
 
 The percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13) with the document as
-the unit: tokens of one document are not independent of each other. Two models are compared on the same drawn documents
-(paired bootstrap: Koehn, Statistical Significance Tests for Machine Translation Evaluation, EMNLP 2004), which leaves
-out what both find hard. Legend: D documents, K sums of each, R resamples.
+the unit: tokens of one document are not independent of each other. Two models are compared on the same resampled
+documents (paired bootstrap: Koehn, Statistical Significance Tests for Machine Translation Evaluation, EMNLP 2004),
+which cancels the difficulty that both share. Legend: D documents, K sums of each, R resamples.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 Sums = NDArray[np.float64]
 CHUNK_NUMBERS = 2**23
-"""Counts of drawn documents that are held at once: 64 MiB."""
+"""Document counts that are held at once: 64 MiB."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, and the interval of its resampled values; no interval where there are not two documents."""
+    """A value and the interval of its resampled values; no interval with less than two documents."""
 
     value: float
     low: float | None = None
@@ -27,9 +27,9 @@ class Estimate:
 
 
 def resampled_sums(sums_DK: Sums, *, num_resamples: int, generator: np.random.Generator) -> Sums:
-    """Sums (R, K) over D documents that are drawn with replacement, R times.
+    """Return sums (R, K) over D documents drawn with replacement, R times.
 
-    How often each document is drawn is one draw of a multinomial distribution.
+    How often each document is drawn is sampled from a multinomial distribution.
     """
     num_documents = len(sums_DK)
     shares = np.full(num_documents, 1 / num_documents)
@@ -42,13 +42,13 @@ def resampled_sums(sums_DK: Sums, *, num_resamples: int, generator: np.random.Ge
 
 
 def resampled_over(parts: Sequence[Sums], *, num_resamples: int, generator: np.random.Generator) -> Sums:
-    """Sums (R, K) over several sources; each keeps its number of documents (stratified)."""
+    """Return sums (R, K) over several sources; each keeps its number of documents (stratified)."""
     drawn = [resampled_sums(part, num_resamples=num_resamples, generator=generator) for part in parts]
     return np.sum(drawn, axis=0)
 
 
 def estimate(value: float, values_R: Sums, *, confidence: float, num_documents: int) -> Estimate:
-    """The value with the percentile interval of its resampled values; those that are not numbers are left out."""
+    """Return the value with the percentile interval of its resampled values; non-finite ones are left out."""
     known = values_R[np.isfinite(values_R)]
     if num_documents < 2 or not len(known):
         return Estimate(value)

@@ -1,7 +1,7 @@
-"""The sizes of a decoder, read from its transformers config: what FLOPs and bytes are counted from.
+"""The sizes of a decoder, read from its transformers config, from which FLOPs and bytes are counted.
 
-Known are dense decoders with grouped-query attention and a gated MLP, whose seven projections carry the names q, k, v,
-o, gate, up and down; any other model type is refused rather than counted wrongly.
+Supported are dense decoders with grouped-query attention and a gated MLP, whose seven projections have the names q, k,
+v, o, gate, up and down; any other model type is refused rather than counted wrongly.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,12 +27,12 @@ class Family:
     """What a model type has beside its seven projections, as transformers 5.23 builds it."""
 
     norms: int = 2
-    """RMSNorms over the hidden size in a layer."""
+    """RMSNorms over the hidden size per layer."""
     head_norms: int = 0
-    """RMSNorms over the head size in a layer."""
+    """RMSNorms over the head size per layer."""
     qkv_bias: bool = False
     tied: bool = False
-    """`tie_word_embeddings` where the config does not say."""
+    """`tie_word_embeddings` where the config does not have it."""
     window: str = "none"
     """Which layers attend within `sliding_window`: `none`, `all`, `period` (all but each sixth), `late` (those from
     `max_window_layers`, when `use_sliding_window`)."""
@@ -60,7 +60,7 @@ class Decoder:
     vocab_size: int
     tied: bool
     windows: tuple[int | None, ...]
-    """Longest distance a layer attends over, in tokens with the token itself; None is everything before it."""
+    """Number of tokens a layer attends to, the token itself included; None is all before it."""
     family: Family
 
     @property
@@ -99,17 +99,17 @@ class Decoder:
         return self.matrices + self.vectors
 
     def adapted(self, targets: Iterable[str]) -> list[tuple[int, int]]:
-        """(in, out) of every Linear that `lora.targets` names, by the rule of config/targets.py."""
+        """Return (in, out) of every Linear that `lora.targets` names, by the rule of config/targets.py."""
         return [shape for _, shape in self.adapted_by_leaf(targets)]
 
     def adapted_by_leaf(self, targets: Iterable[str]) -> list[tuple[str, tuple[int, int]]]:
-        """The same with the last part of each name."""
+        """Return the result of `adapted` with the last part of each name."""
         wanted = list(targets)
         named = ((name, name.rpartition(".")[2], shape) for name, shape in self._linears())
         return [(leaf, shape) for name, leaf, shape in named if any(is_target(name, each) for each in wanted)]
 
     def adapter_parameters(self, *, rank: int, targets: Iterable[str]) -> int:
-        """Elements of all A (rank, in) and B (out, rank)."""
+        """Count the elements of all A (rank, in) and B (out, rank)."""
         return sum(rank * (wide + high) for wide, high in self.adapted(targets))
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -121,10 +121,10 @@ class Decoder:
 
 
 def read_decoder(arch: Any) -> Decoder:
-    """Sizes from `model.arch` or from a transformers config.
+    """Read the sizes from `model.arch` or from a transformers config.
 
     Raises:
-        ConfigError: the model type is not one that is counted here, or a size is missing.
+        ConfigError: the model type is not supported here, or a size is missing.
     """
     kind = _value(arch, "model_type")
     family = FAMILIES.get(kind)
@@ -157,7 +157,7 @@ def _value(arch: Any, name: str) -> Any:
 
 
 def _windows(arch: Any, family: Family) -> tuple[int | None, ...]:
-    """transformers' `layer_types` where they stand, else the rule they are made by."""
+    """Return the window of every layer, by `layer_types` where given, otherwise by the family's rule."""
     layers = range(int(_value(arch, "num_hidden_layers")))
     window = _value(arch, "sliding_window")
     kinds = _value(arch, "layer_types")

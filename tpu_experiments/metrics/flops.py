@@ -1,9 +1,9 @@
-"""FLOPs of training per token, and what share of the chip's peak they reach.
+"""FLOPs of training per token, and the share of the chip's peak that they reach.
 
 A multiply-add is 2 FLOPs. A dense forward pass is 2 N FLOPs per token for N elements of matrices (arXiv 2001.08361,
 table 1), and the backward pass as much again for the gradient of the activations and once more for that of the weights.
-LoRA needs no gradient of the frozen weights: about 4 N instead of 6 N. Attention is as in PaLM (arXiv 2204.02311,
-appendix B), but with the causal half that is needed: T / 2 keys per query, not T, fewer with a sliding window.
+LoRA needs no gradient of the frozen weights: about 4 N instead of 6 N. Attention is counted as in PaLM (arXiv
+2204.02311, appendix B), but for the causal half alone: T / 2 keys per query, not T, and fewer with a sliding window.
 """
 
 from collections.abc import Collection, Iterable
@@ -29,7 +29,7 @@ class FlopsPerToken:
     weight_gradient: float
     """Gradient with respect to the matrices; 0 with LoRA."""
     recomputation: float
-    """What the backward pass computes again of the layers, attention and adapters included; 0 without."""
+    """Layers recomputed by the backward pass, attention and adapters included; 0 without."""
     attention: float
     """Scores and weighted values, forward and backward, causal half only."""
     head: float
@@ -39,39 +39,39 @@ class FlopsPerToken:
 
     @property
     def total(self) -> float:
-        """What the step executes."""
+        """FLOPs that the step executes."""
         return sum(asdict(self).values())
 
     @property
     def model(self) -> float:
-        """What model FLOPs utilisation counts: everything but the recomputation."""
+        """FLOPs that model FLOPs utilisation counts: all but the recomputation."""
         return self.total - self.recomputation
 
 
 def utilisation(flops: float, *, seconds: float, peak_tflops: float, num_devices: int) -> float:
-    """Share of the devices' peak, 0 to 1: FLOPs / (seconds x peak FLOP/s of all devices).
+    """Return the share of the devices' peak, 0 to 1: FLOPs / (seconds x peak FLOP/s of all devices).
 
-    With FLOPs that the model needs, and tokens that are not padding, it is the model FLOPs utilisation (MFU); with all
-    that is executed, recomputation and padding too, the hardware's (HFU): arXiv 2204.02311, appendix B.
+    With the FLOPs that the model needs, and tokens that are not padding, it is the model FLOPs utilisation (MFU); with
+    all that is executed, recomputation and padding included, the hardware's (HFU): arXiv 2204.02311, appendix B.
     """
     return flops / (seconds * peak_tflops * 1e12 * num_devices)
 
 
 def trainable(config: Config) -> Trainable:
-    """What of the model is trained."""
+    """Return what is trained: adapters or the whole model."""
     return "lora" if config.lora.r else "full"
 
 
 def recomputes(config: Config) -> bool:
-    """Whether the backward pass computes layers again: scanned ones do, unless everything is saved."""
+    """Return whether the backward pass recomputes layers: scanned ones do, unless everything is saved."""
     return config.model.remat != "none" and config.model.stack == "scanned"
 
 
 def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
-    """FLOPs of the configured training per token.
+    """Return the FLOPs per token of the configured training.
 
     Raises:
-        ConfigError: a model that decoder.py does not know.
+        ConfigError: a model that decoder.py does not support.
     """
     return flops_of_token(
         arch,
@@ -86,10 +86,10 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
 
 
 def flops_by_length(config: Config, arch: Any, *, seq_lens: Iterable[int], is_folded: bool) -> dict[int, FlopsPerToken]:
-    """FLOPs per token for each row length; empty for a model that is not counted.
+    """Return FLOPs per token for each row length; empty for a model that is not supported.
 
     Args:
-        is_folded: whether layers were folded; those that are not compute nothing again.
+        is_folded: whether layers were folded; layers that were not recompute nothing.
     """
     try:
         counted = {seq_len: trained_flops(config, arch, seq_len=seq_len) for seq_len in seq_lens}
@@ -99,7 +99,7 @@ def flops_by_length(config: Config, arch: Any, *, seq_lens: Iterable[int], is_fo
 
 
 def mean_keys(seq_len: int, *, window: int | None) -> float:
-    """Keys a query attends to on average over a row that is one document; packed documents need fewer."""
+    """Return the mean number of keys per query over a row that is one document; packed rows need fewer."""
     reach = min(window or seq_len, seq_len)
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len
 
@@ -115,17 +115,17 @@ def flops_of_token(
     saved: Collection[str] = (),
     kernel: bool = True,
 ) -> FlopsPerToken:
-    """FLOPs per token of forward, backward and recomputation; the optimizer's are not counted.
+    """Return FLOPs per token of forward, backward and recomputation; the optimizer's are not counted.
 
     Under LoRA nothing needs the gradient of the first layer's input; a scanned stack computes it, so it is counted.
 
     Args:
-        recompute: the backward pass computes the layers again from their inputs.
-        saved: what it finds saved all the same, `attention` or projections by name.
-        kernel: attention is a kernel, which keeps what its own backward pass needs where attention is saved.
+        recompute: the backward pass recomputes the layers from their inputs.
+        saved: exceptions that are saved: `attention`, or projections by name.
+        kernel: attention is a kernel, which saves what its own backward pass needs where attention is saved.
 
     Raises:
-        ConfigError: a model that decoder.py does not know.
+        ConfigError: a model that decoder.py does not support.
     """
     decoder, trained = read_decoder(arch), trainable == "full"
     names = [] if trained else list(targets)
@@ -147,10 +147,10 @@ def flops_of_token(
 
 
 def _recomputed(decoder: Decoder, saved: Collection[str], *, attention: float, rank: int, targets: list[str]) -> float:
-    """FLOPs of the layers that run again.
+    """Return the FLOPs of the layers that the backward pass recomputes.
 
-    Nothing in the backward pass reads what comes out of a layer's last projection, except a norm behind it (Gemma 3).
-    Of an adapter the first product never runs again, the second where the projection does.
+    It reads the output of a layer's last projection only where a norm follows (Gemma 3). An adapter's first product is
+    never recomputed, its second where the projection is.
     """
     has_norm_behind = decoder.family.norms > 2
     again = {

@@ -1,7 +1,7 @@
-"""What a run's wall time went to and what it cost, over all lives of its process.
+"""A run's wall time by activity, and its cost, over all restarts.
 
-Goodput is the share of the time in which steps were trained that count (Google's ML Goodput divides in the same way:
-github.com/AI-Hypercomputer/ml-goodput-measurement).
+Each process of a run is a life, from its start to its end or kill. Goodput is the share of the time in which steps were
+trained that count (Google's ML Goodput divides in the same way: github.com/AI-Hypercomputer/ml-goodput-measurement).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ from tpu_experiments.config.hardware import HwConfig
 
 HOUR = 3600.0
 MAX_AMOUNT = 1e15
-"""Above any number of steps, seconds or dollars; also keeps infinities and NaN out."""
+"""Above any number of steps, seconds or dollars; also excludes infinities and NaN."""
 PARTS = ("setup", "compile", "input_wait", "step", "evaluation", "save", "lost")
-"""`setup` is all that is nothing else: start, preparing, loading. `lost`: steps an earlier life had done, and steps
-that a rollback threw away."""
+"""`setup` is the remainder: start, data preparation, loading. `lost`: steps that an earlier life had done already, and
+steps that a rollback discarded."""
 
 
 @dataclass
 class Life:
-    """One process of a run, from its start to its end or its last sign; content of its file in `lives/`."""
+    """One process of a run, from its start to its end or last update; content of its file in `lives/`."""
 
     id: str
     host: str
@@ -28,14 +28,14 @@ class Life:
     """Unix seconds."""
     num_devices: int
     usd_per_hour: dict[str, float | None]
-    """Of all devices, `on_demand` and `spot`; null where no price is known."""
+    """Price of all devices, `on_demand` and `spot`; null where it is not known."""
     resumed_step: int = 0
     step: int = 0
     """Last optimizer step that was logged."""
     lost_steps: int = 0
-    """Steps done again that an earlier life had done, and steps that a rollback threw away."""
+    """Steps repeated that an earlier life had done, and steps that a rollback discarded."""
     owed_steps: int = 0
-    """Steps that are still to be done again, and to be counted as lost then."""
+    """Steps still to be repeated, which count as lost then."""
     ended: str | None = None
     """`finished`, `stopped` or `failed`; null while it runs and after a kill."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class Life:
 
     @classmethod
     def of(cls, stored: Any) -> "Life":
-        """The life that a file of `lives/` holds; entries of another version are left out.
+        """Parse the content of a file of `lives/`; fields of another version are ignored.
 
         Raises:
-            TypeError: an entry is missing.
-            ValueError: it is no JSON object, or an entry is of another kind than this program writes.
+            TypeError: a field is missing.
+            ValueError: it is no JSON object, or a field is of another type than this program writes.
         """
         if not isinstance(stored, dict):
             raise ValueError("no JSON object")
@@ -59,16 +59,16 @@ class Life:
 
     @property
     def wall_seconds(self) -> float:
-        """From the start to the last sign."""
+        """Seconds from the start to the last update."""
         return sum(self.seconds.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """Return JSON-ready values."""
         return asdict(self)
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether an entry of a life's file is of the kind that `Life` has there."""
+    """Return whether a field of a life's file has the type that `Life` has there."""
     if name in ("id", "host", "ended"):
         return isinstance(value, str) or (name == "ended" and value is None)
     if name in ("usd_per_hour", "seconds"):
@@ -82,7 +82,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def hourly_price(hw: HwConfig) -> dict[str, float | None]:
-    """Dollars of an hour of all devices."""
+    """Return dollars per hour of all devices; None where there is no price."""
     price = hw.price
     if price is None:
         return {"on_demand": None, "spot": None}
@@ -94,17 +94,17 @@ def hourly_price(hw: HwConfig) -> dict[str, float | None]:
 
 
 def steps_owed(lives: Sequence[Life], *, resumed_step: int) -> int:
-    """Steps that these lives did and that the one which goes on from `resumed_step` and those after it do again."""
-    began = [life for life in lives if life.step or life.resumed_step]  # one that was killed before did nothing
+    """Return the steps of these lives that have to be repeated after a restart from `resumed_step`."""
+    began = [life for life in lives if life.step or life.resumed_step]  # one that was killed before has no steps
     return began[-1].owed_steps + max(began[-1].step - resumed_step, 0) if began else 0
 
 
 def split(
     wall: float, *, seconds: Mapping[str, float], compiled: Mapping[str, float], input_wait: float, lost: float
 ) -> dict[str, float]:
-    """Wall seconds by `PARTS`; they add up to `wall`.
+    """Divide wall seconds into `PARTS`, which add up to `wall`.
 
-    `seconds` and `compiled` are a Stopwatch's; `input_wait` and `lost` lie inside of training.
+    `seconds` and `compiled` are a Stopwatch's; `input_wait` and `lost` are part of the training time.
     """
     own = {name: max(value - compiled.get(name, 0.0), 0.0) for name, value in seconds.items()}
     train = own.get("train", 0.0)
@@ -122,10 +122,10 @@ def split(
 
 
 def account(lives: Sequence[Life]) -> dict[str, Any]:
-    """Seconds, shares and dollars of lives together, in the order they ran.
+    """Return seconds, shares and dollars of all lives together, in the order they ran.
 
     The time between two lives is `down_seconds`, by the clocks of their machines, and no part of the wall time; a life
-    that was killed ends with its last sign. Dollars are null where a life's price is not known.
+    that was killed ends with its last update. Dollars are null where a life's price is not known.
     """
     seconds = {part: sum(life.seconds.get(part, 0.0) for life in lives) for part in PARTS}
     wall = sum(seconds.values())
@@ -142,14 +142,14 @@ def account(lives: Sequence[Life]) -> dict[str, Any]:
 
 
 def scalars(totals: Mapping[str, Any]) -> dict[str, float]:
-    """`goodput/*` of a log record: the share of each part in percent, hours, dollars where there is a price."""
+    """Return `goodput/*` of a log record: each part in percent, hours, and dollars where there is a price."""
     values = {f"goodput/{part}_percent": 100 * share for part, share in totals["shares"].items()}
     values["goodput/wall_hours"] = totals["wall_seconds"] / HOUR
     return values | {f"goodput/usd_{kind}": usd for kind, usd in totals["usd"].items() if usd is not None}
 
 
 def goodput_lines(totals: Mapping[str, Any] | None) -> list[str]:
-    """Lines of the closing summary."""
+    """Return the lines of the closing summary."""
     if not totals:
         return []
     parts = parts_text(totals["seconds"])
@@ -161,7 +161,7 @@ def goodput_lines(totals: Mapping[str, Any] | None) -> list[str]:
 
 
 def parts_text(seconds: Mapping[str, float]) -> str:
-    """Seconds by `PARTS` as words."""
+    """Format seconds by `PARTS`."""
     return ", ".join(f"{part.replace('_', ' ')} {value:,.1f}" for part, value in seconds.items())
 
 

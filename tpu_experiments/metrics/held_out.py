@@ -1,7 +1,8 @@
-"""Loss, perplexity, bits per byte and accuracy from sums over documents, and a model beside its base.
+"""Loss, perplexity, bits per byte and accuracy on held-out documents, of a model and of its base.
 
-Bits per byte leaves out the tokens that stand for no text, the ends of documents and turns, as lm-evaluation-harness
-does, so that it can be held against numbers of other tokenizers and programs. The loss has them all.
+All are ratios of sums over documents. Bits per byte leaves out the tokens that represent no text, the ends of documents
+and turns, as lm-evaluation-harness does, so that it is comparable across tokenizers and programs. The loss includes
+them.
 """
 
 import math
@@ -17,13 +18,13 @@ from tpu_experiments.metrics.bootstrap import Estimate, Sums, estimate, resample
 
 COLUMNS = ("tokens", "bytes", "nats", "text_nats", "hits")
 ALL = "all"
-"""Name of what is over all sources."""
+"""Name of the entry over all sources."""
 MEASURES = ("loss", "perplexity", "bits_per_byte", "accuracy")
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """How intervals are made."""
+    """Settings of the bootstrap intervals."""
 
     num_resamples: int
     confidence: float
@@ -32,26 +33,26 @@ class Resampling:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is known of some held-out documents."""
+    """Measures of some held-out documents, for the base and the trained model."""
 
     num_documents: int
     num_tokens: int
     """Tokens that are predicted."""
     num_bytes: int
-    """UTF-8 bytes of their text; 0 where the tokenizer does not tell."""
+    """UTF-8 bytes of their text; 0 where the tokenizer does not report them."""
     base: dict[str, Estimate]
-    """By the names of `MEASURES`; one that cannot be told is left out."""
+    """Estimates by the names of `MEASURES`; one that is not finite is left out."""
     trained: dict[str, Estimate] | None
     difference: dict[str, Estimate] | None
-    """Trained less base, with the interval over the same drawn documents."""
+    """Trained minus base, with the interval over the same resampled documents."""
     share_better: float | None
-    """Of the resamples in which the trained model has the lower loss."""
+    """Share of the resamples in which the trained model has the lower loss."""
 
 
 def document_sums(
     document_L: NDArray[np.int64], *, num_documents: int, columns_L: Mapping[str, NDArray[np.float64]]
 ) -> Sums:
-    """Sums (D, K) of each document in the order of `COLUMNS`, from values of each token."""
+    """Sum the values of each token by document: (D, K), columns in the order of `COLUMNS`."""
     return np.stack(
         [np.bincount(document_L, weights=columns_L[name], minlength=num_documents) for name in COLUMNS], axis=1
     )
@@ -60,10 +61,10 @@ def document_sums(
 def compared_by_source(
     base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, how: Resampling
 ) -> dict[str, Comparison]:
-    """Every source's documents, (D, K) each, and under `ALL` those of all of them where there are several.
+    """Compare the sums (D, K) of every source, and under `ALL` of all sources where there are several.
 
     Args:
-        trained: the sums of the same documents; None where there is the base alone.
+        trained: sums of the same documents; None where there is the base alone.
     """
     found = {name: _compared(base, trained, names=[name], how=how) for name in base}
     return found if len(found) == 1 else found | {ALL: _compared(base, trained, names=list(base), how=how)}
@@ -86,7 +87,11 @@ def _compared(
 
 
 def compared_answers(base: Sums, trained: Sums | None, *, how: Resampling) -> dict[str, Any]:
-    """Means of scores (N, 4) by the names of `metrics/answers.py`: `answers` (N), `base`, `trained`, `difference`."""
+    """Estimate the means of answer scores (N, 4), named as in `metrics/answers.py`.
+
+    Returns:
+        `answers` (N) and `base`; with a trained model also `trained` and `difference`.
+    """
     sides = [base] if trained is None else [base, trained]
     parts = [np.concatenate([side / len(side) for side in sides], axis=1)]
     pair = _Pair(parts, width=base.shape[1], how=how)
@@ -102,7 +107,7 @@ def compared_answers(base: Sums, trained: Sums | None, *, how: Resampling) -> di
 
 
 class _Pair:
-    """Sums over documents of one model or two side by side: as they are, and over drawn documents."""
+    """Sums over documents of one model, or of two side by side: in total and over resampled documents."""
 
     def __init__(self, parts: Sequence[Sums], *, width: int, how: Resampling) -> None:
         generator = np.random.Generator(np.random.Philox(key=how.seed))
@@ -115,7 +120,7 @@ class _Pair:
         return [sums_RK[:, start : start + self._width] for start in range(0, sums_RK.shape[1], self._width)]
 
     def told(self, values_of: Callable[[list[Sums]], dict[str, Sums]]) -> dict[str, Estimate]:
-        """Values with their intervals; one that is no number is left out."""
+        """Estimate values with their intervals; a value that is not finite is left out."""
         values, spreads = values_of(self._sides(self.total_1K)), values_of(self._sides(self._drawn_RK))
         return {
             name: estimate(
@@ -126,7 +131,7 @@ class _Pair:
         }
 
     def share(self, is_so: Callable[[list[Sums]], NDArray[np.bool_]]) -> float | None:
-        """Of the draws in which it is so; None for a single document."""
+        """Return the share of the resamples in which it holds; None for a single document."""
         return float(np.mean(is_so(self._sides(self._drawn_RK)))) if self.num_documents > 1 else None
 
 
@@ -135,7 +140,7 @@ def _less(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
 
 
 def measures(sums_RK: Sums) -> dict[str, NDArray[np.float64]]:
-    """The measures (R,) of R rows of sums; NaN where nothing is to be divided by."""
+    """Return the measures (R,) of R rows of sums; NaN where the divisor is 0."""
     tokens, num_bytes, nats, text_nats, hits = sums_RK.T
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         loss = nats / tokens

@@ -11,11 +11,11 @@ KINDS = (
     ("embeddings", ("embed_tokens", "wte", "embeddings")),
     ("head", ("lm_head",)),
 )
-"""Group and the parts of a parameter's name that put it there; the rest (norms, scales) is `other`."""
+"""Group, and the parts of a parameter's name that select it; the rest (norms, scales) is `other`."""
 
 
 def group_of(name: str) -> str:
-    """The group of a parameter, whether it is an adapter, a stack of layers or neither.
+    """Return the group of a parameter, whether it is an adapter, a stack of layers or neither.
 
     >>> group_of("model.layers.0:32:1.self_attn.q_proj.lora_A")
     'attention'
@@ -25,7 +25,7 @@ def group_of(name: str) -> str:
 
 
 def grouped(names: Sequence[str]) -> dict[str, list[str]]:
-    """Names by group, in the order of `KINDS`, without empty groups."""
+    """Return names by group, in the order of `KINDS`, without empty groups."""
     order = [*(group for group, _ in KINDS), "other"]
     members: dict[str, list[str]] = {group: [] for group in order}
     for name in names:
@@ -34,7 +34,7 @@ def grouped(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def group_norms(tensors: Sequence[Mapping[str, Tensor]], groups: Mapping[str, Sequence[str]]) -> Tensor:
-    """Euclidean norm of each group in each mapping, (mappings, groups)."""
+    """Return the Euclidean norm of each group in each mapping, (mappings, groups)."""
     return torch.stack(
         [
             torch.stack([torch.stack([each[name].square().sum() for name in names]).sum() for names in groups.values()])
@@ -44,5 +44,5 @@ def group_norms(tensors: Sequence[Mapping[str, Tensor]], groups: Mapping[str, Se
 
 
 def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What an update adds to each tensor."""
+    """Return what an update adds to each tensor."""
     return {name: after[name] - tensor for name, tensor in before.items()}

@@ -6,19 +6,19 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Exclusive wall seconds per activity: an inner `measure` is taken off the outer one."""
+    """Exclusive wall seconds per activity: an inner `measure` is subtracted from the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.compiled: dict[str, float] = {}
-        """What of `seconds` was compilation."""
+        """The part of `seconds` that was compilation."""
         self._open: list[str] = []
         self._switched = time.perf_counter()
         self._compile_seconds: Callable[[], float] = lambda: 0.0
         self._compiled_before = 0.0
 
     def watch_compiler(self, compile_seconds: Callable[[], float]) -> None:
-        """`compile_seconds` says how many there have been so far in this process."""
+        """Read compile times from `compile_seconds`, the total of this process so far."""
         self._compile_seconds, self._compiled_before = compile_seconds, 0.0
 
     @contextmanager
@@ -33,7 +33,7 @@ class Stopwatch:
             self._open.pop()
 
     def settle(self) -> None:
-        """Count the time up to this moment to the innermost open activity."""
+        """Add the time up to this moment to the innermost open activity."""
         now, compiled = time.perf_counter(), self._compile_seconds()
         for sums, amount in ((self.seconds, now - self._switched), (self.compiled, compiled - self._compiled_before)):
             if self._open:

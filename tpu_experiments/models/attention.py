@@ -1,8 +1,9 @@
-"""`model.attention=flash`: transformers' attention by the device's kernel, or by sdpa where the device has none.
+"""`model.attention=flash`: attention by the device's fused kernel, or by sdpa where it has none.
 
-Registered with transformers, so that every decoder can use it. In place of a mask the model gets the segments of its
-tokens as (B, 1, 1, T): transformers hands anything with four dimensions to every layer untouched, whether the model
-has one kind of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension.
+Registered in transformers' attention table, so that every decoder can use it. In place of a mask, the model receives
+the segment ids of its tokens as (B, 1, 1, T): transformers passes a four-dimensional mask to every layer unchanged,
+whether the model has one type of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head
+dimension.
 """
 
 from collections.abc import Mapping
@@ -18,17 +19,18 @@ from tpu_experiments.models.turning import take
 from tpu_experiments.runtime.attention import Scores, attention, has_attention_kernel
 
 FLASH = "segment_kernel"
-"""Its name among transformers' attentions; a name with `flash` in it makes transformers look for a CUDA package."""
+"""Key in transformers' attention table. A name containing `flash` makes transformers look for a CUDA package."""
 
 WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
-"""What transformers hands to an attention for others of its kind: positions are in the rotated queries and keys, and
-nothing is cached here."""
+"""Arguments that transformers passes for other implementations and that are ignored here: positions are already in the
+rotated queries and keys, and nothing is cached."""
 
 
 def causal_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
-    """Boolean mask (B, 1, T, T), true where a token may look: causal, inside its own segment, inside the window.
+    """Return the boolean mask (B, 1, T, T), true where a token may attend.
 
-    Padding (segment 0) sees padding only, so that no row of the softmax is empty.
+    Attention is causal, within the token's segment and within the window. Padding (segment 0) attends to padding only,
+    so that no row of the softmax is empty.
     """
     index_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     distance_TT = index_T[:, None] - index_T[None, :]
@@ -50,20 +52,21 @@ def flash(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, in the form that transformers calls it.
+    """Compute one layer's attention, with the signature that transformers calls.
 
     Args:
-        query: (B, H, T, D); key and value (B, K, T, D), not repeated.
-        attention_mask: segments (B, 1, 1, T), of any type that holds them.
-        sliding_window: a token sees keys at a distance below it.
+        query: (B, H, T, D); key and value are (B, K, T, D), not repeated to H heads.
+        attention_mask: segment ids (B, 1, 1, T), in any data type that holds them.
+        sliding_window: a token attends to keys at a distance below it.
         softcap: c; scores become c tanh(score / c).
-        others: what else transformers hands to every attention; taken where it does not change the result.
+        others: further arguments of transformers; accepted only where they do not change the result.
 
     Returns:
-        (B, T, H, D), and no attention weights.
+        The output (B, T, H, D), and None in place of attention weights.
 
     Raises:
-        ConfigError: the model wants something of its attention that is not computed here, such as attention sinks.
+        ConfigError: the model asks for something that is not computed here, such as attention sinks.
+        NotImplementedError: dropout of attention weights on a device with a kernel.
     """
     require_known(module, others)
     segments_BT = attention_mask[:, 0, 0].to(torch.int32)
@@ -82,7 +85,13 @@ def flash(
 
 
 def require_known(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Refuse by name what this attention would leave out of its result; null and False ask for nothing."""
+    """Refuse by name any option that would change the result and is not computed here.
+
+    None and False ask for nothing, except `is_causal=False`.
+
+    Raises:
+        ConfigError: there is such an option.
+    """
     unknown = [name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None]
     unknown = [name for name in unknown if others[name] is not False or name == "is_causal"]
     if getattr(module, "is_causal", True) is False and "is_causal" not in unknown:
@@ -97,7 +106,7 @@ def require_known(module: nn.Module, others: Mapping[str, Any]) -> None:
 def _capped(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, scale: float, soft_cap: float, dropout: float
 ) -> Tensor:
-    """With capped scores, which sdpa does not know, in plain torch: (B, T, H, D)."""
+    """Compute attention with soft-capped scores in plain torch, since sdpa has none; returns (B, T, H, D)."""
     groups = query.shape[1] // key.shape[1]
     scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
     scores = (soft_cap * torch.tanh(scores / soft_cap)).masked_fill(~mask, torch.finfo(query.dtype).min)

@@ -1,4 +1,4 @@
-"""From a model source to a module on the device, tensor by tensor, with its adapters."""
+"""Load a model source onto the device, tensor by tensor, with its adapters."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -17,14 +17,14 @@ from tpu_experiments.models.trained import fingerprints
 from tpu_experiments.runtime.layout import Folding
 
 TRIM_BYTES = 16 * 2**20
-Place = Callable[..., Tensor]  # (tensor, *, name) -> the tensor where it lives
+Place = Callable[..., Tensor]  # (tensor, *, name) -> the uploaded tensor
 
 
 @dataclass
 class BuiltModel:
-    """A module whose frozen tensors are on the device, and its trainable parameters beside it.
+    """A module whose frozen tensors are on the device, with its trainable parameters held separately.
 
-    The module keeps its trainable parameters on the meta device: every forward pass gets them from `trainable`, so
+    The module keeps its trainable parameters on the meta device. Every forward pass receives them from `trainable`, so
     that there is one copy of each, in float32.
     """
 
@@ -33,19 +33,20 @@ class BuiltModel:
     report: ParameterReport
     source: HuggingFaceModel
     initial: dict[str, Tensor]
-    """Host copies of PiSSA's initial A and B, which the export must subtract; empty otherwise."""
+    """Host copies of PiSSA's initial A and B, which the export subtracts; empty for other initialisations."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of the trainable parameters at their start, under Hugging Face's names (models/trained.py)."""
+    """Digests of the initial trainable parameters, under Hugging Face's names (models/trained.py)."""
     order: tuple[str, ...] = ()
-    """Names of the trainable parameters as they came onto the device. torch_xla orders a program's results by it, so
-    tensors that are put in their place later come in the same order, or the step is another program."""
+    """Names of the trainable parameters in the order of their upload. torch_xla orders a program's results by it, so
+    tensors that replace them later must be uploaded in the same order, or the step compiles as another program."""
 
 
 def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, ParameterReport]:
-    """The module on the meta device with its adapters: names, shapes and counts, no memory.
+    """Build the module with its adapters on the meta device: names, shapes and counts, without memory.
 
     Raises:
-        ConfigError: the values of the model's config do not go together, or an adapter cannot be where it is asked for.
+        ConfigError: the values of the model's config are inconsistent, or an adapter cannot be placed where it is
+            requested.
     """
     module = source.empty()
     report = inject(module, lora)
@@ -60,7 +61,7 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
 
 
 def shapes_of_base(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter that comes from the model's source: all but the adapters."""
+    """Return name and shape of every parameter that the model's source provides: all but the adapters."""
     named = module.named_parameters()
     return {name: tuple(p.shape) for name, p in named if not name.endswith((".lora_A", ".lora_B"))}
 
@@ -73,11 +74,11 @@ def build_model(
     place: Place,
     folding: Folding | None = None,
 ) -> BuiltModel:
-    """Load `source` onto the device.
+    """Load `source` onto the device and return its module and trainable parameters.
 
     Args:
-        place: puts one host tensor where the parameter of that name lives.
-        folding: folds equal layers into one that runs in a loop; None leaves the layers as they are.
+        place: uploads one host tensor with the sharding of the parameter of that name.
+        folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked.
     """
     module, report = describe(source, lora=lora)
     adapted = adapted_weights(module)
@@ -96,7 +97,7 @@ def build_model(
 
 
 def placed_buffers(module: nn.Module, *, place: Place) -> None:
-    """Put what no checkpoint has (RoPE frequencies) onto the device, once all weights are there."""
+    """Upload the buffers that no checkpoint holds (RoPE frequencies), once all weights are uploaded."""
     module.tie_weights()  # type: ignore[operator]  # placing replaced the shared embedding
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
@@ -106,7 +107,10 @@ def placed_buffers(module: nn.Module, *, place: Place) -> None:
 def placed_weights(
     module: nn.Module, weights: Iterator[Named], *, place: Place, marks: dict[str, str]
 ) -> dict[str, Tensor]:
-    """Put frozen weights into the module; returns the trainable ones, in float32, and leaves their marks in `marks`."""
+    """Upload weights: frozen ones into the module, trainable ones into the returned dict, in float32.
+
+    `marks` receives the fingerprints of the trainable ones.
+    """
     trainable: dict[str, Tensor] = {}
     passed_bytes = 0
     for item in weights:
@@ -118,7 +122,7 @@ def placed_weights(
             frozen = nn.Parameter(place(item.tensor, name=item.name), requires_grad=False)
             module.get_submodule(owner)._parameters[leaf] = frozen
         passed_bytes += item.tensor.nbytes
-        del item  # else it lives on while the next tensor is read
+        del item  # otherwise it stays allocated while the next tensor is read
         if passed_bytes >= TRIM_BYTES:
             passed_bytes = 0
             return_freed_memory()
@@ -126,11 +130,11 @@ def placed_weights(
 
 
 def return_freed_memory() -> None:
-    """Have glibc give freed blocks back to the system.
+    """Return freed heap blocks to the operating system by glibc's malloc_trim.
 
-    The host copies of tensors below 32 MiB come from its heap and the device's buffers lie between them, so that
-    without this a model of small tensors held up to three times its weights after loading (measured on torch_xla's
-    CPU device, 316 MiB of 4 MiB tensors: 947 MiB). It costs 0.2 s per 640 MiB.
+    Host copies of tensors below 32 MiB come from glibc's heap, interleaved with the device's buffers. Without this, a
+    model of small tensors held up to three times its weights after loading (measured on torch_xla's CPU device, 316 MiB
+    of 4 MiB tensors: 947 MiB). It costs 0.2 s per 640 MiB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint under the names and in the shapes that the model's class has, one at a time.
+"""Tensors of a checkpoint under the names and in the shapes of the model's class, one at a time.
 
-transformers saves some models in an older form than its classes have: each expert of Mixtral as a tensor of its own,
+transformers saves some models in an older form than its classes have: each expert of Mixtral as a separate tensor,
 GPT-NeoX's head under another name. The conversions are transformers' own.
 """
 
@@ -21,34 +21,34 @@ from tpu_experiments.models.stored import StoredTensor
 
 @dataclass(frozen=True)
 class Part:
-    """A stored tensor that a converter makes others of."""
+    """A stored tensor that is an input of a converter."""
 
     key: str
     """Its name in the checkpoint."""
     pattern: str
-    """Of the converter, that the name matched."""
+    """The converter's source pattern that the name matched."""
     stored: StoredTensor
 
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A tensor of the model that is made of stored ones when it is read."""
+    """A tensor of the model that is computed from stored ones when it is read."""
 
     name: str
     shape: tuple[int, ...]
     target: str
-    """What transformers calls the whole of what is made of these parts."""
+    """transformers' name for everything that is made from these parts together."""
     parts: tuple[Part, ...]
     converter: WeightConverter
     module: PreTrainedModel
 
     @property
     def file(self) -> Path:
-        """Where its first part is stored."""
+        """The file of its first part."""
         return self.parts[0].stored.file
 
     def read(self) -> Tensor:
-        """The tensor in host memory, in the data type of the file.
+        """Read and convert the parts; returns a host tensor in the data type of the file.
 
         Raises:
             ConfigError: a part has a quantised data type.
@@ -65,8 +65,8 @@ def converted(
     converter: WeightConverter,
     module: PreTrainedModel,
 ) -> dict[str, Tensor]:
-    """Make the model's tensors of stored ones; `tensors` is emptied on the way."""
-    own = deepcopy(converter)  # it collects what it is given
+    """Convert stored tensors to the model's; `tensors` is emptied on the way."""
+    own = deepcopy(converter)  # a converter accumulates its inputs
     for part in parts:
         own.add_tensor(target, part.key, part.pattern, tensors.pop(part.key))
     made = own.convert(target, model=module, config=module.config)
@@ -76,10 +76,10 @@ def converted(
 def converted_tensors(
     stored: Mapping[str, StoredTensor], module: PreTrainedModel
 ) -> dict[str, StoredTensor | ConvertedTensor]:
-    """Name, shape and place of every tensor of a checkpoint as `module` has it.
+    """Return name, shape and source of every tensor of a checkpoint, named as in `module`.
 
     Args:
-        module: of the checkpoint's class, on the meta device.
+        module: an instance of the checkpoint's class on the meta device.
     """
     transforms = get_model_conversion_mapping(module)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]

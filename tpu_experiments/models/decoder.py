@@ -1,6 +1,6 @@
-"""The decoder of text in a model that sees or hears as well (Gemma 3 from 4B on): its config and its names.
+"""The text decoder of a multimodal model (Gemma 3 from 4B on): its config and its parameter names.
 
-The other parts are neither loaded nor trained: a language model is fine-tuned on text here.
+The vision and audio parts are neither loaded nor trained: a language model is fine-tuned on text here.
 """
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -8,17 +8,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the decoder; the same object where the model is nothing else."""
+    """Return the config of the text decoder; the same object where the model is nothing else."""
     text = config.get_text_config(decoder=True)
     is_part = text.model_type != config.model_type and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return text if is_part else config
 
 
 def prefixes(decoder: PreTrainedModel, whole: PreTrainedModel) -> tuple[str, str]:
-    """How the names of the layers begin in a decoder, and in the model that it is a part of.
+    """Return the prefix of layer names in a decoder, and in the multimodal model that contains it.
 
     Raises:
-        LookupError: the model has no part of the decoder's class.
+        LookupError: the model contains no module of the decoder's class.
     """
     kind = type(decoder.base_model)
     outer = [name for name, part in whole.named_modules() if type(part) is kind]

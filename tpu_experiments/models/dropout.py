@@ -1,7 +1,8 @@
-"""Dropout masks that are a function of where a number is: drawn by nobody, stored nowhere, the same on any devices.
+"""Dropout masks as a function of position: no generator state, no storage, the same on any devices.
 
-Every row of a batch comes with a random word (training/inputs.py: of seed, stage, step and the row's number in the
-global batch). A mask's bit is a hash of it, the layer, the projection, the token's place in its row and the feature.
+Every row of a batch carries a random word (training/inputs.py derives it from seed, stage, step and the row's number in
+the global batch). A bit of a mask is a hash of that word, the layer, the projection, the token's position in its row
+and the feature.
 """
 
 from collections.abc import Iterator
@@ -13,32 +14,32 @@ import torch
 from torch import Tensor
 
 NOISE = "noise"
-"""Name of the rows' random words in a batch, (..., rows) int32."""
+"""Key of the rows' random words in a batch, (..., rows) int32."""
 GOLDEN = 0x9E3779B1 - 2**32
-"""Odd; 2**32 over the golden ratio: multiples of it lie far apart (Knuth, volume 3, section 6.4)."""
+"""2**32 divided by the golden ratio, odd, as int32: its multiples are far apart (Knuth, volume 3, section 6.4)."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What masks are made of while a forward pass, or a layer of it, is computed."""
+    """Inputs of dropout masks during a forward pass, or during one layer of it."""
 
     words_R: Tensor
-    """int32, one for each row."""
+    """Random words, one int32 per row."""
     layer: Tensor | None = None
-    """Number of the layer, int32 (), inside of a loop over layers; else None, and modules know theirs."""
+    """Number of the layer, int32 (), inside a loop over layers; otherwise None, and modules use their own number."""
 
 
 _noise: ContextVar[Noise | None] = ContextVar("noise", default=None)
 
 
 def current_noise() -> Noise | None:
-    """The noise of the forward pass that is being computed."""
+    """Return the noise of the current forward pass; None where there is none."""
     return _noise.get()
 
 
 @contextmanager
 def noise(words_R: Tensor | None, *, layer: Tensor | None = None) -> Iterator[None]:
-    """While it lasts, dropout makes its masks of these words; None leaves what there is."""
+    """Derive dropout masks from these words inside the block; None keeps the current noise."""
     token = None if words_R is None else _noise.set(Noise(words_R, layer))
     try:
         yield
@@ -48,16 +49,17 @@ def noise(words_R: Tensor | None, *, layer: Tensor | None = None) -> Iterator[No
 
 
 def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, keep: float) -> Tensor:
-    """True with probability `keep`, of the shape of x (..., features), whose tokens are those of R rows in order.
+    """Return a mask in the shape of x (..., features), true with probability `keep`.
 
-    A token's mask is one of 2**32 patterns that its site (int32) has; which one is a hash of the row's word, the layer,
-    the site and the token's place in the row. XLA computes a bit inside of what reads `x`, of a word for every token
-    and one for every feature: two multiplications a number. Patterns that are the same for all layers and steps are no
-    worse: over 2**20 tokens, pairs of 512 features were correlated as independent bits are (0.1 %), and no pair stood
-    out; words for the features of every row took 1.8 ms more of a step of 266 (Qwen2.5 0.5B on v5e-8, planned).
+    The leading dimensions of x are the tokens of R rows in order. Each site (int32, one for each projection) has 2**32
+    patterns for a token; a hash of the row's word, the layer, the site and the token's position in the row selects one.
+    XLA fuses this into the operation that reads `x`, from one word per token and one per feature: two multiplications
+    per element. Sharing the patterns between all layers and steps costs no quality: over 2**20 tokens, pairs of 512
+    features were correlated as independent bits are (0.1 %), and no pair was an outlier. Separate words for the
+    features of every row took 1.8 ms more of a step of 266 ms (Qwen2.5 0.5B on v5e-8, planned).
 
     Raises:
-        ValueError: the tokens of x are not R rows.
+        ValueError: the number of tokens of x is no multiple of R.
     """
     num_rows, num_tokens, num_features = len(words_R), x.shape[:-1].numel(), x.shape[-1]
     if num_tokens % num_rows:
@@ -71,24 +73,25 @@ def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, k
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """int32 to int32: multiplications and shift of lowbias32 (C. Wellons, hash prospector, 2018).
+    """Mix int32 words by the multiplications and one of the shifts of lowbias32.
 
-    The arithmetic shift gives one result to two words that are each other's complement after the first product. Neither
-    that nor leaving out the two other shifts changed a correlation of features, of pairs or threes, over 65,536 tokens.
+    Source: C. Wellons, hash prospector, 2018. The arithmetic shift maps two words that are each other's complement
+    after the first product to one result. Neither that nor omitting the two other shifts changed a correlation of
+    features, of pairs or triples, over 65,536 tokens.
     """
     word = word * 0x7FEB352D
     return (word ^ _shifted(word, 15)) * (0x846CA68B - 2**32)
 
 
 def _hashed(word: Tensor) -> Tensor:
-    """int32 to int32, one to one: lowbias32."""
+    """Hash int32 to int32 by lowbias32, a bijection."""
     for distance, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         word = (word ^ _shifted(word, distance) & (2 ** (32 - distance) - 1)) * factor
     return word ^ _shifted(word, 16) & 0xFFFF
 
 
 def _shifted(word: Tensor, distance: int) -> Tensor:
-    """`word >> distance`, which torch_xla makes a division of, that rounds negative words to zero."""
+    """Shift right arithmetically; torch_xla lowers `>>` to a division, which rounds towards zero."""
     return torch.bitwise_right_shift(word, _scalar(distance, word))
 
 

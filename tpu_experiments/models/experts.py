@@ -1,9 +1,9 @@
-"""Mixtures of experts without shapes that depend on the data: every expert computes every token.
+"""Mixture of experts with static shapes: every expert computes every token.
 
-transformers' implementations sort tokens by expert, or look at which experts were hit: counts that are data, which XLA
-compiles anew for each, or a gather of weights per token. Here a token's weight is 0 for the experts it was not routed
-to, so the result is the same; the arithmetic is that of all experts, num_experts / num_experts_per_tok times what
-counts (Mixtral 4, GPT-OSS 20B 8, Qwen3 30B 16).
+transformers' implementations sort tokens by expert or find out which experts were hit. These are counts that depend on
+the data, for each of which XLA compiles anew, or a gather of weights per token. Here a token's weight is 0 for the
+experts it was not routed to, so the result is the same; the arithmetic is that of all experts, num_experts /
+num_experts_per_tok times the routed one (Mixtral 4, GPT-OSS 20B 8, Qwen3 30B 16).
 
 Legend: S tokens, K experts of a token, E experts, D hidden, F intermediate.
 """
@@ -18,21 +18,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tpu_experiments.config.errors import ConfigError
 
 EVERY_EXPERT = "every_expert"
-"""Its name among transformers' implementations of experts."""
+"""Key in transformers' table of expert implementations."""
 
 
 def every_expert(module: nn.Module, hidden_SD: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of one layer, in the form that transformers calls them.
+    """Compute the experts of one layer, with the signature that transformers calls.
 
     Args:
-        top_k_index: experts of each token (S, K).
-        top_k_weights: their weights (S, K).
+        top_k_index: experts that each token is routed to (S, K).
+        top_k_weights: their routing weights (S, K).
 
     Returns:
         (S, D), in the data type of `hidden_SD`.
 
     Raises:
-        ConfigError: the experts have something that is not computed here.
+        ConfigError: the experts have a norm behind them or are split over devices by transformers.
     """
     experts: Any = module
     if experts.has_post_expert_norm or experts._is_expert_parallel:

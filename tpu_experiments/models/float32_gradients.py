@@ -1,10 +1,10 @@
 """Gradients of float32 weights in float32 where a model computes in bf16.
 
-Autograd gives a weight that was cast to bf16 a bf16 gradient. Each is rounded then before micro-batches are added, and
-before devices are: XLA's partitioner sums over devices what a product gives, in the data type that it gives. (Compiled
-for v6e-8, 160 of the 448 gradients of Mistral 7B's adapters were summed in bf16, and all of a small model's.) Here the
-factors of a weight's gradient are turned to float32 first. A TPU multiplies float32 as bf16 by default, which takes
-nothing off numbers that come from bf16, and its compiler leaves the turning out.
+Autograd gives a weight that was cast to bf16 a bf16 gradient. It is rounded before micro-batches are added and before
+devices are: XLA's partitioner sums the result of a product over devices in the product's data type. (Compiled for
+v6e-8, 160 of the 448 gradients of Mistral 7B's adapters were summed in bf16, and all of a small model's.) Here the
+operands of a weight's gradient are cast to float32 first. A TPU multiplies float32 as bf16 by default, which loses
+nothing for operands that come from bf16, and its compiler removes the casts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,14 +19,14 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 ADAPTERS = (".lora_A", ".lora_B")
-"""Ends of the names of weights that their module takes in float32 and casts itself (models/lora.py)."""
+"""Name endings of weights that their module takes in float32 and casts itself (models/lora.py)."""
 FACTORS = {torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.mul}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply as F.linear does, in the data type of `x`: (..., in), (out, in) to (..., out).
 
-    The gradients of `weight` and `bias` have their own data types, and are summed over tokens in them.
+    The gradients of `weight` and `bias` have the data types of `weight` and `bias`, and are summed over tokens in them.
     """
     out: Tensor = _Product.apply(x, weight, bias)
     return out
@@ -54,9 +54,9 @@ class _Product(Function):
 
 @contextmanager
 def cast_weights(weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """The weights as modules compute with them: all but adapters in `dtype`.
+    """Yield the weights as modules compute with them: all but adapters in `dtype`.
 
-    While it lasts, float32 weights that are used through their casts get float32 gradients.
+    Inside the block, float32 weights that are used through their casts receive float32 gradients.
     """
     cast = {name: w if name.endswith(ADAPTERS) else w.to(dtype) for name, w in weights.items()}
     changed = {id(cast[name]): w for name, w in weights.items() if cast[name] is not w}
@@ -68,21 +68,21 @@ def cast_weights(weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterat
 
 
 class _UsedInFloat32(TorchFunctionMode):
-    """Operations with a cast weight, differentiated by the weight itself.
+    """Redirects operations on a cast weight, so that they are differentiated by the original weight.
 
-    They are those that decoders of transformers use weights in: linear layers, embeddings, and factors of norms. What
-    any other gives a cast weight is in the data type of the cast.
+    Covered are the operations in which decoders of transformers use weights: linear layers, embeddings, and factors of
+    norms. A gradient through any other operation has the data type of the cast.
     """
 
     def __init__(self, weights: Mapping[int, Tensor]) -> None:
-        """`weights` by the id of their casts, which must outlive this."""
+        """Take the original weights, keyed by the id of their casts, which must outlive this object."""
         super().__init__()
         self._weights = weights
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The result of `func`, to the bit."""
+        """Return the result of `func`, bit for bit."""
         given = kwargs or {}
         own = [self._weights.get(id(arg)) for arg in args]
         if func is F.linear and own[1] is not None and not given:
@@ -98,6 +98,9 @@ class _UsedInFloat32(TorchFunctionMode):
 
 
 def _spread(factors: tuple[Any, ...], weights: list[Tensor | None]) -> tuple[Any, ...]:
-    """The factor that is a weight, expanded to the product's shape before it is cast: its gradient is summed after."""
+    """Expand the factor that is a weight to the product's shape, then cast it.
+
+    In this order the gradient is cast back first, and its sum over the expanded axes is float32.
+    """
     shape = torch.broadcast_shapes(*(f.shape for f in factors if isinstance(f, Tensor)))
     return tuple(f if w is None else w.expand(shape).to(f.dtype) for f, w in zip(factors, weights, strict=True))

@@ -1,8 +1,8 @@
 """Equal decoder layers folded into one, with parameters stacked on a leading axis and run by a loop.
 
-A compiler then sees one layer instead of all of them. Works for any transformers decoder whose layers repeat: every
-layer (Mistral, Llama, Qwen2), or with a period (Gemma 3: five that slide, one that does not). Names at the boundary
-stay Hugging Face's (runtime/stacked.py).
+The compiler then sees one layer instead of all of them. Works for any transformers decoder whose layers repeat: every
+layer (Mistral, Llama, Qwen2), or with a period (Gemma 3: five layers with a sliding window, one without). Checkpoints
+and exports keep Hugging Face's names (runtime/stacked.py).
 """
 
 import logging
@@ -24,24 +24,26 @@ from tpu_experiments.runtime.layout import BY_ROWS, Folding
 
 log = logging.getLogger(__name__)
 NUMBER = "number of the layer"
-"""Goes through the loop as weights do, for dropout; the rows' random words are the last of the constants then."""
+"""Key of the layer's number, which passes through the loop like a weight, for dropout. The rows' random words are the
+last of the constants then."""
 
 
 def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str] = (), group: int = 1) -> int:
-    """Fold the decoder layers of a module on the meta device, in place; returns the layers of one iteration, 0 where
-    none repeats, or they give more than hidden states.
+    """Fold the decoder layers of a module on the meta device in place; returns the layers per iteration.
+
+    Returns 0 and changes nothing where no layers repeat, or where they return more than hidden states.
 
     Args:
-        remat: what the backward pass finds saved (layer_graph.py).
-        saved: names saved beside that.
-        group: periods in one iteration, as far as there are two iterations then.
+        remat: policy of what the forward pass saves for the backward pass (layer_graph.py).
+        saved: names saved in addition.
+        group: periods in one iteration, fewer where less than two iterations would remain.
     """
     path, layers = _decoder_layers(module)
     period = _period(layers)
     if not period:
         log.info("%d layers of %s do not repeat: each is compiled on its own", len(layers), path or "the model")
         return 0
-    if not gives_tensor(layers[0], module=module):  # Falcon's give attention weights as well
+    if not gives_tensor(layers[0], module=module):  # Falcon's return attention weights as well
         log.info("layers of %s give more than hidden states: each is compiled on its own", path)
         return 0
     period *= max(1, min(group, len(layers) // (2 * period)))
@@ -52,7 +54,7 @@ def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str
 
 
 def _decoder_layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of modules with most parameters."""
+    """Return the ModuleList with the most parameters, and its path."""
     lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     if not lists:
         return "", nn.ModuleList()
@@ -61,7 +63,7 @@ def _decoder_layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _period(layers: nn.ModuleList) -> int:
-    """The smallest number of layers after which they repeat at least once; 0 where there is none."""
+    """Return the smallest number of layers after which they repeat at least once; 0 where there is none."""
     kinds = [_kind(layer) for layer in layers]
     for period in range(1, len(kinds) // 2 + 1):
         whole = len(kinds) // period * period
@@ -71,7 +73,10 @@ def _period(layers: nn.ModuleList) -> int:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """What makes two layers compute the same with other weights; a layer with buffers is like no other."""
+    """Return a value that is equal for layers that differ only in their weights.
+
+    A layer with buffers is equal to no other.
+    """
     parts = []
     for name, part in layer.named_modules():
         plain = {
@@ -87,7 +92,7 @@ def _kind(layer: nn.Module) -> Any:
 
 
 class FoldedLayers(nn.Module):
-    """Stands where the model keeps its list of layers; the model's own loop calls `LayerCall`s."""
+    """Replacement for the model's list of layers; the model's own loop calls its `LayerCall`s."""
 
     def __init__(
         self,
@@ -127,11 +132,15 @@ class FoldedLayers(nn.Module):
         return self._calls[index]
 
     def layer(self, index: int) -> nn.Module:
-        """The module that computes layer `index`."""
+        """Return the module that computes layer `index`."""
         return self._modules[self._name(index)]  # type: ignore[return-value]
 
     def run(self, index: int, hidden: Tensor, rest: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
-        """What the model gets from its layer `index`: in a loop, the last folded one computes for all before it."""
+        """Compute layer `index` for the model's own loop.
+
+        Folded layers only record their inputs and return `hidden` unchanged, but for the last one, which runs the loop
+        over all of them.
+        """
         if index >= self.stop:
             return self.layer(index)(hidden, *rest, **keywords)
         if index == 0:
@@ -164,7 +173,7 @@ class FoldedLayers(nn.Module):
         )
 
     def _splits(self, weights: list[dict[str, Tensor]]) -> list[Axes]:
-        """The mesh axes of every weight of one layer along which the devices split it."""
+        """Return for every weight of one layer the mesh axes along which it is sharded."""
         splits = []
         for j, own in enumerate(weights):
             for name, stack in own.items():
@@ -173,7 +182,7 @@ class FoldedLayers(nn.Module):
         return splits
 
     def _name(self, index: int) -> str:
-        """Of the module that computes layer `index`."""
+        """Return the name of the module that computes layer `index`."""
         return f"{index % self.period}:{self.stop}:{self.period}" if index < self.stop else str(index)
 
     def _loop_forward(
@@ -197,7 +206,7 @@ class FoldedLayers(nn.Module):
     def _graph(
         self, j: int, hidden: Tensor, weights: dict[str, Tensor], *, constants: tuple[Tensor, ...], spec: Any
     ) -> LayerGraph:
-        """The layer's forward and backward pass as graphs, traced once for each shape."""
+        """Return the layer's forward and backward pass as graphs, traced once for each shape."""
         template = self.layer(j)
         tensors = (hidden, *weights.values(), *constants)
         key = (j, template.training, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
@@ -214,7 +223,7 @@ class FoldedLayers(nn.Module):
 
 
 class LayerCall:
-    """One layer as the model's own loop sees it."""
+    """One layer as the model's own loop calls it."""
 
     def __init__(self, layers: FoldedLayers, index: int) -> None:
         self._layers, self._index = layers, index
@@ -229,7 +238,7 @@ class LayerCall:
 def call_layer(
     template: nn.Module, hidden: Tensor, weights: Mapping[str, Tensor], constants: Sequence[Tensor], *, spec: Any
 ) -> Tensor:
-    """One layer with `weights` in place of its own, its other inputs put together from `constants`."""
+    """Call one layer with `weights` in place of its own and its other inputs reassembled from `constants`."""
     structure, places = spec
     leaves = [constants[place] if isinstance(place, int) else place[0] for place in places]
     rest, keywords = tree_unflatten(leaves, structure)
@@ -243,11 +252,14 @@ def call_layer(
 def _shared_constants(
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], *, period: int
 ) -> tuple[tuple[Tensor, ...], list[Any]]:
-    """Every tensor that layers get beside the hidden states, once; and how each layer of the period gets them.
+    """Collect every tensor that layers receive beside the hidden states, once.
 
     Returns:
-        The tensors; and of every layer of the period (structure, leaves), a leaf being the number of a tensor or, in a
-        tuple, the value itself.
+        The tensors; and for every layer of the period (structure, leaves), a leaf being the number of a tensor or, in a
+        tuple, a value that is no tensor.
+
+    Raises:
+        RuntimeError: a layer receives other inputs than the layer at the same place of the period.
     """
     constants: dict[int, tuple[int, Tensor]] = {}
     specs = []

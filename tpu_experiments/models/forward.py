@@ -1,7 +1,7 @@
-"""The forward pass used by training, evaluation and generation: ready masks, so that nothing is read on the host.
+"""The forward pass of training, evaluation and generation, with masks that need no read on the host.
 
-transformers builds masks by looking at tensor values, which on XLA is a host read per step (measured: seeds.md 4.0);
-a ready 4-D mask is passed through untouched. Legend: B rows, T tokens, V vocabulary.
+transformers builds masks by testing tensor values, which on XLA is a read by the host in every step (measured); a
+ready-made 4-D mask is passed through unchanged. Legend: B rows, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,16 +21,20 @@ from tpu_experiments.runtime.stacked import is_stack
 
 
 def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, Tensor]:
-    """Boolean masks (B, 1, T, T), true where a token may look: causal, inside its own document, inside the window.
+    """Return boolean masks (B, 1, T, T), true where a token may attend.
 
-    Padding (segment 0) sees padding only, so that no row of the softmax is empty. Models with `layer_types`
-    (Gemma 3, Qwen2) take one mask per type; Mistral takes one mask with its window.
+    Attention is causal, within the token's document and within the window. Padding (segment 0) attends to padding only,
+    so that no row of the softmax is empty. Models with `layer_types` (Gemma 3, Qwen2) take one mask per type; Mistral
+    takes one mask with its window.
     """
     return by_layer_type(lambda window: causal_mask(segments_BT, window=window), config=config)
 
 
 def by_layer_type(mask_of: Callable[[int | None], Tensor], *, config: Any) -> Tensor | dict[str, Tensor]:
-    """The mask of a model, or one for each type of its layers; `mask_of` makes it for a window or for none."""
+    """Return the mask of a model, or one for each type of its layers.
+
+    `mask_of` makes a mask for a window, or for None.
+    """
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
@@ -42,9 +46,9 @@ def by_layer_type(mask_of: Callable[[int | None], Tensor], *, config: Any) -> Te
 
 
 def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-    """Logits (B, T, V) with `parameters` in place of the module's own, cast to the module's data type.
+    """Return logits (B, T, V), with `parameters` in the module's data type in place of its own.
 
-    The gradients of `parameters` are float32 as they are, not rounded on the way (models/float32_gradients.py).
+    The gradients of `parameters` are float32, not rounded on the way (models/float32_gradients.py).
 
     Args:
         parameters: float32 trainable parameters by name.
@@ -59,11 +63,11 @@ def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mappin
 def hidden_of(
     module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states (B, T, H) and the head's weight (V, H), arguments as of `logits_of`.
+    """Return the last hidden states (B, T, H) and the head's weight (V, H); arguments as in `logits_of`.
 
-    The product of the two, capped where the model caps, is `logits_of` for a module with a plain head
-    (`models/head.py`) and for no other. A trained embedding that is tied to the head is the head. A trained head is
-    float32 as `parameters` has it: cast it to the data type of the hidden states for the product.
+    The product of the two, soft-capped where the model caps, equals `logits_of` for a module with a plain head
+    (`models/head.py`) and for no other. A trained embedding that is tied to the head is returned as the head. A trained
+    head is float32, as in `parameters`: cast it to the data type of the hidden states for the product.
     """
     dtype: Any = module.dtype
     inputs, without_head = _inputs(module, batch), _WithoutHead(module)
@@ -78,14 +82,17 @@ def hidden_of(
 
 @contextmanager
 def _as_used(parameters: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """What the module is called with; stacks are cast where their layers run (models/fold.py)."""
+    """Yield the parameters in the data type in which the module is called.
+
+    Stacks are left as they are and cast where their layers run (models/fold.py).
+    """
     stacks = {name: p for name, p in parameters.items() if is_stack(name)}
     with cast_weights({n: p for n, p in parameters.items() if n not in stacks}, dtype=dtype) as cast:
         yield cast | stacks
 
 
 class _WithoutHead(nn.Module):
-    """A causal language model up to its head, under its own names, so that functional_call ties as it does there."""
+    """A causal language model up to its head, which holds the whole, so that functional_call ties weights."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -107,7 +114,7 @@ def _inputs(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def attention_input(segments_BT: Tensor, *, module: nn.Module) -> Any:
-    """What the model takes as `attention_mask`: `flash` makes do with the segments, the others want masks."""
+    """Return the model's `attention_mask`: segment ids for `flash`, masks for other implementations."""
     config: Any = module.config
     if config._attn_implementation == FLASH:
         return segments_BT[:, None, None, :]
@@ -115,7 +122,11 @@ def attention_input(segments_BT: Tensor, *, module: nn.Module) -> Any:
 
 
 def in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
-    """sdpa takes the boolean mask; transformers' eager attention adds its mask to the scores: 0 or the lowest."""
+    """Convert boolean masks to the form that the module's attention expects.
+
+    sdpa takes the boolean mask; transformers' eager attention adds its mask to the scores: 0, or the lowest finite
+    value.
+    """
     config: Any = module.config
     if config._attn_implementation != "eager":
         return masks
@@ -126,7 +137,10 @@ def in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
 
 
 def target_weights(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Next-token targets (B, T) and their float32 weights (B, T): 1 where learnt and of the same document, else 0."""
+    """Return next-token targets (B, T) and their float32 weights (B, T).
+
+    A weight is 1 where the target is to be learnt and of the same document, otherwise 0.
+    """
     targets_BT = torch.roll(batch["ids"], -1, dims=1)
     next_learn = torch.roll(batch["learn"], -1, dims=1)
     same = torch.roll(batch["segments"], -1, dims=1) == batch["segments"]
@@ -136,7 +150,7 @@ def target_weights(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def row_losses(logits_BTV: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the cross-entropy (nats) and sum of weights of every row, both (B,) float32."""
+    """Return the weighted cross-entropy sum (nats) and the weight sum of every row, both (B,) float32."""
     targets_BT, weights_BT = target_weights(batch)
     losses = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten().long(), reduction="none")
     return (losses.view_as(weights_BT) * weights_BT).sum(1), weights_BT.sum(1)

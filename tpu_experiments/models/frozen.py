@@ -1,4 +1,4 @@
-"""A model that is not trained any more: every tensor on the device in the model's data type, adapters beside it."""
+"""A model for inference: every tensor on the device in the model's data type, adapters not merged."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -21,16 +21,16 @@ def build_frozen(
     reduced_with_seed: int | None = None,
     origin: str = "",
 ) -> nn.Module:
-    """Load `source` onto the device with what was trained in place of or beside its weights.
+    """Load `source` onto the device with trained tensors beside its weights or in their place.
 
     Args:
-        lora: of the adapters in `trained`; rank 0 where it has none.
+        lora: config of the adapters in `trained`; rank 0 where it has none.
         trained: host tensors under Hugging Face's names: A and B of every adapter, or weights of the model, or nothing.
-        reduced_with_seed: of a run with `lora.init=pissa`, whose checkpoints hold A and B for the reduced base.
-        origin: where `trained` is from, for messages.
+        reduced_with_seed: seed of a run with `lora.init=pissa`, whose checkpoints hold A and B for the reduced base.
+        origin: source of `trained`, for error messages.
 
     Raises:
-        ConfigError: the tensors are not of this model, are of a whole one and not all there, or have values that are
+        ConfigError: the tensors are not of this model, are an incomplete set of a whole one, or have values that are
             NaN or infinite.
     """
     module, shapes = _described(source, lora=lora, trained=trained, origin=origin)
@@ -53,7 +53,7 @@ def build_frozen(
             tensor = trained[name].to(source.dtype)
             require_finite(tensor, name=name, place=origin)
             yield Named(name, tensor)
-            del tensor  # else it lives on while the next one is read
+            del tensor  # otherwise it stays allocated while the next one is read
 
     placed_weights(module, weights(), place=place, marks={})
     placed_buffers(module, place=place)
@@ -63,7 +63,11 @@ def build_frozen(
 def _described(
     source: HuggingFaceModel, *, lora: LoraConfig, trained: Mapping[str, Tensor], origin: str
 ) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """The module on the meta device and the shapes of its parameters, which those of `trained` are."""
+    """Build the module on the meta device and return it with the shapes of its parameters.
+
+    Raises:
+        ConfigError: a tensor of `trained` has no counterpart in the module, or another shape.
+    """
     bases = {name.rpartition(".")[0] for name, _ in source.empty().named_parameters()}
     strays = [name for name in trained if name.rpartition(".")[0] not in bases]
     if strays:

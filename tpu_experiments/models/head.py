@@ -1,4 +1,4 @@
-"""What a causal language model does with its last hidden states, found out without running the model."""
+"""What a causal language model does with its last hidden states, determined without running it."""
 
 import copy
 import logging
@@ -13,22 +13,22 @@ _known: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
 
 
 def soft_cap_of(module: nn.Module) -> float | None:
-    """c of Gemma's c tanh(logits / c); None where the logits are not capped."""
+    """Return c of Gemma's c tanh(logits / c); None where the logits are not capped."""
     config: Any = module.config
     return getattr(config.get_text_config(), "final_logit_softcapping", None)
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """The logits after a cap of `soft_cap_of`."""
+    """Apply the soft cap of `soft_cap_of` to logits; None leaves them unchanged."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def has_plain_head(module: nn.Module) -> bool:
-    """True where the logits are one matrix product, capped by `soft_cap_of` or not, and nothing else.
+    """Return whether the logits are one matrix product, capped by `soft_cap_of` or not, and nothing else.
 
-    Not so: a head with a bias (Phi, GPT-J), with an adapter (`LoraLinear`), or whose logits are scaled (Cohere,
+    Not plain are a head with a bias (Phi, GPT-J), a head with an adapter (`LoraLinear`), and scaled logits (Cohere,
     Granite). The models of transformers 5.23 use half a dozen names for such changes, so the module's own forward is
-    asked: run on three numbers, its base model and its head replaced by stand-ins, it must give the product of the two.
+    probed: run on three numbers, with stand-ins for its base model and its head, it must return the product of the two.
     """
     if module not in _known:
         _known[module] = _is_product(module)
@@ -39,7 +39,7 @@ def has_plain_head(module: nn.Module) -> bool:
 
 
 class _Outputs:
-    """Of a base model: hidden states, and None for whatever else a model looks for (caches, router logits)."""
+    """Output of the stand-in base model: hidden states, and None for all else (caches, router logits)."""
 
     def __init__(self, hidden_11H: Tensor) -> None:
         self.last_hidden_state = hidden_11H
@@ -52,7 +52,7 @@ class _Outputs:
 
 
 class _Base(nn.Module):
-    """Stands in for the layers; its hidden states are given."""
+    """Stand-in for the layers, which returns given hidden states."""
 
     def __init__(self, hidden_11H: Tensor) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _is_product(module: nn.Module) -> bool:
     probe._modules = {**module._modules, base: _Base(hidden), names[0]: small}
     try:
         logits = probe(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
-    except Exception:  # a forward that asks more of its base model than hidden states
+    except Exception:  # a forward that needs more of its base model than hidden states
         return False
     expected = capped(hidden @ weight.T, soft_cap_of(module))
     return logits.shape == expected.shape and torch.allclose(logits, expected)

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers: its config, its empty module and its weights one tensor at a time.
+"""A causal language model of transformers: its config, its empty module, its weights tensor by tensor.
 
 Nothing here holds a second copy of the model: the module is built on the meta device, and `weights` yields one host
 tensor at a time.
@@ -40,16 +40,17 @@ COUNTS = {
     "vocab_size": 2**24,
     "max_position_embeddings": 2**31,
 }
-"""Values of a decoder's config that count something, and the most that is taken: far above any model, and what a
-module is still built of in seconds."""
+"""Values of a decoder's config that count something, with their upper bounds: far above any model, and low enough that
+a module is built in seconds."""
 _STATE = "their layers hand a state from token to token, past the mask that keeps documents and padding out"
 NOT_BUILT = {
     "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with",
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2"), _STATE),
 }
-"""Types that transformers has and this project would train wrongly. What is not listed is checked by isolation.py."""
+"""Model types of transformers that would be trained wrongly here. Types that are not listed are checked by
+isolation.py."""
 UNFIT = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""What transformers' classes raise over values that do not go together."""
+"""Exceptions that transformers' classes raise over inconsistent values."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Named:
 
 
 class HuggingFaceModel:
-    """The `model._target_` of every stock model."""
+    """Source of a checkpoint's or of random weights; the `model._target_` of every stock model."""
 
     def __init__(self, model: ModelConfig, *, seed: int) -> None:
         self.model, self.seed = model, seed
@@ -74,7 +75,7 @@ class HuggingFaceModel:
         self.config._experts_implementation = EVERY_EXPERT
 
     def find_folder(self) -> Path | None:
-        """Where the checkpoint lies; a Hub id is downloaded."""
+        """Return the checkpoint's folder; a Hub id is downloaded."""
         return _local_folder(self.model)
 
     def _config(self) -> PretrainedConfig:
@@ -106,7 +107,7 @@ class HuggingFaceModel:
 
     @property
     def reference(self) -> str:
-        """What an adapter names as its base: the full path of a local folder, or the Hub id."""
+        """The base model as an adapter names it: the full path of a local folder, or the Hub id."""
         local = local_path(self.model)
         return self.model.path if local is None else str(local)
 
@@ -114,7 +115,7 @@ class HuggingFaceModel:
         """Build the module with parameters on the meta device and its buffers (RoPE frequencies) on the host.
 
         Raises:
-            ConfigError: the values of its config do not go together.
+            ConfigError: the values of its config are inconsistent.
         """
         try:
             module = self._on_meta(self.config)
@@ -139,14 +140,14 @@ class HuggingFaceModel:
 
     @property
     def _where(self) -> str:
-        """Where the values of the config come from."""
+        """Origin of the config's values, for error messages."""
         return f"model={self.model.name} (model.arch)" if self.folder is None else f"model.path={self.folder}"
 
     def require_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every parameter is there in its shape, from the headers of the files alone.
+        """Check that every parameter is present in its shape, from the headers of the files alone.
 
         Raises:
-            ConfigError: no safetensors, a parameter is missing, or it has another shape than config.json says.
+            ConfigError: there are no safetensors, a parameter is missing, or its shape is not that of config.json.
         """
         if self.random:
             return
@@ -160,7 +161,7 @@ class HuggingFaceModel:
     def weights(self, names: list[str]) -> Iterator[Named]:
         """Yield every parameter of `names` once and in this order, in `dtype`, on the host.
 
-        Each is looked at on its way (io/finite.py says what that costs).
+        Each is checked for values that are NaN or infinite (io/finite.py has the cost).
 
         Raises:
             ConfigError: the checkpoint lacks a parameter, or one has a value that is NaN or infinite.
@@ -170,7 +171,7 @@ class HuggingFaceModel:
             if bad is not None:
                 raise self._refusal_of(item.name, bad)
             yield item
-            del item  # else it lives on while the next one is read
+            del item  # otherwise it stays allocated while the next one is read
 
     def _random_weights(self, names: list[str]) -> Iterator[Named]:
         torch.manual_seed(self.seed)
@@ -199,13 +200,13 @@ class HuggingFaceModel:
         )
 
     def outer_name(self, name: str) -> str:
-        """What a parameter of the decoder is called in the checkpoint's model, which may see or hear as well."""
+        """Return a decoder parameter's name in the checkpoint's model, which may be multimodal."""
         inner, outer = self._prefixes
         return outer + name.removeprefix(inner) if name.startswith(inner) else name
 
     @cached_property
     def _prefixes(self) -> tuple[str, str]:
-        """How the names of the decoder's layers begin, in `empty()` and in the checkpoint's model."""
+        """Prefixes of the names of the decoder's layers, in `empty()` and in the checkpoint's model."""
         if self.whole_config is self.config or self.random:
             return "", ""
         return prefixes(self._on_meta(self.config), self._on_meta(self.whole_config))
@@ -222,16 +223,16 @@ class HuggingFaceModel:
 
     @cached_property
     def _as_named(self) -> dict[str, StoredTensor | ConvertedTensor]:
-        """Every tensor of the checkpoint under the name that its model has it by; files are not opened again."""
+        """Every tensor of the checkpoint under its name in the model; cached, so that files are indexed once."""
         assert self.folder is not None
         return converted_tensors(stored_tensors(self.folder), self._on_meta(self.whole_config))
 
 
 def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:
-    """A transformers config from the values of `model.arch`.
+    """Build a transformers config from the values of `model.arch`.
 
     Raises:
-        ConfigError: transformers has no such model type.
+        ConfigError: transformers has no such model type, or its class refuses the values.
     """
     values = dict(arch)
     model_type = str(values.pop("model_type"))
@@ -251,7 +252,7 @@ def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:
 
 
 def count_problems(config: PretrainedConfig, *, where: str) -> list[str]:
-    """Sentences on the sizes of a model: no whole numbers above 0, or too large for any model."""
+    """Return a sentence for every size of a model that is no positive integer or exceeds its bound."""
     problems = []
     for name, most in COUNTS.items():
         value = getattr(config, name, None)
@@ -267,7 +268,7 @@ def _config_of(folder: Path, model: ModelConfig) -> PretrainedConfig:
         require_no_code(values, source=f"model.path={model.path}", remote_code=model.remote_code)
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=model.remote_code == "run")
         if model.remote_code == "ignore" and hasattr(config, "auto_map"):
-            del config.auto_map  # an export has none of the code that it names
+            del config.auto_map  # an export contains none of the code that it names
         return config
     except ConfigError:
         raise
@@ -280,13 +281,19 @@ def _config_of(folder: Path, model: ModelConfig) -> PretrainedConfig:
 
 
 def local_path(model: ModelConfig) -> Path | None:
-    """`model.path` as a folder, from here or from the repository's root; None for a Hub id."""
+    """Return `model.path` as a folder, relative to here or to the repository's root; None for a Hub id."""
     local = find_local(model.path)
     return local.resolve() if local is not None and local.is_dir() else None
 
 
 def _local_folder(model: ModelConfig) -> Path:
-    """The checkpoint's folder; a Hub id is downloaded into the Hub's cache (safetensors and configs only)."""
+    """Return the checkpoint's folder; a Hub id is downloaded into the Hub's cache.
+
+    Only safetensors, configs and tokenizer files are fetched, and Python files where `model.remote_code=run`.
+
+    Raises:
+        ConfigError: there is no such folder or no config.json in it, or the download failed.
+    """
     local = local_path(model)
     if local is not None:
         if not (local / "config.json").exists():
@@ -312,7 +319,10 @@ def _local_folder(model: ModelConfig) -> Path:
 
 
 def _fill_buffers(module: nn.Module) -> None:
-    """Compute the buffers (not in any checkpoint) with transformers' own initialisation, leaving parameters alone."""
+    """Compute the buffers, which no checkpoint holds, by transformers' own initialisation.
+
+    Parameters are left alone.
+    """
     for parameter in module.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark: do not touch
     for part in module.modules():

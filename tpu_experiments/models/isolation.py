@@ -1,8 +1,8 @@
 """Check that a model is causal and keeps the documents of a row apart, on a small copy of its config.
 
-A recurrent layer hands its state from one document to the next, an encoder lets a token see those after it, and ALiBi
-counts positions over a whole row: none of that shows in a loss. The copy has the model's own classes, kinds of layers
-and options, but few and narrow layers, so that the check takes a fraction of a second on the host.
+A recurrent layer carries its state from one document to the next, an encoder lets a token attend to later ones, and
+ALiBi counts positions over a whole row: none of that shows in a loss. The copy has the model's own classes, kinds of
+layers and options, but few and narrow layers, so that the check takes a fraction of a second on the host.
 """
 
 import copy
@@ -28,7 +28,7 @@ LENGTHS = (9, 7)
 """Tokens of the two documents: longer than the copy's window, and of different lengths."""
 PADDING = 4
 WIDTH = 64
-"""Of a head; xLSTM rounds up to multiples of it."""
+"""Width of a head; xLSTM rounds up to multiples of it."""
 HEADS = ("num_attention_heads", "num_heads")
 WIDTHS = ("hidden_size", "embedding_dim")
 DEPTHS = ("num_hidden_layers", "num_blocks")
@@ -46,24 +46,25 @@ AT_MOST = {
     "sliding_window": 4,
 }
 MOST_PARAMETERS = 10_000_000
-"""Of the copy; one with more is a copy that kept a width which this file does not know."""
+"""Upper bound for the copy; one that exceeds it kept a width which this file does not know."""
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FEWEST_LAYERS = 2
 TOLERANCE = 1e-3
-"""Of the largest logit. Sums in another order move logits by 1e-6 of it, and a leak by 0.01 to 1 (xLSTM 0.4)."""
+"""Relative to the largest logit. Sums in another order move logits by 1e-6 of it, a leak by 0.01 to 1 (xLSTM 0.4)."""
 
 
 def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
-    """Refuse a model that looks ahead, or whose documents change one another where rows hold several.
+    """Refuse a model that attends to later tokens, or whose documents change one another in packed rows.
+
+    A config that has passed is not checked again: an empty file beside the cache of shards records it. Where no small
+    copy of the config can be computed, a warning is logged instead.
 
     Args:
         is_packed: rows hold more than one document.
 
     Raises:
-        ConfigError: a token changes the logits of earlier ones or of another document, or the logits are not those
-            that transformers computes for the document alone.
-
-    What has passed is not checked again (an empty file beside the cache of shards).
+        ConfigError: a token changes the logits of earlier ones or of another document, or the logits are not those that
+            transformers computes for the document alone.
     """
     name, kind = f"model={source.model.name}", source.config.model_type
     passed = _record_of(source, is_packed=is_packed)
@@ -96,13 +97,13 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
             f"{name}; in transformers' {kind} a document changes the logits of the next one in its row, by "
             f"{moved['other']:.2g} of the largest; set prepare.packing=pad, so that a row holds one document."
         )
-    with suppress(OSError):  # a home that cannot be written: the check is made each time
+    with suppress(OSError):  # where the home folder is not writable, the check is made each time
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
 
 
 def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
-    """The empty file that says that a config has passed, by the code that was checked."""
+    """Return the empty file that records that a config has passed, with this version of the code."""
     digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {is_packed}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
     for file in (__file__, forward.__file__, attention.__file__, experts.__file__):
@@ -111,15 +112,15 @@ def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
 
 
 def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict[str, float]:
-    """Largest differences of logits, as shares of the largest logit.
+    """Return the largest differences of logits, as shares of the largest logit.
 
     Args:
-        module: as training calls it.
-        alone: of the same weights, as transformers calls it.
+        module: the copy, as training calls it.
+        alone: a copy with the same weights, as transformers calls it.
 
     Returns:
-        `past`: earlier tokens when the last one is another; `alone`: a document with padding behind it and the same
-        document as transformers computes it; `other`: documents in one row and each alone.
+        `past`: earlier tokens, when the last one changes; `alone`: a document with padding behind it, against the same
+            document as transformers computes it; `other`: documents in one row, against each alone.
     """
     first, second = LENGTHS
     ids = _drawn(first + second)
@@ -136,13 +137,13 @@ def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict
 
 
 def _drawn(count: int) -> Tensor:
-    """Token ids that are none of the special ones."""
+    """Draw token ids, none of them a special one."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(len(IDS), AT_MOST["vocab_size"], (count,), generator=generator)
 
 
 def _packed(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
-    """Logits (T, V) of documents in one row with padding behind them, by the forward pass of training."""
+    """Return logits (T, V) of documents in one row with padding behind them, by training's forward pass."""
     padding = torch.zeros(PADDING, dtype=torch.int64)
     segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)] + [padding])
     positions = torch.cat([torch.arange(n) for n in lengths] + [padding])
@@ -151,7 +152,11 @@ def _packed(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...]) -> Tens
 
 
 def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Module, nn.Module]:
-    """The copy as training calls it and as transformers does, with the same weights, drawn at random."""
+    """Build the copy as training calls it and as transformers does, with the same random weights.
+
+    Raises:
+        ValueError: the copy is too large.
+    """
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=source.runs_code)
     count = sum(p.numel() for p in empty.parameters())
@@ -174,7 +179,7 @@ def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Mod
 
 @torch.no_grad()
 def _draw(parameter: nn.Parameter) -> None:
-    """Draw weights that move logits: matrices keep the size of what goes through them, vectors change a little."""
+    """Draw weights that move logits: matrices preserve the activations' scale, vectors change a little."""
     if parameter.ndim > 1:
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
     else:
@@ -182,7 +187,7 @@ def _draw(parameter: nn.Parameter) -> None:
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """A config of the same class with few, narrow layers of every kind that the model has."""
+    """Return a config of the same class with few, narrow layers of every kind that the model has."""
     own: Mapping[str, str] = config.attribute_map
     values = config.to_dict()
     heads = next((values[own.get(name, name)] for name in HEADS if isinstance(values.get(own.get(name, name)), int)), 1)
@@ -214,7 +219,10 @@ def _layers_of_every_kind(kinds: Any) -> int:
 
 
 def _with_plain_rope(value: Any) -> Any:
-    """The same values with rotary embeddings of one base: factors for longer contexts are as many as a head is wide."""
+    """Replace every form of rotary embedding by the plain one with a single base.
+
+    The number of factors for longer contexts depends on the width of a head, which the copy changes.
+    """
     if not isinstance(value, dict):
         return value
     if "rope_type" in value:

@@ -1,7 +1,7 @@
-"""The forward and the backward pass of one layer as two graphs, with a choice of what is kept between them.
+"""Forward and backward pass of one layer as two graphs, with a choice of what is saved between them.
 
-AOTAutograd traces both together; the cut decides what the forward pass saves and what the backward pass computes again
-(activation checkpointing, arXiv 1604.06174; by names, as jax.checkpoint_policies.save_only_these_names).
+AOTAutograd traces both together; the partition decides what the forward pass saves and what the backward pass
+recomputes (activation checkpointing, arXiv 1604.06174; by names, as jax.checkpoint_policies.save_only_these_names).
 """
 
 import operator
@@ -23,7 +23,7 @@ from torch._functorch.partitioners import (
 from tpu_experiments.config.sources import SAVABLE, SAVED
 
 LOW = "low"
-"""Name of what adapters multiply by their A: always saved, r numbers a token."""
+"""Name of an adapter's low-rank product A x: always saved, r numbers per token."""
 PROJECTIONS = SAVABLE[1:]
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
@@ -31,7 +31,7 @@ SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
 
 @torch.library.custom_op("tpu_experiments::named", mutates_args=())
 def named(x: Tensor, name: str) -> Tensor:
-    """`x`, with a name that a policy can save it by."""
+    """Return `x` under a name by which a remat policy can save it."""
     return x.clone()
 
 
@@ -46,14 +46,14 @@ named.register_autograd(lambda ctx, grad: (grad, None))
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """One layer, differentiated. Inputs are (hidden, *weights, *constants), flat."""
+    """One layer, differentiated. Inputs are (hidden, *weights, *constants), flattened."""
 
     forward: Callable[..., Sequence[Any]]
-    """Inputs to (output, *saved)."""
+    """Maps the inputs to (output, *saved)."""
     backward: Callable[..., Sequence[Any]]
-    """(*saved, gradient of the output) to the gradients of the inputs, None where there is none."""
+    """Maps (*saved, gradient of the output) to the gradients of the inputs, None for inputs without one."""
     saved_inputs: tuple[int | None, ...]
-    """For each saved value the number of the input that it is, None where it was computed."""
+    """For each saved value the number of the input that it is; None where it was computed."""
     num_weights: int
 
     @staticmethod
@@ -67,10 +67,12 @@ class LayerGraph:
         remat: str,
         saved: Sequence[str] = (),
     ) -> "LayerGraph":
-        """Trace `compute` for tensors like these.
+        """Trace `compute` for tensors of these shapes and data types.
 
         Args:
-            weights: stacks; one slice is a layer's.
+            weights: stacks, of which one slice is a layer's.
+            remat: policy of what is saved, by name.
+            saved: names saved in addition.
         """
         examples = [
             torch.empty_like(hidden, requires_grad=True),
@@ -99,8 +101,11 @@ class LayerGraph:
 
 
 def not_run(graph: fx.GraphModule, _: Any) -> Callable[..., list[Any]]:
-    """Tracing is all that is wanted: running the graph once would draw random numbers, and the first step of a run
-    would then be another program than the second."""
+    """Return a function that yields empty results instead of running a traced graph.
+
+    Running it once would draw random numbers, and the first step of a run would then be another program than the
+    second.
+    """
     (results,) = graph.graph.output_node().args
     likes = [node.meta["val"] if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
 
@@ -113,7 +118,7 @@ def not_run(graph: fx.GraphModule, _: Any) -> Callable[..., list[Any]]:
 
 @contextmanager
 def naming(layer: nn.Module) -> Iterator[None]:
-    """While it lasts, projections and attention of a layer name their values."""
+    """Name the values of a layer's projections and attention inside the block."""
     handles: list[Any] = []
     for name, part in layer.named_modules():
         leaf = name.rpartition(".")[2]
@@ -131,7 +136,7 @@ def naming(layer: nn.Module) -> Iterator[None]:
 
 
 def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
-    """Where AOTAutograd cuts the joint graph."""
+    """Return the function by which AOTAutograd cuts the joint graph, for a remat policy."""
     if remat == "none":
         return default_partition
     names = {LOW, *SAVED[remat], *saved}
@@ -148,7 +153,7 @@ def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphM
 
 
 def ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
-    """Everything that these nodes are computed from, themselves included."""
+    """Return every node that these are computed from, themselves included."""
     found: set[fx.Node] = set()
     waiting = [node for node in nodes if isinstance(node, fx.Node)]
     while waiting:
@@ -160,7 +165,7 @@ def ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
 
 
 def is_kept(node: fx.Node, names: set[str]) -> bool:
-    """Whether the forward pass saves it: by its name, as attention's own, or because it is drawn and not computed."""
+    """Return whether the forward pass saves a node: by name, as attention's own, or because it is random."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -172,12 +177,15 @@ def is_kept(node: fx.Node, names: set[str]) -> bool:
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The node whose numbers these are, in the same order: what goes into o_proj is what a kernel gave, say."""
+    """Return the node that computed these numbers, following views and copies back.
+
+    For example, the input of o_proj originates in the output of the attention kernel.
+    """
     while node.target in SAME_NUMBERS:
         node = node.all_input_nodes[0]
     return node
 
 
 def is_tuple(node: fx.Node) -> bool:
-    """Whether it has several results, which `getitem` takes apart."""
+    """Return whether a node has several results, which `getitem` takes apart."""
     return bool(node.users) and all(user.target is operator.getitem for user in node.users)

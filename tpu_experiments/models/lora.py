@@ -1,7 +1,7 @@
-"""Low-rank adapters from first principles: y = W x + scale * B A x, W frozen (arXiv 2106.09685).
+"""Low-rank adapters (LoRA): y = W x + scale * B A x with W frozen (arXiv 2106.09685).
 
 `inject` replaces Linear modules by name; the frozen weight keeps Hugging Face's name. `adapter_weights` draws A and B
-(and, for PiSSA, takes them out of W). Shapes: A (r, in), B (out, r), both float32.
+(and, for PiSSA, subtracts scale * B A from W). Shapes: A (r, in), B (out, r), both float32.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from tpu_experiments.models.layer_graph import LOW, named
 
 A, B = "lora_A", "lora_B"
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Projections that most decoders hand one tensor; whether theirs is one is seen at every call."""
+"""Projections that share one input tensor in most decoders; whether they do is checked at every call."""
 
 
 class LoraLinear(nn.Module):
@@ -36,7 +36,7 @@ class LoraLinear(nn.Module):
     siblings: "Siblings | None" = None
 
     def __init__(self, linear: nn.Linear | Conv1D, *, r: int, scale: float, dropout: float, name: str = "") -> None:
-        """`name` is the module's, under which the model has it: masks of dropout depend on it."""
+        """Wrap `linear`; `name` is its path in the model, on which dropout masks depend."""
         super().__init__()
         self.layer_idx, self.site = place_of(name)
         self.is_transposed = isinstance(linear, Conv1D)
@@ -48,21 +48,21 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, r, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features), in the data type of `x`."""
+        """Map (..., in_features) to (..., out_features), in the data type of `x`."""
         low = self.siblings.low(self, x) if self.siblings else self.low(x, self.lora_A)
         weight = self.weight.t() if self.is_transposed else self.weight
         return F.linear(x, weight, self.bias) + product(low, self.lora_B)
 
     def low(self, x: Tensor, a: Tensor) -> Tensor:
-        """`a` (k, in_features) times what dropout leaves of `x`, scaled: (..., k). A few numbers a token: kept."""
-        # The scale meets the r numbers of a token, not all of its features, forward and backward.
+        """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
+        # Scaling here costs r multiplications per token, not one per feature, forward and backward.
         return named(product(self._dropped(x), a) * self.scale, LOW)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """As F.dropout.
+        """Apply dropout with a mask derived from the row's random word.
 
         Raises:
-            RuntimeError: the forward pass was given no random words.
+            RuntimeError: the batch of this forward pass has no random words.
         """
         if not self.dropout or not self.training:
             return x
@@ -78,17 +78,18 @@ class LoraLinear(nn.Module):
 
 
 def features_of(linear: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Numbers of a token that go in and that come out."""
+    """Return the input and the output width of a linear layer."""
     if isinstance(linear, Conv1D):
         return linear.nx, linear.nf
     return linear.in_features, linear.out_features
 
 
 class Siblings:
-    """Adapters that read one tensor multiply it by their A together: one product with (A_q; A_k; A_v), one with its
-    gradient, one mask of dropout, instead of three of each that read or write all of its features.
+    """Adapters that read one tensor and multiply it by their A together.
 
-    A member that is given another tensor than the one before it computes for itself.
+    One product with (A_q; A_k; A_v), one with its gradient and one dropout mask replace three of each, all of which
+    read or write every feature of the tensor. A member that is given another tensor than its predecessor computes for
+    itself.
     """
 
     def __init__(self, members: list[LoraLinear]) -> None:
@@ -97,7 +98,7 @@ class Siblings:
         self._lows: dict[int, Tensor] = {}
 
     def low(self, member: LoraLinear, x: Tensor) -> Tensor:
-        """The low-rank numbers of `member` for `x`: (..., in_features) to (..., r)."""
+        """Return the low-rank product of `member` for `x`: (..., in_features) to (..., r)."""
         if x is not self._x:
             together = member.low(x, torch.cat([m.lora_A for m in self._members]))
             lows = together.split([len(m.lora_A) for m in self._members], dim=-1)
@@ -110,7 +111,7 @@ class Siblings:
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """How many parameters are trained and how many there are (tied ones once, adapters included in `total`)."""
+    """Numbers of trained and of all parameters (tied ones once, adapters included in `total`)."""
 
     trainable: int
     total: int
@@ -122,7 +123,7 @@ class ParameterReport:
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    """Return alpha / r, or alpha / sqrt(r) for rsLoRA."""
     return lora.alpha / (lora.r if lora.scaling == "alpha_over_r" else math.sqrt(lora.r))
 
 
@@ -147,7 +148,7 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
 
 
 def _introduce(parent: nn.Module) -> None:
-    """Tell the adapters of one module which of them may read the same tensor."""
+    """Link the adapters of one module that may read the same tensor."""
     for names in SAME_INPUT:
         members = [part for part in (getattr(parent, name, None) for name in names) if isinstance(part, LoraLinear)]
         if len(members) > 1 and len({m.in_features for m in members}) == 1:
@@ -157,7 +158,7 @@ def _introduce(parent: nn.Module) -> None:
 
 
 def place_of(name: str) -> tuple[int, int]:
-    """Number of the layer that a module is in, 0 outside of all, and a random int32 of its name within a layer."""
+    """Return a module's layer number, 0 outside all layers, and an int32 hash of its name within a layer."""
     parts = name.split(".")
     place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     number = 0 if place is None else int(parts[place])
@@ -187,18 +188,18 @@ def report(module: nn.Module, *, adapters: int) -> ParameterReport:
 
 
 def adapted_weights(module: nn.Module) -> dict[str, bool]:
-    """Names of the base weights with an adapter; true where the weight is (in, out)."""
+    """Return the names of base weights with an adapter; true where the weight is (in, out)."""
     parts = ((name, part) for name, part in module.named_modules() if isinstance(part, LoraLinear))
     return {f"{name}.weight": part.is_transposed for name, part in parts}
 
 
 def adapter_weights(base: Named, *, lora: LoraConfig, seed: int, is_transposed: bool = False) -> Iterator[Named]:
-    """The base weight and its adapter: `base` reduced by B A for PiSSA, then A and B.
+    """Yield the base weight and its adapter: `base` (for PiSSA reduced by B A), then A and B.
 
     The draw depends on the seed and the parameter's name alone, so it is the same on any number of devices.
 
     Args:
-        is_transposed: the weight is (in, out), as `adapted_weights` says.
+        is_transposed: the weight is (in, out), as in `adapted_weights`.
     """
     prefix = base.name.removesuffix("weight")
     weight = base.tensor.t() if is_transposed else base.tensor
@@ -209,7 +210,7 @@ def adapter_weights(base: Named, *, lora: LoraConfig, seed: int, is_transposed: 
         weight, a, b = _pissa(weight, r=lora.r, scale=scale_of(lora))
     elif lora.init == "a_zero":
         a = torch.zeros(shape_a)
-        # the standard deviation that Kaiming-uniform(a=sqrt(5)) gives A in b_zero, with B's fan-in r
+        # standard deviation of A in b_zero, Kaiming-uniform with a = sqrt(5), for B's fan-in r
         b = torch.randn(shape_b, generator=generator) / math.sqrt(3 * lora.r)
     else:
         bound = 1 / math.sqrt(weight.shape[1])  # Kaiming-uniform with a = sqrt(5), as nn.Linear
@@ -221,7 +222,10 @@ def adapter_weights(base: Named, *, lora: LoraConfig, seed: int, is_transposed: 
 
 
 def _pissa(weight: Tensor, *, r: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """W - scale B A, A = sqrt(S_r) V_r^T, B = U_r sqrt(S_r), divided by sqrt(scale) each (arXiv 2404.02948)."""
+    """Split W into W - scale B A, A and B by its r largest singular values (PiSSA, arXiv 2404.02948).
+
+    A = sqrt(S_r) V_r^T and B = U_r sqrt(S_r), each divided by sqrt(scale).
+    """
     full = weight.to(torch.float32)
     u, s, vt = torch.linalg.svd(full, full_matrices=False)
     root = torch.sqrt(s[:r] / scale)

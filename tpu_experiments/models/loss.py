@@ -1,9 +1,10 @@
-"""Next-token loss from hidden states: the logits exist for some positions of every row at a time, never all at once.
+"""Next-token loss from hidden states, in chunks: the logits of all positions never exist at once.
 
-With a frozen head the gradient of the hidden states is computed beside the loss, so that a step multiplies with the
-vocabulary twice (logits, and their gradient with the head) and repeats nothing. A trained head adds its own gradient
-and, since its rows are weighted by what comes back, the logits a second time. A vocabulary of 262,144 makes 1 GiB of
-float32 logits of every 1024 positions. Legend: B rows, T tokens, C tokens of a chunk, N chunks, H hidden, V vocabulary.
+With a frozen head the gradient of the hidden states is computed beside the loss, so that a step has two products with
+the vocabulary (the logits, and their gradient with the head) and recomputes nothing. A trained head adds its own
+gradient and, since its rows are weighted by the incoming gradient, the logits a second time. A vocabulary of 262,144
+makes 1 GiB of float32 logits of every 1024 positions. Legend: B rows, T tokens, C tokens of a chunk, N chunks, H
+hidden, V vocabulary.
 """
 
 import math
@@ -22,18 +23,19 @@ from tpu_experiments.runtime.layout import BY_ROWS, HEAD, Lay, as_it_lies
 from tpu_experiments.runtime.loop import Loop, Tensors
 
 NUM_FIRST = 1024
-"""Entries of the vocabulary (a tokenizer's first are its commonest) whose logits are looked at beforehand."""
+"""Entries of the vocabulary (a tokenizer's first are its commonest) whose logits are computed beforehand, to bound the
+exponents."""
 MAX_EXPONENT = 75.0
-"""262,144 times e^75 is still a float32. A logit that is further above the target's and all of the first entries'
-counts as if it were this far: the loss of such a position is told as 75 nats or little more."""
+"""262,144 times e^75 is still a float32. A logit further than this above the target's and all of the first entries' is
+clamped: the loss of such a position is reported as 75 nats or little more."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How a position's loss comes from its logits."""
+    """Settings of a position's loss."""
 
     chunk_positions: int
-    """Positions of every row whose logits exist at once, at most."""
+    """Upper bound of the positions of every row whose logits exist at once."""
     loop: Loop
     lay: Lay
     soft_cap: float | None
@@ -53,14 +55,15 @@ def chunked_row_losses(
     soft_cap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `row_losses` of the logits: weighted sum of the loss (nats) and of weights of every row, both (B,) float32.
+    """Return the weighted loss sum (nats) and the weight sum of every row, both (B,) float32.
 
-    The chunks are equal: T is cut into ceil(T / chunk_positions) and padded with positions of no weight to a multiple
-    of that, fewer of them than there are chunks. (A divisor of T would need none and may be 1.)
+    The result is that of `row_losses` on the logits. The chunks are equal: T is cut into ceil(T / chunk_positions) and
+    padded with positions of weight 0 to a multiple of that, fewer of them than there are chunks. (A divisor of T would
+    need none and may be 1.)
 
     Args:
-        hidden_BTH: what the head is applied to; its data type is that of the products with the vocabulary.
-        head_VH: gets its gradient where it requires one, summed over the chunks in float32.
+        hidden_BTH: input of the head; its data type is that of the products with the vocabulary.
+        head_VH: receives its gradient where it requires one, summed over the chunks in float32.
     """
     targets_BT, weights_BT = target_weights(batch)
     terms = Terms(chunk_positions, loop, lay, soft_cap, z_loss)
@@ -84,11 +87,11 @@ def chunked_token_scores(
     lay: Lay = as_it_lies,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `chunked_row_losses` without a gradient, and what each position's own token got.
+    """Return the sums of `chunked_row_losses`, without a gradient, and the scores of every token.
 
     Returns:
-        Weighted loss sums and weights of every row, (B,); then loss in nats and whether no token is likelier, (B, T)
-        float32, at the position before the token, whatever its weight.
+        Weighted loss sums and weight sums of every row, (B,); then loss in nats and whether no token is likelier, (B,
+        T) float32, at the position before the token, whatever its weight.
     """
     targets_BT, weights_BT = target_weights(batch)
     terms = Terms(chunk_positions, loop, lay, soft_cap, z_loss=0.0)
@@ -108,7 +111,7 @@ def chunked_token_scores(
 def _sums(
     hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor]:
-    """The loss alone (B,), and the log-partition (B, T): one product with the vocabulary."""
+    """Return loss sums (B,) and the log-partition (B, T), with one product with the vocabulary."""
 
     def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
         chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
@@ -122,10 +125,10 @@ def _sums(
 def _given(
     hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms, *more_BT: Tensor
 ) -> tuple[Tensors, Tensors]:
-    """What every chunk gets of its own, and what all of them get.
+    """Return the inputs of each chunk, and the constants of the loop.
 
-    Split over devices, the head is made whole once, before the loop, but for the vocabulary that devices along `tensor`
-    share; rows stay where they are. Left to itself XLA gathered the head in every chunk and split the gradient of the
+    A sharded head is gathered once, before the loop, except along `tensor`, whose devices share the vocabulary; rows
+    keep their sharding. Without these constraints XLA gathered the head in every chunk and split the gradient of the
     hidden states along H (compiled for v6e-8).
     """
     parts = (terms.lay(hidden_BTH, axes=BY_ROWS), targets_BT, weights_BT, *more_BT)
@@ -134,7 +137,7 @@ def _given(
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Loss and gradient of the hidden states in one pass; the gradient is kept for a weight of 1 for every row."""
+    """Loss and gradient of the hidden states in one pass; saved is the gradient for a weight of 1 per row."""
 
     @staticmethod
     def forward(
@@ -160,7 +163,7 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class _TrainedHead(torch.autograd.Function):
-    """The loss; backward makes the logits of each chunk again, for both gradients."""
+    """The loss; backward recomputes the logits of each chunk, for both gradients."""
 
     @staticmethod
     def forward(
@@ -180,7 +183,7 @@ class _TrainedHead(torch.autograd.Function):
         def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
             slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
             grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
-            # Of float32 factors, so that devices sum float32 (models/float32_gradients.py).
+            # Float32 operands, so that devices sum in float32 (models/float32_gradients.py).
             grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
             return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
 
@@ -193,12 +196,13 @@ class _TrainedHead(torch.autograd.Function):
 
 
 class _Chunk:
-    """Loss of one chunk, and its gradient for a head that has none.
+    """Loss of one chunk, and its gradient for a frozen head.
 
-    The exponentials of the logits are all that a product with the vocabulary leaves behind, and their sum is formed
-    as they are made: XLA does both with the product's own results, where a log-sum-exp would read them twice more. It
-    takes a number that no logit is far above before any is known. The target's own is left out of the sum and of the
-    gradient's product and added by itself: softmax - 1 would lose its last digits in bf16 where the softmax is near 1.
+    Of the product with the vocabulary only the exponentials of the logits are kept, and they are summed as they are
+    made: XLA fuses both into the product, where a log-sum-exp would read the results twice more. This needs a shift,
+    before any logit is known, that no logit is far above. The target's own exponential is left out of the sum and of
+    the gradient's product and added separately: softmax - 1 would lose its last digits in bf16 where the softmax is
+    near 1.
     """
 
     def __init__(
@@ -211,7 +215,7 @@ class _Chunk:
         shift_BC = torch.maximum(self.target_BC, some_BCV.amax(-1))
         logits_BCV = capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
         exp_BCV = torch.exp(torch.clamp(logits_BCV - shift_BC[..., None], max=MAX_EXPONENT))
-        # A comparison, not a scatter: elementwise work stays with the product it follows, and rows stay where they are.
+        # A comparison, not a scatter: elementwise work is fused into the product, and rows keep their sharding.
         exp_BCV = torch.where(targets_BC[..., None] == index_V, 0.0, exp_BCV)
         self.exp_BCV, self.shift_BC = exp_BCV, shift_BC
         self.others_BC = exp_BCV.sum(-1)
@@ -220,17 +224,20 @@ class _Chunk:
         self.pull_BCV = exp_BCV if terms.soft_cap is None else exp_BCV * _cap_slope(logits_BCV, terms.soft_cap)
 
     def losses(self) -> Tensor:
-        """Of every position (B, C), in nats."""
+        """Return the loss of every position (B, C), in nats."""
         losses_BC = self.log_z_BC - self.target_BC
         return losses_BC + self.terms.z_loss * self.log_z_BC**2 if self.terms.z_loss else losses_BC
 
     def hits(self) -> Tensor:
-        """1 where no token is likelier than the target (B, C), float32; the target's logit is not rounded to bf16."""
+        """Return 1 where no token is likelier than the target (B, C), float32.
+
+        The target's logit is not rounded to bf16.
+        """
         own_BC = torch.exp(self.target_BC - self.shift_BC)
         return (self.exp_BCV.amax(-1) <= own_BC).to(torch.float32)
 
     def gradient(self, weights_BC: Tensor) -> Tensor:
-        """Of the weighted losses by the hidden states, (B, C, H)."""
+        """Return the gradient (B, C, H) of the weighted losses with respect to the hidden states."""
         others_BCH = (self.pull_BCV.to(self.dtype) @ self.head_VH).float()
         of_target_BC = -self.others_BC
         if self.terms.z_loss:
@@ -247,9 +254,9 @@ class _Chunk:
 def _slope(
     hidden_BCH: Tensor, head_VH: Tensor, index_V: Tensor, *, targets_BC: Tensor, log_z_BC: Tensor, terms: Terms
 ) -> Tensor:
-    """Derivative (B, C, V) of every position's loss by the logits as they come from the product."""
+    """Return the derivative (B, C, V) of every position's loss with respect to the logits before capping."""
     logits_BCV = capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
-    # The clamp is for a position whose log-partition is of clamped exponents.
+    # The clamp is for positions whose log-partition was computed from clamped exponents.
     slope_BCV = torch.exp(torch.clamp(logits_BCV - log_z_BC[..., None], max=0.0))
     if terms.z_loss:
         slope_BCV = slope_BCV * (1 + 2 * terms.z_loss * log_z_BC[..., None])
@@ -258,12 +265,12 @@ def _slope(
 
 
 def _cap_slope(values: Tensor, cap: float) -> Tensor:
-    """Derivative of `capped` where it has this value."""
+    """Return the derivative of `capped` where it has this value."""
     return 1 - (values / cap) ** 2
 
 
 def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:
-    """0 to V - 1, int32, as a sum of two short ranges.
+    """Return 0 to V - 1, int32, as a sum of two short ranges.
 
     torch_xla writes a range into the program number by number: 262,144 of them took 78 ms of every step's tracing.
     """
@@ -273,7 +280,7 @@ def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:
 
 
 def _cut(tensor: Tensor, chunk_positions: int) -> Tensor:
-    """(B, T, ...) to (N, B, C, ...), zeros behind."""
+    """Split (B, T, ...) into (N, B, C, ...), padded with zeros at the end."""
     length = tensor.shape[1]
     num = math.ceil(length / chunk_positions)
     size = math.ceil(length / num)
@@ -283,5 +290,5 @@ def _cut(tensor: Tensor, chunk_positions: int) -> Tensor:
 
 
 def _joined(chunks_NBCH: Tensor, length: int) -> Tensor:
-    """(N, B, C, H) to (B, T, H): `_cut` undone."""
+    """Join (N, B, C, H) to (B, T, H), the inverse of `_cut`."""
     return chunks_NBCH.transpose(0, 1).flatten(1, 2)[:, :length]

@@ -1,4 +1,4 @@
-"""A model's forward pass without memory: whether the values of its config go together, before anything is loaded."""
+"""A forward pass on the meta device, to find inconsistent config values before anything is loaded."""
 
 import re
 from typing import Any
@@ -11,12 +11,12 @@ from tpu_experiments.models.forward import attention_input
 
 TOKENS = 8
 SHAPES = re.compile(r"shape|size|dimension|mat1|broadcast|must match|divisible", re.IGNORECASE)
-"""What torch's errors about shapes say. Others are of the meta device: it has no values to look at, and not every
-kernel."""
+"""What torch's errors about shapes contain. Others are due to the meta device, which has no values to read and lacks
+some kernels."""
 
 
 def rehearse(module: nn.Module) -> None:
-    """Call the module on one row of the meta device; raises what it raises over values that do not go together."""
+    """Run the module on one row of the meta device; raises what it raises over inconsistent values."""
     named = (*module.named_parameters(), *module.named_buffers())
     tensors: dict[str, Any] = {name: tensor.detach().to("meta") for name, tensor in named}
     with torch.device("meta"), torch.no_grad():
@@ -31,7 +31,7 @@ def rehearse(module: nn.Module) -> None:
 
 
 def gives_tensor(layer: nn.Module, *, module: nn.Module) -> bool:
-    """Say whether a layer gives its hidden states alone, as far as the module computes without memory."""
+    """Return whether a layer returns its hidden states alone; true where the meta device cannot run it."""
     given: list[bool] = []
     hook = layer.register_forward_hook(lambda _layer, _inputs, output: given.append(isinstance(output, Tensor)))
     try:

@@ -1,4 +1,4 @@
-"""A stack of layers as a loop forward and a loop backward, differentiable."""
+"""A stack of layers as one loop forward and one loop backward, differentiable."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from tpu_experiments.models.layer_graph import LayerGraph
 from tpu_experiments.runtime.layout import BY_ROWS, Folding, HostMemory, Lay, in_use
 
 LAYER_INPUT = 0
-"""Its number among the inputs of a layer's graph."""
+"""Number of the hidden states among the inputs of a layer's graph."""
 
 
 def scan_layers(
@@ -24,13 +24,13 @@ def scan_layers(
     folding: Folding,
     offload: bool = False,
 ) -> Tensor:
-    """Hidden states after all layers.
+    """Run all layers in a loop and return the last hidden states.
 
     Args:
-        weights: of every layer of the period, stacks by name.
-        graphs: of every layer of the period.
-        splits: of every weight of one layer, the mesh axes along which the devices split it.
-        offload: whether the layers' inputs wait for the backward pass in the memory of the host.
+        weights: for every layer of the period, stacks by name.
+        graphs: for every layer of the period.
+        splits: for every weight of one layer, the mesh axes along which it is sharded.
+        offload: whether the layers' inputs are kept in host memory until the backward pass.
     """
     flat = [p for own in weights for p in own.values()]
     out: Tensor = _Layers.apply(_Scan(graphs, splits, folding, offload), constants, hidden, *flat)
@@ -38,14 +38,14 @@ def scan_layers(
 
 
 class _Scan:
-    """The bodies of the two loops."""
+    """Bodies of the forward and the backward loop."""
 
     def __init__(self, graphs: Sequence[LayerGraph], splits: Sequence[Axes], folding: Folding, offload: bool) -> None:
         self.graphs, self.splits, self.loop, self.lay = graphs, splits, folding.loop, folding.lay
         self.host = folding.host if offload else HostMemory()
 
     def split(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
-        """What belongs to each layer of the period."""
+        """Split a flat sequence into one part for each layer of the period."""
         parts, start = [], 0
         for graph in self.graphs:
             parts.append(flat[start : start + graph.num_weights])
@@ -86,21 +86,25 @@ class _Scan:
 
 
 def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, lay: Lay) -> list[Tensor]:
-    """One layer's weights as its products want them: whole along all axes but `tensor` (ZeRO-3, arXiv 1910.02054).
+    """Gather one layer's weights along all mesh axes but `tensor` (ZeRO-3, arXiv 1910.02054).
 
-    Left to itself XLA multiplies with a piece of the weight at a time while it fetches the next (collective matmul).
+    Without this constraint XLA multiplies with one shard of the weight at a time while it fetches the next (collective
+    matmul).
     """
     pairs = list(zip(weights, splits, strict=True))
     return [w if in_use(axes) == axes else lay(w, axes=in_use(axes)) for w, axes in pairs]
 
 
 def compute_dtype(weights: Iterable[Tensor], *, like: Tensor) -> tuple[Tensor, ...]:
-    """Turn weights to the data type that their layers compute in; numbers of layers stay integers."""
+    """Cast weights to the data type that their layers compute in; numbers of layers stay integers."""
     return tuple(w.to(like.dtype) if w.is_floating_point() else w for w in weights)
 
 
 def _kept(value: Tensor) -> Tensor:
-    """torch_xla lowers a drawn bool tensor to float32, which does not go into a stack of bools."""
+    """Cast bool to uint8 for the stack.
+
+    torch_xla lowers a random bool tensor to float32, which does not go into a stack of bools.
+    """
     return value.to(torch.uint8) if value.dtype == torch.bool else value
 
 
@@ -111,8 +115,8 @@ def _unkept(value: Tensor) -> Tensor:
 class _Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scan: _Scan, constants: tuple[Tensor, ...], hidden: Tensor, *kept: Tensor) -> Tensor:
-        # Once, and before devices hand them to each other. The graphs are of the weights as they are kept: their
-        # gradients are float32 where those are.
+        # Cast once, and before devices exchange shards. The graphs were traced for the stored weights: gradients are
+        # float32 where the stored weights are.
         weights = compute_dtype(kept, like=hidden)
         (out,), saved = scan.loop(
             scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0]

@@ -1,4 +1,4 @@
-"""What a model makes of every token of some rows: its loss, and whether it was the likeliest."""
+"""Scores of every token of some rows: its loss, and whether it was the likeliest."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -15,10 +15,10 @@ from tpu_experiments.runtime.loop import Loop, python_loop
 
 
 class Scores(NamedTuple):
-    """Of R rows of T tokens, float32."""
+    """Scores of R rows of T tokens, float32."""
 
     sums_R: Tensor
-    """Weighted loss sums, nats; to the bit those of `training/step.py`, `next_token_loss`."""
+    """Weighted loss sums, nats; bit for bit those of `next_token_loss` (training/step.py)."""
     weights_R: Tensor
     losses_RT: Tensor
     """-log p of the token after each position, nats, whatever its weight."""
@@ -40,7 +40,10 @@ def next_token_scores(
     loop: Loop = python_loop,
     lay: Lay = as_it_lies,
 ) -> Scores:
-    """Scores of the next token, without a gradient; arguments as of `training/step.py`, `next_token_loss`."""
+    """Return the scores of next tokens, without a gradient.
+
+    Arguments are those of `next_token_loss` (training/step.py).
+    """
     with torch.no_grad():
         if chunk_tokens is None or not has_plain_head(module):
             return _of_logits(logits_of(module, parameters, rows), rows)

@@ -1,4 +1,4 @@
-"""A model's weights in the order and form in which they go to the device: layers that are folded come as one stack."""
+"""A model's weights in the order and form of their upload: folded layers as one stack."""
 
 import itertools
 import math
@@ -21,14 +21,14 @@ def stacked_weights(
     seed: int,
     initial: dict[str, Tensor],
 ) -> Iterator[Named]:
-    """Base weights and their adapters, under the (folded) module's names.
+    """Yield base weights and their adapters under the (folded) module's names, the largest first.
 
-    Largest first: while a tensor is on its way to the device it is there twice, best when little else is.
+    During its upload a tensor exists twice, which costs least while little else is allocated.
 
     Args:
-        shapes: of the module's base weights.
-        adapted: of base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
-        initial: PiSSA's initial A and B are left here, under Hugging Face's names.
+        shapes: shapes of the module's base weights.
+        adapted: base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
+        initial: receives PiSSA's initial A and B, under Hugging Face's names.
     """
     names = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
     weights = source.weights([part for name in names for part in hugging_face_names(name)])
@@ -42,13 +42,13 @@ def stacked_weights(
                 if lora.init == "pissa" and item.name != base.name:
                     initial[item.name] = item.tensor.clone()
                 _collect(made, item, base=base.name, name=name, index=index, count=count)
-        del base, item  # else they live on while the next tensor is read
+        del base, item  # otherwise they stay allocated while the next tensor is read
         while made:
             yield Named(*made.popitem())
 
 
 def _collect(made: dict[str, Tensor], item: Named, *, base: str, name: str, index: int, count: int) -> None:
-    """Lay one layer's tensor into its stack; `name` is that of the stack of `base`."""
+    """Copy one layer's tensor into its stack; `name` is that of the stack of `base`."""
     target = (
         name if item.name == base else name.removesuffix("weight") + item.name.removeprefix(base.removesuffix("weight"))
     )

@@ -1,6 +1,6 @@
-"""The safetensors of a Hugging Face checkpoint folder: what is in which file, and one tensor at a time.
+"""The safetensors of a Hugging Face checkpoint folder: an index, and one tensor at a time.
 
-Tensors are read, not mapped: a mapped tensor that is copied to a device is resident twice. Layout of a file
+Tensors are read, not memory-mapped: a mapped tensor that is copied to a device is resident twice. Layout of a file
 (github.com/huggingface/safetensors, "Format"): length of the header (u64, little endian), JSON header, data.
 """
 
@@ -21,19 +21,19 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies."""
+    """Location of one tensor in a file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Bytes from the beginning of the file."""
+    """Offset in bytes from the beginning of the file."""
 
     def read(self) -> Tensor:
-        """The tensor in memory of its own, in the data type of the file.
+        """Read the tensor into memory of its own, in the data type of the file.
 
         Raises:
-            ConfigError: not a floating-point tensor that can be used without its scales.
+            ConfigError: the data type is a quantised one, which cannot be used without its scales.
         """
         if self.dtype not in DTYPES:
             raise ConfigError(
@@ -50,10 +50,10 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder by name.
+    """Return every tensor of a checkpoint folder by name.
 
     Raises:
-        ConfigError: no safetensors there, or the index and the files do not fit together.
+        ConfigError: the folder has no safetensors, or its index and its files disagree.
     """
     if (folder / WEIGHTS_INDEX).exists():
         return _indexed(folder)

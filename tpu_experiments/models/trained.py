@@ -1,6 +1,7 @@
-"""Whether training has changed anything: fingerprints of parameters at their start, and what an adapter adds.
+"""Evidence that training changed the tensors: fingerprints of initial parameters, norms of adapters.
 
-A save that turns out to be the base model is the loudest complaint of TPU users (huggingface/transformers#36004).
+A saved model that turns out to be the base model is the loudest complaint of TPU users
+(huggingface/transformers#36004).
 """
 
 import hashlib
@@ -16,12 +17,12 @@ from tpu_experiments.models.lora import A, B
 from tpu_experiments.runtime.stacked import unstacked
 
 MAX_ELEMENTS = 2**20
-"""Of a larger tensor so many evenly spaced elements stand for all: adapters are looked at whole, and to look at all of
-a 7-billion-parameter model would take 28 GB through the hash."""
+"""Upper bound of the evenly spaced elements that are hashed of a tensor: adapters are hashed whole, and all of a
+7-billion-parameter model would be 28 GB to hash."""
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Digest of a host tensor's values as float32."""
+    """Return a digest of a host tensor's values as float32."""
     flat = tensor.detach().reshape(-1)
     step = max(1, math.ceil(flat.numel() / MAX_ELEMENTS))
     sample = flat[::step].to(torch.float32).contiguous()
@@ -29,21 +30,22 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def fingerprints(name: str, tensor: Tensor) -> dict[str, str]:
-    """The same under Hugging Face's names where `tensor` is a stack of layers."""
+    """Return fingerprints under Hugging Face's names, one per layer of a stack."""
     return {part: fingerprint(values) for part, values in unstacked({name: tensor}).items()}
 
 
 def num_changed(tensors: Mapping[str, Tensor], initial: Mapping[str, str]) -> int:
-    """How many tensors differ from what they were when `initial`, fingerprints by name, was taken."""
+    """Count the tensors whose fingerprint is not that of `initial`."""
     return sum(fingerprint(tensor) != initial[name] for name, tensor in tensors.items())
 
 
 def effects(tensors: Mapping[str, Tensor], *, start: Mapping[str, Tensor]) -> dict[str, float]:
-    """Frobenius norm of B A for every adapted module; of B A - B0 A0 where `start` has A0 and B0 (PiSSA).
+    """Return the Frobenius norm of B A for every adapted module, without the scale.
 
-    |B A|^2 is the sum of (B^T B) * (A A^T), two r x r matrices, so the product itself is never made. B A - B0 A0 is
-    (B - B0) A + B0 (A - A0), which loses no digits where little has changed. Float64 throughout; scale left out. By
-    numpy: torch's threads wait for each other at every small product (14 modules, busy machine: 1.4 s instead of 0.05).
+    Where `start` has A0 and B0 (PiSSA), the norm is that of B A - B0 A0. |B A|^2 is the sum of (B^T B) * (A A^T), two r
+    x r matrices, so the product itself is never formed. B A - B0 A0 is (B - B0) A + B0 (A - A0), which loses no digits
+    where little has changed. Float64 throughout, by numpy: torch's threads wait for each other at every small product
+    (14 modules, busy machine: 1.4 s instead of 0.05 s).
     """
     found: dict[str, float] = {}
     for name in tensors:

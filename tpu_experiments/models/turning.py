@@ -1,8 +1,8 @@
-"""Rotary position embedding left to the attention kernel, for models of transformers that write it their own way.
+"""Rotary position embedding (RoPE) deferred to the attention kernel, for transformers' own model code.
 
-transformers turns queries and keys in a tensor of their own before attention; a kernel reads them anyway and can turn
-them there. While `computed` runs, `apply_rotary_pos_emb` of the model's file hands queries and keys on as they are, and
-`take` gives the kernel's caller the cosines and sines.
+transformers rotates queries and keys into new tensors before attention; a kernel reads them anyway and can rotate them
+there. While `computed` runs, `apply_rotary_pos_emb` of the model's file returns queries and keys unrotated, and `take`
+returns the cosines and sines to the kernel's caller.
 """
 
 import logging
@@ -27,11 +27,15 @@ _turns_itself: set[type] = set()
 
 
 class ChangedAfterTurning(Exception):
-    """A model works on turned queries or keys before attention, so that turning cannot wait."""
+    """Raised where a model changes rotated queries or keys before attention and needs the rotation itself."""
 
 
 def computed(module: nn.Module, compute: Callable[[], Result]) -> Result:
-    """`compute()`, a forward pass of `module`, with turning left to the kernel where there is one and it can be."""
+    """Run `compute()`, a forward pass of `module`, with RoPE left to the attention kernel where possible.
+
+    Where the model turns out to change rotated queries or keys, `compute` runs again without this, as it does from then
+    on for all modules of that class.
+    """
     files = _files_that_turn(module) if has_attention_kernel() and type(module) not in _turns_itself else []
     if files:
         try:
@@ -44,10 +48,12 @@ def computed(module: nn.Module, compute: Callable[[], Result]) -> Result:
 
 
 def take(query: Tensor, key: Tensor) -> Tensor | None:
-    """Cosine and sine (2, B, T, D) that `query` and `key` (B, N, T, D) are still to be turned by; None where they are.
+    """Return the rotation that `query` and `key` (B, N, T, D) still need: cosine and sine (2, B, T, D).
+
+    None where they are rotated already.
 
     Raises:
-        ChangedAfterTurning: they are not what the model was to turn.
+        ChangedAfterTurning: they are not the tensors whose rotation was deferred.
     """
     if not _waiting:
         return None
@@ -58,13 +64,16 @@ def take(query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _files_that_turn(module: nn.Module) -> list[ModuleType]:
-    """Python modules of the model whose `apply_rotary_pos_emb` is the usual one."""
+    """Return the Python modules of the model whose `apply_rotary_pos_emb` is the usual one."""
     files = {type(part).__module__: sys.modules[type(part).__module__] for part in module.modules()}
     return [file for file in files.values() if hasattr(file, NAME) and _is_usual(getattr(file, NAME))]
 
 
 def _is_usual(turn: Callable[..., Any]) -> bool:
-    """Whether it computes x cos + rotate_half(x) sin with rotate_half (a, b) = (-b, a), found out on some numbers."""
+    """Return whether a function computes x cos + rotate_half(x) sin, tested on some numbers.
+
+    rotate_half maps (a, b) to (-b, a).
+    """
     generator = torch.Generator().manual_seed(0)
     x, (cos, sin) = torch.randn(1, 2, 3, 8, generator=generator), torch.randn(2, 1, 3, 8, generator=generator)
     first, second = x.chunk(2, -1)

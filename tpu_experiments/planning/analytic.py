@@ -1,4 +1,4 @@
-"""What formulas say of a config: FLOPs, memory, and a whole plan where no TPU compiler is at hand."""
+"""Estimates by formulas: FLOPs, memory, and a whole plan where no TPU compiler is available."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def step_settings(config: Config, geometry: Geometry) -> StepSettings:
-    """What the memory of a step depends on."""
+    """Return the settings that the memory of a step depends on."""
     mesh = mesh_of(config.hw, config.sharding)
     return StepSettings(
         seq_len=geometry.seq_len,
@@ -35,18 +35,18 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
 
 
 def estimated_memory(config: Config, arch: Any, *, geometry: Geometry) -> ChipMemory:
-    """GiB of one chip by formulas."""
+    """Estimate the GiB of one chip by formulas."""
     return analytic_chip_memory(analytic_memory(arch, step=step_settings(config, geometry)), hw=config.hw)
 
 
 def largest_stage(config: Config, arch: Any) -> tuple[Stage, ChipMemory]:
-    """The stage that needs most memory, and what it needs."""
+    """Return the stage that needs the most memory, and its estimate."""
     needs = [(stage, estimated_memory(config, arch, geometry=stage.geometry)) for stage in resolve_stages(config)]
     return max(needs, key=lambda need: need[1].total)
 
 
 def estimated_time(config: Config, arch: Any, *, geometry: Geometry) -> StepTime:
-    """Seconds of one step at an assumed share of the chip's peak."""
+    """Estimate the seconds of one step at an assumed share of the chip's peak."""
     chip = config.hw.chip
     assert chip is not None
     flops = trained_flops(config, arch, seq_len=geometry.seq_len)
@@ -55,7 +55,7 @@ def estimated_time(config: Config, arch: Any, *, geometry: Geometry) -> StepTime
 
 
 def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
-    """Memory and time of the largest stage by formulas, without the length of the run.
+    """Plan memory and time of the largest stage by formulas, without the length of the run.
 
     Args:
         reason: why nothing was compiled, for the notes.
@@ -85,7 +85,7 @@ def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
 
 
 def training_programs(stages: list[Stage]) -> list[Program]:
-    """One for each shape, counted and not compiled."""
+    """List one program for each batch shape, without compiling it."""
     users: dict[str, list[str]] = {}
     for stage in stages:
         g = stage.geometry

@@ -1,4 +1,4 @@
-"""From a traced and a compiled program to what the plan says of its memory, work and time."""
+"""Memory, work and time of a plan, from traced and compiled programs."""
 
 import math
 from collections import Counter, defaultdict
@@ -24,26 +24,26 @@ ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int64": 8,
 
 @dataclass(frozen=True)
 class Planned:
-    """One program of the run, compiled and read."""
+    """One program of the run, compiled and analysed."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the batch's token ids."""
+    """Shape of the batch's token ids."""
     compiled: Compiled
     memory: ChipMemory
     flops: FlopsPerToken | None = None
-    """Of training; None of the other programs."""
+    """FLOPs per token of training; None for other programs."""
     cycles_by_class: dict[str, int] = field(default_factory=dict)
     work: StepWork | None = None
     time: StepTime | None = None
-    """Of one run of the program; None where it does not fit."""
+    """Time of one run of the program; None where it does not fit."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
-    """Of one training step by what the work is for (parts.PARTS), before the calibration."""
+    """Seconds of one training step by what the work is for (parts.PARTS), before the calibration."""
     notes: tuple[str, ...] = ()
 
 
 TELLING_BYTES = GIB // 10
-"""Written in 0.1 ms by a v5e."""
+"""Fewer random bytes are not noted: a v5e writes as many in 0.1 ms."""
 
 
 def planned(
@@ -55,12 +55,12 @@ def planned(
     flops: FlopsPerToken | None = None,
     widths: Widths | None = None,
 ) -> Planned:
-    """Everything that one program tells.
+    """Analyse one compiled program.
 
     Args:
         trained: names of the trainable parameters.
-        flops: what training needs per token; without it no utilisation is told.
-        widths: sizes that tell the parts of a training step; without them they are not told.
+        flops: FLOPs per token of training; without it no utilisation is reported.
+        widths: sizes that identify the parts of a training step; without it no parts are reported.
     """
     memory = chip_memory(program, compiled, hw=hw, trained=trained)
     if compiled.memory is None:
@@ -77,7 +77,7 @@ def planned(
 
 
 def widths_of_step(program: Lowered, arch: Any, *, rank: int, trained: Collection[str]) -> Widths:
-    """What the parts of a training step are told by."""
+    """Return the sizes by which the parts of a training step are identified."""
     mesh = program.mesh
     elements = {elements_of_chip(a, mesh=mesh) for a in program.arguments if a.name in trained}
     splits = {mesh.fsdp, mesh.tensor, mesh.fsdp * mesh.tensor}
@@ -85,12 +85,12 @@ def widths_of_step(program: Lowered, arch: Any, *, rank: int, trained: Collectio
 
 
 def elements_of_chip(argument: Argument, *, mesh: Mesh) -> int:
-    """Elements that one chip holds of it."""
+    """Return how many elements of an argument one chip holds."""
     return math.prod(argument.shape) // mesh.parts(argument.axes)
 
 
 def class_of(argument: Argument, *, trained: Collection[str]) -> str:
-    """What an argument is, for the table of memory."""
+    """Return the class of an argument in the table of memory."""
     if argument.name.startswith(BATCH) or not argument.name:
         return "batch"
     if "/" in argument.name:
@@ -101,7 +101,7 @@ def class_of(argument: Argument, *, trained: Collection[str]) -> str:
 
 
 def gib_by_class(arguments: Iterable[Argument], *, program: Lowered, trained: Collection[str]) -> dict[str, float]:
-    """GiB per chip of every class of arguments, without the padding that the compiler adds."""
+    """Return GiB per chip of every class of arguments, without the compiler's padding."""
     classes: defaultdict[str, float] = defaultdict(float)
     for argument in arguments:
         size = elements_of_chip(argument, mesh=program.mesh) * ITEM_BYTES[argument.dtype]
@@ -110,9 +110,10 @@ def gib_by_class(arguments: Iterable[Argument], *, program: Lowered, trained: Co
 
 
 def chip_memory(program: Lowered, compiled: Compiled, *, hw: HwConfig, trained: Collection[str]) -> ChipMemory:
-    """Memory while a program runs, or what the compiler's report says of one that does not fit.
+    """Return the memory during a program, or what the compiler reports of one that does not fit.
 
-    What lies on the chip and is not read by the program (the optimizer's state during an evaluation) counts as well.
+    Arrays that are resident on the chip and not read by the program (the optimizer's state during an evaluation) count
+    as well.
     """
     limit = chip_limit_gib(hw)
     classes = gib_by_class([*program.arguments, *program.resident], program=program, trained=trained)
@@ -129,7 +130,7 @@ def chip_memory(program: Lowered, compiled: Compiled, *, hw: HwConfig, trained: 
 
 
 def shortage_of(made: Planned, *, arch: Any, rows: int, seq_len: int, remedies: tuple[str, ...]) -> Shortage | None:
-    """Why a program does not fit; None where it does."""
+    """Return why a program does not fit; None where it does."""
     report, memory = made.compiled.out_of_memory, made.memory
     if report is None:
         if memory.headroom >= 0:
@@ -150,7 +151,7 @@ def shortage_of(made: Planned, *, arch: Any, rows: int, seq_len: int, remedies: 
 
 
 def step_work(cost: ProgramCost, *, model_flops: float, tokens: int) -> tuple[StepWork, tuple[str, ...]]:
-    """What the program does on one chip, and what had to be assumed of its kernels."""
+    """Return what a program does on one chip, and notes on what was assumed of it."""
     kernels, notes = with_flops(cost.kernels)
     work = StepWork(cost.cycles, cost.dot_flops, model_flops, tokens, kernels, cost.transfers)
     if cost.random_bytes >= TELLING_BYTES:

@@ -1,4 +1,4 @@
-"""Rows of the tables that the terminal and the page share, as text; the first row is the header."""
+"""Rows of the tables that terminal and page share, as text; the first row is the header."""
 
 from tpu_experiments.planning.money import Dollars
 from tpu_experiments.planning.plan import Comparison, Plan
@@ -7,7 +7,7 @@ Cells = tuple[str, ...]
 
 
 def comparison_cells(plan: Plan) -> list[Cells]:
-    """One row per machine, this plan's first; empty without a comparison."""
+    """Return one row per machine, this plan's first; empty without a comparison."""
     if not plan.comparisons:
         return []
     rows = [plan.as_comparison(), *plan.comparisons]
@@ -46,7 +46,7 @@ def _comparison(row: Comparison, *, slowest: float) -> Cells:
 
 
 def ladder_cells(plan: Plan) -> list[Cells]:
-    """One row per micro-batch tried; empty without a ladder."""
+    """Return one row per micro-batch tried; empty without a ladder."""
     if not plan.ladder:
         return []
     header = ("rows per chip", "GiB per chip", "predicted", "fits")
@@ -60,7 +60,7 @@ def ladder_cells(plan: Plan) -> list[Cells]:
 
 
 def search_cells(plan: Plan) -> list[Cells]:
-    """One row per combination, the best first; empty without a search."""
+    """Return one row per combination, the best first; empty without a search."""
     if not plan.search:
         return []
     header = ("outcome", "step s", "GiB per chip", "settings")
@@ -74,12 +74,12 @@ def search_cells(plan: Plan) -> list[Cells]:
 
 
 def settings(overrides: tuple[str, ...]) -> str:
-    """Overrides as the command line takes them."""
+    """Join overrides in the form that the command line takes."""
     return " ".join(overrides) or "as configured"
 
 
 def program_cells(plan: Plan) -> list[Cells]:
-    """One row per program of the run."""
+    """Return one row per program of the run."""
     header = ("program", "batch", "stages", "compiled in s", "GiB per chip", "estimated s")
     return [
         header,
@@ -98,7 +98,7 @@ def program_cells(plan: Plan) -> list[Cells]:
 
 
 def aligned(rows: list[Cells]) -> list[str]:
-    """Lines with columns as wide as their widest cell, the last one to the left."""
+    """Return lines with columns as wide as their widest cell, the last one left-aligned."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))] if rows else []
     return [
         "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
@@ -107,22 +107,22 @@ def aligned(rows: list[Cells]) -> list[str]:
 
 
 def fixed(value: float | None, *, digits: int) -> str:
-    """A figure with thousands separated; `-` where unknown."""
+    """Format a figure with thousands separators; `-` where unknown."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def yes(value: bool) -> str:
-    """`yes` or `no`."""
+    """Return `yes` or `no`."""
     return "yes" if value else "no"
 
 
 def both(dollars: Dollars) -> str:
-    """`$1.20 spot, $3.40 on demand`."""
+    """Format both prices: `$1.20 spot, $3.40 on demand`."""
     return f"{amount(dollars.spot)} spot, {amount(dollars.on_demand)} on demand"
 
 
 def amount(usd: float | None) -> str:
-    """Two decimals, more below a dollar; `-` where unknown."""
+    """Format dollars with two decimals, with four below a dollar; `-` where unknown."""
     if usd is None:
         return "-"
     return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"

@@ -1,4 +1,4 @@
-"""The picture of a plan: memory by class against the HBM line, and the step's time by part, as SVG written by hand."""
+"""The chart of a plan as hand-written SVG: memory by class against the HBM limit, step time by part."""
 
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -9,36 +9,36 @@ WIDTH, LEFT, RIGHT, BAR = 900, 24, 24, 44
 SPAN = WIDTH - LEFT - RIGHT
 LINE = 20
 LIMIT_GAP = 30
-"""Between heading and bar, with room for the label of the HBM line."""
+"""Space between heading and bar, for the label of the HBM line."""
 LETTER = 7.0
 """Width of a letter at 12 px, rounded up."""
-# Okabe and Ito's palette, told apart with any colour vision; no yellow, which white hides.
+# Okabe and Ito's palette, distinguishable with any colour vision; without yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#332288", "#88CCEE")
 LIGHT = {"#E69F00", "#CC79A7", "#56B4E9", "#88CCEE"}
-"""Of these, the ones that white letters do not stand out on."""
+"""Those of the colours on which white letters are hard to read."""
 OVER = "#B00020"
 ROOM = "#BBBBBB"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """How figures of one bar are written: small plans in MiB and ms."""
+    """Unit in which the figures of one bar are written; small plans use MiB and ms."""
 
     name: str
     factor: float
     digits: int
 
     def number(self, value: float) -> str:
-        """Without the unit's name."""
+        """Format without the unit's name."""
         return f"{value * self.factor:.{self.digits}f}"
 
     def shown(self, value: float) -> str:
-        """With it."""
+        """Format with the unit's name."""
         return f"{self.number(value)} {self.name}"
 
 
 def plan_chart_svg(plan: Plan) -> str:
-    """An SVG document of two bars with their legends."""
+    """Return an SVG document of two bars with their legends."""
     memory, top = _memory_bar(plan, top=56)
     time, bottom = _time_bar(plan, top=top + 36)
     machine = f"{plan.hw.num_devices} x {plan.hw.chip.name}" if plan.hw.chip else plan.hw.device
@@ -52,7 +52,7 @@ def plan_chart_svg(plan: Plan) -> str:
 
 
 def memory_parts(plan: Plan) -> dict[str, float]:
-    """GiB by class; what the classes leave of the total is `other`."""
+    """Return GiB by class; the rest of the total is `other`."""
     memory = plan.memory
     parts = dict(memory.classes) or {"arguments": memory.arguments, "temporaries": memory.temporaries}
     rest = memory.total - sum(parts.values())
@@ -60,7 +60,10 @@ def memory_parts(plan: Plan) -> dict[str, float]:
 
 
 def time_parts(plan: Plan) -> dict[str, float]:
-    """Calibrated seconds by part; XLA's by class of fusion where that is known. They sum to the step."""
+    """Return calibrated seconds by part, which sum to the step.
+
+    XLA's part is split by class of fusion where that is known.
+    """
     time = plan.time
     if time is None:
         return {}
@@ -105,7 +108,7 @@ def _time_bar(plan: Plan, *, top: int) -> tuple[list[str], int]:
 def _bar(
     parts: dict[str, float], *, heading: str, unit: Unit, top: int, scale: float, gap: int = 14
 ) -> tuple[list[str], int]:
-    """A stacked bar with its heading above and its legend below; also the y at which it ends."""
+    """Draw a stacked bar with its heading above and its legend below; also returns the y at which it ends."""
     drawn, x, y = [_text(LEFT, top, heading, size=14)], float(LEFT), top + gap
     legend_x, legend_y = LEFT, y + BAR + 22
     for index, (name, value) in enumerate(parts.items()):

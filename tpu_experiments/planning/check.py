@@ -1,4 +1,4 @@
-"""What is known of a run's memory before it starts: by a plan of the same programs, else by formulas that are exact.
+"""Memory check before a run starts: by a plan of the same programs, otherwise by formulas.
 
 Reads files and the config alone, so that it comes before anything that takes seconds to load or touches a device.
 """
@@ -25,18 +25,19 @@ STOCK_OPTIMIZERS = (AdamWConfig._target_, AdafactorConfig._target_)
 
 @dataclass(frozen=True)
 class Finding:
-    """What speaks against starting."""
+    """A reason not to start a run."""
 
     words: str
     certainty: Literal["known", "estimated"]
-    """`known`: the compiler said so, or what stays on the chip alone is too much. `estimated`: by formulas."""
+    """`known`: by the compiler, or since what is resident on the chip is too much by itself. `estimated`: by formulas.
+    """
 
 
 def check_memory(config: Config) -> None:
     """Refuse a run that is known not to fit into its chips, warn of one that is estimated not to.
 
     Raises:
-        ConfigError: it is known, and `trainer.plan_check` is `refuse`.
+        ConfigError: the run is known not to fit, and `trainer.plan_check` is `refuse`.
     """
     if config.trainer.plan_check == "off" or config.hw.chip is None or config.hw.topology is None:
         return
@@ -49,9 +50,9 @@ def check_memory(config: Config) -> None:
 
 
 def finding(config: Config) -> Finding | None:
-    """What is known; None where the run fits, or where the model's sizes are not known.
+    """Return why the run does not fit; None where it does, or where the model's sizes are not known.
 
-    Of a run whose rows are left to its data nothing is known but what stays on the chip at any length of a row.
+    Where the data determines the length of rows, only what is resident on the chip at any length is known.
     """
     arch = sizes_of(config.model)
     if arch is None or config.model._target_ != STOCK_MODEL:
@@ -70,7 +71,7 @@ def finding(config: Config) -> Finding | None:
 
 
 def planned_words(config: Config, plan: SavedPlan) -> str:
-    """Why it does not fit, by a compiled plan."""
+    """Return why a run does not fit, by a compiled plan."""
     fields = plan.fields
     memory, shortage = fields["hbm_gib_per_chip"], fields["does_not_fit"] or {}
     used, limit = shortage.get("used_gib", memory["total"]), shortage.get("limit_gib", memory["limit"])
@@ -83,17 +84,20 @@ def planned_words(config: Config, plan: SavedPlan) -> str:
 
 
 def nearest_words(remedies: Any) -> str:
-    """The settings of a plan's remedies as advice."""
+    """Format the settings of a plan's remedies as advice."""
     if not remedies:
         return "task=plan task.explore=search looks for settings that fit"
     first, *others = remedies
-    if first.startswith("no "):  # a sentence, and then machines that hold it
+    if first.startswith("no "):  # a sentence, followed by machines that are large enough
         return "; use ".join([first, *others])
     return f"nearest settings that fit: {', or '.join(remedies)}"
 
 
 def by_formulas(config: Config, arch: Any) -> Finding | None:
-    """What formulas say: exact for what stays on the chip, up to 45 % wrong for what a step needs beside it."""
+    """Check memory by formulas.
+
+    They are exact for what is resident on the chip, and up to 45 % wrong for what a step needs beside it.
+    """
     stage, memory = largest_stage(config, arch)
     estimate = analytic_memory(arch, step=step_settings(config, stage.geometry))
     estimate = estimate if is_stock(config) else replace(estimate, optimizer=0.0)
@@ -121,14 +125,14 @@ def by_formulas(config: Config, arch: Any) -> Finding | None:
 
 
 def is_stock(config: Config) -> bool:
-    """Whether the optimizer is one whose state the formulas count."""
+    """Return whether trainer and optimizer are stock ones, whose state the formulas count."""
     return config.trainer._target_ == STOCK_TRAINER and config.optim._target_ in STOCK_OPTIMIZERS
 
 
 def certain_gib(config: Config, estimate: MemoryEstimate, *, geometry: Geometry) -> float:
-    """What the formulas state exactly: the arguments, and gradients where all must exist at once.
+    """Return the GiB that formulas state exactly: arguments, and gradients where all exist at once.
 
-    They are summed in float32 over micro-batches; to be clipped together they need the model's data type at least.
+    Gradients are summed in float32 over micro-batches; to be clipped together they need the model's data type at least.
     """
     gradients = 0.0
     if geometry.accumulation > 1:

@@ -1,4 +1,4 @@
-"""The same job on other machines, as rows beside the plan: from saved plans, and from a datasheet."""
+"""The same job on other machines, as rows beside the plan: by saved plans, or by a datasheet."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +13,11 @@ from tpu_experiments.planning.saved import saved_plans
 from tpu_experiments.planning.timing import Calibration, datasheet_time
 
 SHARE_OF_PEAK = 0.35
-"""Assumed for a machine of which only the datasheet is known; nothing published tells it for LoRA on these."""
+"""Assumed for a machine of which only the datasheet is known; nothing is published for LoRA on these."""
 
 
 def saved_comparisons(plan: Plan, *, folder: str) -> tuple[Comparison, ...]:
-    """The plans of the same job in `folder` for other machines; of several for one machine the fastest that fits."""
+    """Return the saved plans of the same job for other machines; of each machine the fastest that fits."""
     found: dict[str, Comparison] = {}
     for saved in saved_plans(folder):
         if saved.fields.get("job") != plan.job or saved.fields["hw"] == plan.hw.name:
@@ -30,7 +30,7 @@ def saved_comparisons(plan: Plan, *, folder: str) -> tuple[Comparison, ...]:
 
 
 def comparison_of(fields: Mapping[str, Any]) -> Comparison:
-    """The row of a saved plan, from the content of its plan.json."""
+    """Return the row of a saved plan, from the content of its plan.json."""
     per_chip, million = fields["tokens_per_second_per_chip"], fields["usd_per_million_tokens"]
     return Comparison(
         hw=fields["hw"],
@@ -54,14 +54,15 @@ def datasheet_comparison(
     fits: bool | None = None,
     share_of_peak: float = SHARE_OF_PEAK,
 ) -> Comparison:
-    """Time and money of `run` on `hw` at a share of its peak.
+    """Estimate time and cost of `run` on `hw` at a share of its peak.
 
-    Stages keep their tokens; evaluation takes as much longer as a step does, checkpoints and set-up as long as in
-    `run`, and nothing is compiled.
+    Stages keep their tokens; evaluation scales with the step, checkpoints and set-up take as long as in `run`, and
+    nothing is compiled.
 
     Args:
-        tokens_per_step: of the global batch.
-        fits: what is known of its memory, for example from `work.analytic_memory`; no time is told of what does not.
+        tokens_per_step: tokens of the global batch.
+        fits: whether its memory suffices, for example by `work.analytic_memory`; no time is estimated where it does
+            not.
 
     Raises:
         ConfigError: the machine has no datasheet.

@@ -1,7 +1,7 @@
-"""Compiles in processes of their own, each remembered under a hash of everything it depends on.
+"""Compilations in separate processes, each cached under a hash of everything it depends on.
 
-<output_dir>/plans/compiled/<key>/request.json, program.hlo   what was asked
-                                 answer.json                   seconds, memory or the complaint about it; written last
+<output_dir>/plans/compiled/<key>/request.json, program.hlo   the request
+                                 answer.json                   seconds, and memory or the error; written last
                                  optimized.hlo                 the TPU's program
 """
 
@@ -28,25 +28,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a program: its memory, or its report that it does not fit into HBM."""
+    """The compiler's answer for a program: its memory, or its report that it does not fit into HBM."""
 
     name: str
     seconds: float
-    """Of the compilation on this machine, when it was first done."""
+    """Seconds of the compilation on this machine, when it was first done."""
     memory: Memory | None
     out_of_memory: OutOfMemory | None
-    """Set where `memory` is not."""
+    """Set where `memory` is None."""
     versions: dict[str, str]
     folder: Path
     is_remembered: bool
 
     def optimized_hlo(self) -> str:
-        """The TPU's program as text."""
+        """Return the TPU's program as text."""
         return (self.folder / OPTIMIZED).read_text()
 
 
 class Compilers:
-    """Several compilers beside each other; none goes on when the block around it is left by an exception."""
+    """Concurrent compilers; leaving the block by an exception kills them."""
 
     def __init__(self, workers: int) -> None:
         self.pool = ThreadPoolExecutor(workers)
@@ -62,13 +62,13 @@ class Compilers:
         self.pool.shutdown()
 
     def stop(self) -> None:
-        """End the compilers that run, and begin no other."""
+        """Kill the running compilers, and start no other."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in list(self.running):
             process.kill()
 
     def submit(self, program: Lowered, *, hw: HwConfig, folder: str) -> Future[Compiled]:
-        """Compile as soon as a worker is free, or find the answer of an earlier time; raises what `compile` does."""
+        """Compile as soon as a worker is free, or return the cached answer; raises what `compile` does."""
         request = {
             "topology": hw.topology,
             "num_chips": program.num_partitions * program.num_replicas,
@@ -85,11 +85,11 @@ class Compilers:
         return self.futures[key]
 
     def compile(self, program: Lowered, *, request: dict[str, Any], hw: HwConfig, place: Path) -> Compiled:
-        """The answer to one request.
+        """Return the answer to one request, from the cache where it is there.
 
         Raises:
             ConfigError: the compiler refused the program for another reason than its HBM, or ended without an answer,
-                as when the system is out of memory; only other answers are remembered.
+                as when the system is out of memory; such failures are not cached.
         """
         what = f"{program.name} of {shown(program)} for {hw.topology}"
         if place.is_symlink():
@@ -118,12 +118,12 @@ class Compilers:
 
 
 def shown(program: Lowered) -> str:
-    """Its batch, for example `1x4x2048`."""
+    """Format the shape of a program's batch, for example `1x4x2048`."""
     return "x".join(map(str, program.shape))
 
 
 def _shortage(answer: dict[str, Any], *, hw: HwConfig, place: Path, what: str) -> OutOfMemory:
-    """The report of a program that does not fit; every other complaint is raised and forgotten."""
+    """Return the report of a program that does not fit; any other error is raised and not cached."""
     said = answer["error"]
     report = read_out_of_memory(said) if is_out_of_memory(said) else None
     if report is not None and report.memory_space == "hbm":

@@ -1,11 +1,11 @@
-"""The TPU's own compiler on a machine without a TPU: the only file that depends on the inside of jax.
+"""The TPU's own compiler on a machine without a TPU; the only file that depends on jax's internals.
 
     python -m tpu_experiments.planning.compiler FOLDER
 
 reads FOLDER/request.json and FOLDER/program.hlo and writes FOLDER/answer.json and FOLDER/optimized.hlo. It runs in a
-process of its own: it sets jax's platform and default device, and a compiler that the system kills for its memory takes
-nothing else along. libtpu holds the compiler; jax hands out a client of it for the name of a topology (as MaxText's
-train_compile does), and torch_xla's HLO goes in as StableHLO.
+separate process: it sets jax's platform and default device, and where the system kills it for its memory, nothing else
+ends with it. libtpu contains the compiler; jax returns a client of it for the name of a topology (as MaxText's
+train_compile does), and torch_xla's HLO is passed in as StableHLO.
 """
 
 import json
@@ -28,23 +28,23 @@ REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.jso
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of HBM per chip, from the compiler."""
+    """Bytes of HBM per chip, as reported by the compiler."""
 
     arguments: int
     outputs: int
     aliased: int
-    """Part of `outputs` that takes the place of arguments."""
+    """Part of `outputs` that reuses the buffers of arguments."""
     temporaries: int
     code: int
 
     @property
     def total(self) -> int:
-        """What a step holds at once."""
+        """Bytes that a step holds at once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 def main(folder: Path) -> None:
-    """Compile one program."""
+    """Compile the program of a request, and write the answer."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = json.loads((folder / REQUEST).read_text())
     os.environ.update(environment())
@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
         executable = _compiled(request, (folder / PROGRAM).read_bytes(), topology=topology)
         answer["memory"] = asdict(_memory(executable))
         (folder / OPTIMIZED).write_text(executable.hlo_modules()[0].to_string())
-    except Exception as error:  # jaxlib has one type for every complaint of the compiler
+    except Exception as error:  # jaxlib raises one type for all errors of the compiler
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["seconds"] = time.perf_counter() - started
     unfinished = folder / f"{ANSWER}.{os.getpid()}"
@@ -65,19 +65,19 @@ def main(folder: Path) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A compiler takes gigabytes: it must not outlive the plan that asked for it."""
+    """Exit when the parent does: a compiler takes gigabytes and must not outlive the plan that started it."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def environment() -> dict[str, str]:
-    """Variables that keep jax off other devices and let several processes load libtpu."""
+    """Return variables that keep jax off other devices and let several processes load libtpu."""
     return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that an estimate depends on, as far as they are installed."""
+    """Return the versions of the packages that an estimate depends on, where they are installed."""
     known = {}
     for name in ("libtpu", "jax", "torch_xla", "torch"):
         with suppress(PackageNotFoundError):
@@ -116,7 +116,10 @@ def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
 
 
 def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> bytes:
-    """The program as StableHLO, with the sharding of every argument and the outputs that take arguments' places."""
+    """Return the program as StableHLO, with the sharding of every argument.
+
+    Outputs that reuse the buffers of arguments are marked, with the sharding of those.
+    """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
@@ -144,9 +147,10 @@ def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> by
 
 
 def sharding_text(axes: Sequence[Any], *, mesh: Mesh) -> str:
-    """XLA's notation: `{devices=[8,1]<=[8]}` splits the first of two dimensions over 8 chips in their order.
+    """Return a sharding in XLA's notation.
 
-    `{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}` splits the second of two over pairs of chips that hold the same.
+    `{devices=[8,1]<=[8]}` splits the first of two dimensions over 8 chips in their order. `{devices=[1,2,2]0,2,1,3
+    last_tile_dim_replicate}` splits the second of two over pairs of chips that hold the same.
     """
     split = mesh.split(mesh.named(axes), ndim=len(axes))
     if split.is_whole:

@@ -1,4 +1,4 @@
-"""What the compiler says against a program, other than that it takes too much HBM: one sentence each."""
+"""Errors of the compiler other than too little HBM, in one sentence each."""
 
 import signal
 
@@ -7,13 +7,13 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.planning.oom import OutOfMemory
 
 NOISE = ("TPU worker", "accelerator type", "InitGoogle", "libtpu_init_utils", "Source Location Trace", "host bounds")
-"""In lines that libtpu writes because there is no TPU."""
+"""Parts of lines that libtpu writes because there is no TPU."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 KIB = 1024
 
 
 def about_topology(hw: HwConfig, *, said: str) -> ConfigError:
-    """A topology that libtpu does not know, or not with this many chips."""
+    """Return the error for a topology that libtpu does not know, or not with this many chips."""
     return ConfigError(
         f"hw.topology={hw.topology}; the TPU compiler has no such slice of {hw.num_devices} chips: {words_of(said)}; "
         "write GENERATION:SIDExSIDE, for example v6e:1x1, v6e:2x2, v5e:2x4 or v5e:16x16, or take a hw of conf/hw."
@@ -21,7 +21,7 @@ def about_topology(hw: HwConfig, *, said: str) -> ConfigError:
 
 
 def about_chips(hw: HwConfig, *, num_there: int) -> ConfigError:
-    """More chips than the topology has."""
+    """Return the error for more chips than the topology has."""
     return ConfigError(
         f"hw.num_devices={hw.num_devices}; hw.topology={hw.topology} has {num_there}; give the topology of as many "
         f"chips, or hw.num_devices={num_there}."
@@ -29,7 +29,7 @@ def about_chips(hw: HwConfig, *, num_there: int) -> ConfigError:
 
 
 def about_kernel_memory(shortage: OutOfMemory, *, what: str) -> ConfigError:
-    """A kernel whose blocks do not fit into the chip's vector memory."""
+    """Return the error for a kernel whose blocks do not fit into the chip's vector memory."""
     used, limit = (round(gib * KIB * KIB) for gib in (shortage.used_gib, shortage.limit_gib))
     return ConfigError(
         f"task=plan; {what} takes {used:,} KiB of {shortage.memory_space} in one kernel and {limit:,} KiB are there; "
@@ -38,7 +38,7 @@ def about_kernel_memory(shortage: OutOfMemory, *, what: str) -> ConfigError:
 
 
 def about_program(said: str, *, what: str) -> ConfigError:
-    """The compiler gave up for a reason of its own."""
+    """Return the error for a program that the compiler refused for a reason of its own."""
     return ConfigError(
         f"task=plan; the compiler refused {what}: {words_of(said)}; nothing is remembered of it; try another "
         "trainer.micro_batch_rows, trainer.seq_len or sharding, or report it as a fault of libtpu."
@@ -46,7 +46,7 @@ def about_program(said: str, *, what: str) -> ConfigError:
 
 
 def about_process(code: int, *, stderr: str, what: str) -> ConfigError:
-    """The process of the compiler ended without an answer."""
+    """Return the error for a compiler process that ended without an answer."""
     said = [line for line in stderr.splitlines() if line.strip() and not any(part in line for part in NOISE)]
     if code in KILLED:
         return ConfigError(
@@ -72,6 +72,6 @@ def about_process(code: int, *, stderr: str, what: str) -> ConfigError:
 
 
 def words_of(said: str) -> str:
-    """The compiler's first line without the exception's name, cut where it goes on for long."""
+    """Return the compiler's first line without the exception's name, cut off after 240 characters."""
     first = next((line.strip() for line in said.splitlines() if line.strip()), "silent")
     return first.removeprefix("XlaRuntimeError: ")[:240].rstrip(".")

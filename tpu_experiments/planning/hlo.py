@@ -1,7 +1,8 @@
-"""What a compiled TPU program does in one run: cycles, FLOPs, Pallas kernels, collectives, loops. Text in, numbers out.
+"""Costs of one run of a compiled TPU program, read from its HLO text.
 
-`cost_analysis()` of the executable counts a loop's body once and gives a negative time; so the optimised HLO is walked
-and everything inside a loop is multiplied by how often the loop runs.
+They are cycles, FLOPs, Pallas kernels, collectives and loops. `cost_analysis()` of the executable counts a loop's body
+once and returns a negative time; so the optimised HLO is walked, and everything inside a loop is multiplied by its trip
+count.
 """
 
 import base64
@@ -40,7 +41,7 @@ CLASSES = ("matmul", "elementwise", "copy", "reduce", "gather_scatter", "other")
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop; it runs as often as the loops around it say."""
+    """One loop; its trip count is for one entry, whatever loops are around it."""
 
     name: str
     trip_count: int
@@ -50,30 +51,30 @@ class Loop:
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """One run of a program on one chip."""
+    """Costs of one run of a program on one chip."""
 
     cycles: int
     """Sum of the TPU compiler's `estimated_cycles`; Pallas kernels and collectives have none."""
     cycles_by_class: dict[str, int]
-    """The same by what the operation holds: `matmul`, `elementwise`, `copy`, `reduce`, `gather_scatter`, `other`."""
+    """The same by kind of operation: `matmul`, `elementwise`, `copy`, `reduce`, `gather_scatter`, `other`."""
     dot_flops: int
     """FLOPs of matrix products outside Pallas kernels."""
     kernels: tuple[Kernel, ...]
     transfers: tuple[Transfer, ...]
     loops: tuple[Loop, ...]
     entry_parameters: int
-    """Arguments of the program."""
+    """Number of arguments of the program."""
     random_bytes: int
-    """Random numbers that are written; the compiler estimates no cycles for them."""
+    """Bytes of random numbers written; the compiler estimates no cycles for them."""
     host_bytes: int
-    """Moved to the host's memory and from there, beside the computation; no cycles either."""
+    """Bytes moved to host memory and back, concurrently with computation; without cycles as well."""
     cycles_by_part: dict[str, int] = field(default_factory=dict)
     """The same cycles by part of a training step (parts.PARTS); empty where no widths were given."""
 
 
 @dataclass
 class Tally:
-    """Running sums of a computation and what it calls."""
+    """Running sums of a computation and its callees."""
 
     cycles: Counter[str] = field(default_factory=Counter)
     parts: Counter[str] = field(default_factory=Counter)
@@ -82,11 +83,11 @@ class Tally:
     """Bytes of operations without an estimate: `random` and `host`."""
     kernels: Counter[Kernel] = field(default_factory=Counter)
     transfers: Counter[Transfer] = field(default_factory=Counter)
-    """How often each single one runs."""
+    """How often each collective runs."""
     loops: dict[str, Loop] = field(default_factory=dict)
 
     def add(self, other: "Tally", *, times: int = 1) -> None:
-        """Another computation's sums, so many times."""
+        """Add another computation's sums, multiplied by `times`."""
         self.cycles.update({key: number * times for key, number in other.cycles.items()})
         self.parts.update({key: number * times for key, number in other.parts.items()})
         self.kernels.update({key: number * times for key, number in other.kernels.items()})
@@ -97,10 +98,15 @@ class Tally:
 
 
 def read_program(hlo: str, *, widths: Widths | None = None) -> ProgramCost:
-    """Costs from optimised TPU HLO text (`executable.hlo_modules()[0].to_string()`), per chip and run.
+    """Read the costs per chip and run from optimised TPU HLO text.
 
-    ValueError where a loop's trip count cannot be told (it names the loop) or the text is no HLO module. Of a
-    conditional the branch with most cycles counts. `widths` are those of the model whose training step it is.
+    The text is that of `executable.hlo_modules()[0].to_string()`. Of a conditional the branch with most cycles counts.
+
+    Args:
+        widths: sizes of the model whose training step it is; without them `cycles_by_part` is empty.
+
+    Raises:
+        ValueError: a loop's trip count is unknown (it names the loop), or the text is no HLO module.
     """
     module = read_module(hlo)
     entry = Scope(module, computation=module.entry, argument=lambda number, index: None)
@@ -120,7 +126,7 @@ def read_program(hlo: str, *, widths: Widths | None = None) -> ProgramCost:
 
 
 def tally_of(scope: Scope, *, widths: Widths | None = None) -> Tally:
-    """Sums of one computation in the scope it is called in."""
+    """Sum the costs of one computation in the scope it is called in."""
     tally = Tally()
     for instruction in scope.computation.instructions:
         add_own(tally, instruction, within=scope.computation, module=scope.module, widths=widths)
@@ -145,7 +151,7 @@ def tally_of(scope: Scope, *, widths: Widths | None = None) -> Tally:
 def add_own(
     tally: Tally, instruction: Instruction, *, within: Computation, module: Module, widths: Widths | None
 ) -> None:
-    """What one instruction does itself, what is fused into it included."""
+    """Add the costs of one instruction itself, including what is fused into it."""
     holders = [(instruction, within), *fused(instruction, module=module)]
     if instruction.estimated_cycles:
         tally.cycles[class_of({held.opcode for held, _ in holders})] += instruction.estimated_cycles
@@ -165,7 +171,7 @@ def add_own(
 
 
 def fused(instruction: Instruction, *, module: Module) -> list[tuple[Instruction, Computation]]:
-    """Everything inside a fusion, fusions in it included; nothing of other instructions."""
+    """Return everything inside a fusion, nested fusions included; empty for other instructions."""
     if instruction.opcode != "fusion":
         return []
     found = []
@@ -176,7 +182,10 @@ def fused(instruction: Instruction, *, module: Module) -> list[tuple[Instruction
 
 
 def class_of(opcodes: set[str]) -> str:
-    """The class of an operation that holds these: the most telling one wins."""
+    """Return the class of an operation that contains these opcodes.
+
+    The first that occurs decides: matmul, gather_scatter, reduce, other, elementwise, copy.
+    """
     for name, members in (("matmul", MATMUL), ("gather_scatter", GATHER_SCATTER), ("reduce", REDUCE)):
         if opcodes & members:
             return name
@@ -186,7 +195,7 @@ def class_of(opcodes: set[str]) -> str:
 
 
 def branch_scopes(scope: Scope, conditional: Instruction) -> list[Scope]:
-    """The branches of a conditional, each with its own operand."""
+    """Return the branches of a conditional, each with its own operand."""
 
     def branch(computation: Computation, operand: str) -> Scope:
         return Scope(scope.module, computation=computation, argument=lambda _, index: scope.value(operand, index))
@@ -196,7 +205,7 @@ def branch_scopes(scope: Scope, conditional: Instruction) -> list[Scope]:
 
 
 def kernel_of(call: Instruction, *, within: Computation) -> Kernel:
-    """A Pallas custom call, counted once."""
+    """Describe one call of a Pallas kernel."""
     read = within.operand_shapes(call)
     flops = call.attribute(r'"cost_estimate":\{"flops":"(\d+)"')
     return Kernel(
@@ -210,9 +219,10 @@ def kernel_of(call: Instruction, *, within: Computation) -> Kernel:
 
 
 def kernel_name(call: Instruction) -> str:
-    """The Python function whose index maps the kernel carries, for example `_flash_attention_bwd_dq`.
+    """Return the Python function that a kernel was built by, for example `_flash_attention_bwd_dq`.
 
-    HLO has no name for a kernel; its MLIR (base64 bytecode in `body`) keeps the names of the functions it came from.
+    HLO has no name for a kernel; its MLIR (base64 bytecode in `body`) keeps the names of the index maps, which are
+    local to that function.
     """
     try:
         body = base64.b64decode(call.attribute(r'"body":"([^"]*)"') or "")
@@ -223,7 +233,7 @@ def kernel_name(call: Instruction) -> str:
 
 
 def summed(transfers: Counter[Transfer]) -> list[Transfer]:
-    """One for every kind and size of group."""
+    """Merge transfers into one for every kind and size of group."""
     groups: dict[tuple[str, int], Transfer] = {}
     for once, times in transfers.items():
         key = once.kind, once.group_size

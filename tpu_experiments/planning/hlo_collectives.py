@@ -1,4 +1,4 @@
-"""Collectives of an HLO program: what kind, how many bytes, over how many chips, and whether compute hides them."""
+"""Collectives of an HLO program: kind, bytes, number of chips, and whether computation hides them."""
 
 import re
 
@@ -20,11 +20,12 @@ ASYNC_START, ASYNC_DONE = 'custom_call_target="AsyncCollectiveStart"', 'custom_c
 
 
 def transfers_of(instruction: Instruction, *, within: Computation, module: Module) -> list[Transfer]:
-    """The collectives that an instruction of a scheduled computation starts.
+    """Return the collectives that an instruction of a scheduled computation starts.
 
-    On a TPU one stands alone (`all-reduce`), as a start and a done, wrapped in `async-start`, as a kernel of its own
-    (a fusion of all-reduce and slice is a reduce-scatter), or spread over a chain of fusions that compute beside it
-    (AsyncCollectiveStart, several async_collective_fusion, AsyncCollectiveDone): the chain counts once, at its start.
+    On a TPU a collective occurs alone (`all-reduce`), as a start and a done, wrapped in `async-start`, as a kernel of
+    its own (a fusion of all-reduce and slice is a reduce-scatter), or spread over a chain of fusions that compute
+    beside it (AsyncCollectiveStart, several async_collective_fusion, AsyncCollectiveDone): the chain counts once, at
+    its start.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
@@ -47,18 +48,21 @@ def transfers_of(instruction: Instruction, *, within: Computation, module: Modul
 
 
 def in_chain(collective: Instruction) -> bool:
-    """Whether it is a part of a chain of fusions."""
+    """Return whether a collective is part of a chain of fusions."""
     return "async_collective_fusion_config" in collective.attributes
 
 
 def is_continuation(collective: Instruction, *, within: Computation) -> bool:
-    """Whether it is a later part of a chain that began in another fusion."""
+    """Return whether a collective is a later part of a chain that began in another fusion."""
     starts = (i for i in within.instructions if ASYNC_START in i.attributes)
     return in_chain(collective) and not any(collective.name in start.operands for start in starts)
 
 
 def described(instruction: Instruction, *, kind: str, within: Computation, module: Module, hidden: bool) -> Transfer:
-    """Bytes without the padding of tiles: of the result for a gather, of what is sent for the others."""
+    """Describe one collective; its bytes exclude the padding of tiles.
+
+    They are those of the result for a gather, of the operands for all others.
+    """
     read = within.operand_shapes(instruction)
     num_bytes = sum(shape.num_bytes for shape in read)
     if kind == "all-gather":
@@ -68,15 +72,16 @@ def described(instruction: Instruction, *, kind: str, within: Computation, modul
 
 
 def result_bytes(instruction: Instruction, *, read: tuple[Shape, ...]) -> int:
-    """Bytes gathered; the tuple of an `all-gather-start` begins with the operands."""
+    """Return the bytes gathered; the tuple of an `all-gather-start` begins with the operands."""
     skipped = len(read) if instruction.opcode.endswith("-start") else 0
     return sum(shape.num_bytes for shape in instruction.shapes[skipped : skipped + len(read)])
 
 
 def group_size(instruction: Instruction, *, num_devices: int) -> int:
-    """Chips that exchange with each other: 2 in `replica_groups={{0,1},{2,3}}`, 4 in `[2,4]<=[8]`, a ring's length.
+    """Return how many chips exchange with each other.
 
-    Empty groups mean all devices of the program.
+    2 in `replica_groups={{0,1},{2,3}}`, 4 in `[2,4]<=[8]`, a ring's length in a permutation. Empty groups mean all
+    devices of the program.
     """
     pairs = instruction.attribute(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
     if pairs:
@@ -87,7 +92,7 @@ def group_size(instruction: Instruction, *, num_devices: int) -> int:
 
 
 def ring_length(targets: dict[int, int]) -> int:
-    """Chips on the longest path that data takes when the permutation is applied again and again."""
+    """Return the chips on the longest path of data when the permutation is applied repeatedly."""
     longest = 0
     for start in targets:
         seen, at = {start}, targets[start]
@@ -99,9 +104,10 @@ def ring_length(targets: dict[int, int]) -> int:
 
 
 def is_overlapped(instruction: Instruction, *, within: Computation) -> bool:
-    """Whether anything computes between an asynchronous collective's start and its done, in the order of execution.
+    """Return whether anything computes between an asynchronous collective's start and its done.
 
-    What ends elsewhere (a loop carries it into its next trip) has until the end of the computation.
+    The order is that of execution. A collective that ends elsewhere (a loop carries it into its next trip) has until
+    the end of the computation.
     """
     names = {instruction.name}
     for later in within.instructions[within.position[instruction.name] + 1 :]:
@@ -116,7 +122,7 @@ def is_overlapped(instruction: Instruction, *, within: Computation) -> bool:
 
 
 def is_chain_overlapped(start: Instruction, *, collective: Instruction, within: Computation, module: Module) -> bool:
-    """The same for a chain of fusions; its parts share a channel."""
+    """Return whether anything computes inside a chain of fusions, whose parts share a channel."""
     channel = collective.attribute(CHANNEL)
     for later in within.instructions[within.position[start.name] + 1 :]:
         if ends_chain(later, channel=channel, module=module):
@@ -127,13 +133,16 @@ def is_chain_overlapped(start: Instruction, *, collective: Instruction, within: 
 
 
 def computes(instruction: Instruction) -> bool:
-    """Whether it keeps the chip's units busy: an estimate of cycles, a loop or call, or a Pallas kernel."""
+    """Return whether an instruction keeps the chip's units busy.
+
+    It does with an estimate of cycles, as a loop or call, or as a Pallas kernel.
+    """
     is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
     return instruction.estimated_cycles > 0 or instruction.opcode in COMPUTES or is_kernel
 
 
 def ends_chain(instruction: Instruction, *, channel: str | None, module: Module) -> bool:
-    """Whether this fusion is the last of the chain on the channel."""
+    """Return whether this fusion is the last of the chain on the channel."""
     if instruction.opcode != "fusion":
         return False
     lines = [i for inner in module.callees(instruction) for i in inner.instructions]

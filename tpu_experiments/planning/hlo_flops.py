@@ -1,8 +1,9 @@
-"""FLOPs of matrix products as the TPU compiler writes them: `dot`, and `convolution` with batch dimensions as windows.
+"""FLOPs of matrix products in the two forms that the TPU compiler writes: `dot` and `convolution`.
 
-A multiply and an add count as two. Only pairs that meet count: a batched product becomes a convolution whose dilated
-input meets each kernel position once (`window={size=32 stride=31 lhs_dilate=32}`), and counting its full window would
-give the batch size too much. Same rule as XLA's HloCostAnalysis::HandleConvolution.
+A multiply and an add count as two. Batch dimensions of a convolution are windows, and only pairs that meet count: a
+batched product becomes a convolution whose dilated input meets each kernel position once (`window={size=32 stride=31
+lhs_dilate=32}`), and counting its full window would multiply by the batch size. Same rule as XLA's
+HloCostAnalysis::HandleConvolution.
 """
 
 import functools
@@ -13,7 +14,7 @@ from tpu_experiments.planning.hlo_text import Computation, Instruction, Shape
 
 
 def dot_flops(instruction: Instruction, *, within: Computation) -> int:
-    """FLOPs of one execution; 0 of anything but `dot` and `convolution`."""
+    """Return the FLOPs of one execution; 0 for anything but `dot` and `convolution`."""
     if instruction.opcode not in {"dot", "convolution"}:
         return 0
     result = instruction.shapes[0]
@@ -25,7 +26,7 @@ def dot_flops(instruction: Instruction, *, within: Computation) -> int:
 
 
 def convolution_flops(instruction: Instruction, *, result: Shape, left: Shape, right: Shape) -> int:
-    """FLOPs of a convolution from `dim_labels`, for example `0bf_0io->0bf`, and `window`."""
+    """Return the FLOPs of a convolution by its `dim_labels`, for example `0bf_0io->0bf`, and `window`."""
     labels = instruction.attribute(r"dim_labels=(\w+_\w+->\w+)")
     if labels is None:
         raise ValueError(f"convolution={instruction.name}; it has no dim_labels; the printer of XLA may have changed")
@@ -47,7 +48,10 @@ def convolution_flops(instruction: Instruction, *, result: Shape, left: Shape, r
 
 
 def windows(instruction: Instruction, *, num_axes: int) -> list[tuple[int, int, int, int]]:
-    """(stride, padding below, dilation of the input, dilation of the kernel) along each spatial axis."""
+    """Return the window along each spatial axis.
+
+    Each is (stride, padding below, dilation of the input, dilation of the kernel).
+    """
     text = instruction.attribute(r"window=\{([^}]*)\}") or ""
     fields = dict(part.split("=") for part in text.split())
 
@@ -71,7 +75,7 @@ def meeting_pairs(
     input_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Pairs (kernel position, result position) along one axis that read an element of the input, not padding."""
+    """Count the pairs (kernel position, result position) along one axis that read the input, not padding."""
     pairs = 0
     for kernel in range(kernel_size):
         offset = kernel * kernel_dilation - pad

@@ -1,8 +1,8 @@
-"""How often a loop of an HLO program runs, found by running its counter.
+"""Trip counts of the loops of an HLO program, found by evaluating their counters.
 
-A loop's condition reads a few integers that its body moves on. They are followed from their start values, whatever
-form the compiler gave them: a plain counter, one unrolled by two (collective matrix products), one that starts at one,
-or a 64-bit counter split into two 32-bit halves (the s64 of torch on a TPU).
+A loop's condition reads a few integers that its body updates. They are followed from their start values, whatever form
+the compiler chose: a plain counter, one unrolled by two (collective matrix products), one that starts at one, or a
+64-bit counter split into two 32-bit halves (the s64 of torch on a TPU).
 """
 
 import re
@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from tpu_experiments.planning.hlo_text import Computation, Instruction, Module
 
-# A loop of a training step runs as often as there are layers, blocks or chips; past this it is called endless.
+# A loop of a training step runs as often as there are layers, blocks or chips; past this it is taken for endless.
 MAX_TRIPS = 100_000
 
 Argument = Callable[[int, int | None], int | None]
-"""Value of parameter number k, or of element j of it when it is a tuple; None where it is not a known integer."""
+"""Value of parameter number k, or of element j of it when it is a tuple; None where it is no known integer."""
 
 PASSES_ON = {"bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "reshape"}
 PASSES_ON |= {"optimization-barrier"}
@@ -43,7 +43,7 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 
 class Scope:
-    """One computation with its arguments: integers are worked out on request, anything else is None."""
+    """One computation with its arguments: integers are evaluated on request, anything else is None."""
 
     def __init__(self, module: Module, *, computation: Computation, argument: Argument) -> None:
         self.module = module
@@ -52,7 +52,7 @@ class Scope:
         self.known: dict[tuple[str, int | None], int | None] = {}
 
     def value(self, name: str, index: int | None = None) -> int | None:
-        """The integer an instruction gives, or element `index` of its tuple; None where it cannot be told."""
+        """Return the integer result of an instruction, or element `index` of its tuple; None where unknown."""
         key = (name, index)
         if key not in self.known:
             self.known[key] = None
@@ -62,16 +62,19 @@ class Scope:
         return self.known[key]
 
     def root(self, index: int | None = None) -> int | None:
-        """What the computation gives."""
+        """Return the integer result of the computation; None where unknown."""
         return self.value(self.computation.root.name, index)
 
     def inside(self, instruction: Instruction, computation: Computation) -> "Scope":
-        """The scope of a computation that the instruction calls with its operands."""
+        """Return the scope of a computation that the instruction calls with its operands."""
         operands = instruction.operands
         return Scope(self.module, computation=computation, argument=lambda k, j: self.value(operands[k], j))
 
     def loop_body(self, loop: Instruction) -> "Scope":
-        """The body of a loop, any trip of it: only what every trip passes on unchanged is known."""
+        """Return the scope of a loop's body in any of its trips.
+
+        Known are only the values that every trip passes on unchanged.
+        """
         body = self.module.computations[callee(loop, "body")]
         element = body.root.operands
 
@@ -82,7 +85,7 @@ class Scope:
         return Scope(self.module, computation=body, argument=argument)
 
     def find(self, instruction: Instruction, index: int | None) -> int | None:
-        """One step of `value`: by kind of instruction."""
+        """Evaluate an instruction by its opcode, without the cache of `value`."""
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "parameter":
             return self.argument(int(instruction.operand_text), index)
@@ -102,7 +105,7 @@ class Scope:
         return self.computed(instruction)
 
     def computed(self, instruction: Instruction) -> int | None:
-        """Constants and arithmetic; `and` and `or` need one side only where it decides."""
+        """Evaluate constants and arithmetic; `and` and `or` need one side only where it decides."""
         opcode = instruction.opcode
         if opcode == "constant":
             return literal(instruction.operand_text)
@@ -126,9 +129,12 @@ class Scope:
 
 
 def trip_count(loop: Instruction, *, scope: Scope) -> int:
-    """How often the body runs; ValueError naming the loop where neither the compiler nor its counter tells.
+    """Return how often the body of a loop runs.
 
-    Source of the compiler's own figure: `known_trip_count` in the instruction's backend_config, when it is there.
+    The compiler's own figure is used where it is given: `known_trip_count` in the instruction's backend_config.
+
+    Raises:
+        ValueError: neither the compiler nor the counter determines it; the message names the loop.
     """
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
     if known:
@@ -154,13 +160,13 @@ def trip_count(loop: Instruction, *, scope: Scope) -> int:
 
 
 def after_one_trip(module: Module, body: Computation, before: Argument) -> Argument:
-    """The loop's state after one more run of the body."""
+    """Return the loop's state after one more run of the body."""
     scope = Scope(module, computation=body, argument=before)
     return lambda _, index: scope.root(index)
 
 
 def callee(loop: Instruction, key: str) -> str:
-    """Name of the loop's `condition` or `body`."""
+    """Return the name of the loop's `condition` or `body`."""
     name = loop.attribute(rf"\b{key}=%?([\w.\-]+)")
     if name is None:
         raise ValueError(f"loop={loop.name}; it names no {key}; the printer of XLA may have changed")
@@ -168,7 +174,7 @@ def callee(loop: Instruction, key: str) -> str:
 
 
 def is_element(computation: Computation, name: str, index: int) -> bool:
-    """Whether an instruction is element `index` of the computation's only parameter, perhaps copied."""
+    """Return whether an instruction is element `index` of the only parameter, perhaps copied."""
     instruction = computation.by_name[name]
     while instruction.opcode in {"copy", "copy-done", "copy-start"}:
         instruction = computation.by_name[instruction.operands[0]]
@@ -177,7 +183,7 @@ def is_element(computation: Computation, name: str, index: int) -> bool:
 
 
 def literal(text: str) -> int | None:
-    """An integer or truth value as HLO writes constants; None of floats and arrays."""
+    """Parse an integer or truth value as HLO writes constants; None for floats and arrays."""
     if text in {"true", "false"}:
         return int(text == "true")
     number = re.fullmatch(r"\{?(-?\d+)\}?", text)
@@ -185,7 +191,7 @@ def literal(text: str) -> int | None:
 
 
 def wrapped(value: int, instruction: Instruction) -> int | None:
-    """The value as its type holds it: u32 and s32 wrap around; None of floats, and of arrays with several elements."""
+    """Wrap the value around as its integer type does; None for floats and for several elements."""
     kind = re.fullmatch(r"([su])(\d+)|(pred)", instruction.shapes[0].dtype)
     if kind is None or instruction.shapes[0].num_elements != 1:
         return None

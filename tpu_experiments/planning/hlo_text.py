@@ -1,7 +1,7 @@
-"""HLO text as computations and instructions, read without jax or torch.
+"""HLO text parsed into computations and instructions, without jax or torch.
 
-Names and the order of lines are the compiler's own; in a scheduled module (`is_scheduled=true`, every compiled one)
-the order is the order of execution.
+Names and the order of lines are the compiler's own; in a scheduled module (`is_scheduled=true`, every compiled one) the
+order is the order of execution.
 """
 
 import math
@@ -40,7 +40,7 @@ class Shape:
 
 
 def bits_of(dtype: str) -> int:
-    """Bits of one element: `bf16` 16, `f8e4m3fn` 8, `pred` 8 (stored as a byte), `token` 0."""
+    """Return the bits of one element: `bf16` 16, `f8e4m3fn` 8, `pred` 8 (stored as a byte), `token` 0."""
     if dtype == "pred":
         return 8
     number = re.match(r"[a-z]+(\d+)", dtype)
@@ -48,7 +48,7 @@ def bits_of(dtype: str) -> int:
 
 
 def shapes_in(text: str) -> tuple[Shape, ...]:
-    """All arrays named in a type, in order, tuples flattened."""
+    """Return all arrays named in a type, in order, tuples flattened."""
     found = []
     for dtype, dims in ARRAY.findall(text):
         sizes = tuple(int(size.lstrip("<= ")) for size in dims.split(",") if size.strip())
@@ -69,12 +69,12 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The result; several of a tuple."""
+        """Shapes of the result; several for a tuple."""
         return shapes_in(self.type_text)
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the operands; none of a constant."""
+        """Names of the operands; none for a constant."""
         return tuple(re.findall(r"%([\w.\-]+)", self.operand_text))
 
     @cached_property
@@ -88,17 +88,17 @@ class Instruction:
 
     @cached_property
     def estimated_cycles(self) -> int:
-        """The TPU compiler's own estimate for one execution; 0 where it gives none."""
+        """The TPU compiler's own estimate for one execution; 0 where there is none."""
         return sum(int(cycles) for cycles in re.findall(r'"estimated_cycles":"(\d+)"', self.attributes))
 
     def attribute(self, pattern: str) -> str | None:
-        """First group of the pattern in the attributes, if it is there."""
+        """Return the first group of the pattern in the attributes; None without a match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
 
 class Computation:
-    """The instructions of one computation, in order and by name, with the place of each."""
+    """The instructions of one computation, in order and by name, with the position of each."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,41 +107,45 @@ class Computation:
         self.position: dict[str, int] = {}
 
     def add(self, instruction: Instruction) -> None:
-        """Append in the order of the text."""
+        """Append an instruction, in the order of the text."""
         self.position[instruction.name] = len(self.instructions)
         self.instructions.append(instruction)
         self.by_name[instruction.name] = instruction
 
     @cached_property
     def root(self) -> Instruction:
-        """The instruction whose result the computation gives."""
+        """The instruction whose result the computation returns."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @cached_property
     def opcodes(self) -> frozenset[str]:
-        """Operations that occur here, not looking into what is called."""
+        """Opcodes that occur here, without those of callees."""
         return frozenset(i.opcode for i in self.instructions)
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """Arrays that an instruction of this computation reads."""
+        """Return the arrays that an instruction of this computation reads."""
         return tuple(shape for name in instruction.operands for shape in self.by_name[name].shapes)
 
 
 @dataclass(frozen=True)
 class Module:
-    """A whole program: its computations and how many devices it is partitioned over."""
+    """A whole program: its computations and the number of devices it is partitioned over."""
 
     computations: dict[str, Computation]
     entry: Computation
     num_devices: int
 
     def callees(self, instruction: Instruction) -> list[Computation]:
-        """Computations that the instruction runs."""
+        """Return the computations that the instruction runs."""
         return [self.computations[name] for name in instruction.callees]
 
 
 def read_module(text: str) -> Module:
-    """Parse the text of `HloModule.to_string()`; ValueError where it holds no entry computation."""
+    """Parse the text of `HloModule.to_string()`.
+
+    Raises:
+        ValueError: it has no entry computation, or a line is no instruction.
+    """
     computations: dict[str, Computation] = {}
     entry: Computation | None = None
     for head, lines in blocks(text):
@@ -158,7 +162,10 @@ def read_module(text: str) -> Module:
 
 
 def blocks(text: str) -> list[tuple[re.Match[str], list[str]]]:
-    """Each computation as the match of its head and its instructions; lines that go on join the one they belong to."""
+    """Split the text into computations: the match of each head, and its instructions.
+
+    A line that continues an instruction is joined to it.
+    """
     found: list[tuple[re.Match[str], list[str]]] = []
     inside = False
     for line in text.splitlines():
@@ -177,7 +184,11 @@ def blocks(text: str) -> list[tuple[re.Match[str], list[str]]]:
 
 
 def read_instruction(line: str) -> Instruction:
-    """One instruction; ValueError quotes the line that is none."""
+    """Parse one instruction.
+
+    Raises:
+        ValueError: the line is none; the message quotes it.
+    """
     match = INSTRUCTION.match(line)
     opcode = OPCODE.search(match[3]) if match else None
     if match is None or opcode is None:
@@ -194,7 +205,7 @@ def read_instruction(line: str) -> Instruction:
 
 
 def closing(text: str, *, start: int) -> int:
-    """Position of the parenthesis that closes the one just before `start`."""
+    """Return the position of the parenthesis that closes the one just before `start`."""
     depth = 1
     for parenthesis in PARENTHESIS.finditer(text, start):
         depth += 1 if parenthesis[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""FLOPs of Pallas kernels: stated by their authors, else told from the shapes of an attention, else unknown."""
+"""FLOPs of Pallas kernels: stated by their authors, else derived from attention shapes, else unknown."""
 
 import math
 import re
@@ -15,7 +15,7 @@ FLOATS = ("bf16", "f16", "f32", "f8")
 
 
 def with_flops(kernels: Iterable[Kernel]) -> tuple[tuple[Kernel, ...], tuple[str, ...]]:
-    """The kernels with the FLOPs that can be told, and a sentence for each that states none itself."""
+    """Return the kernels with FLOPs where they are known, and a note for each that states none itself."""
     known, notes = [], []
     for kernel in kernels:
         flops = attention_flops(kernel) if kernel.flops is None else kernel.flops
@@ -28,9 +28,10 @@ def with_flops(kernels: Iterable[Kernel]) -> tuple[tuple[Kernel, ...], tuple[str
 
 
 def attention_flops(kernel: Kernel) -> float | None:
-    """FLOPs of one call of a kernel whose name says attention: queries (..., T, D) first, then keys (..., S, D).
+    """Return the FLOPs of one call of a kernel that is named as an attention; None for others.
 
-    The causal half is assumed, and no window: jax's splash kernel states nothing and keeps its mask in its operands.
+    Its operands are queries (..., T, D) first, then keys (..., S, D). The causal half is assumed, and no window: jax's
+    splash kernel states no FLOPs and keeps its mask in its operands.
     """
     if "attention" not in kernel.name:
         return None
@@ -50,12 +51,12 @@ def attention_flops(kernel: Kernel) -> float | None:
 
 
 def is_activation(shape: Shape) -> bool:
-    """Whether it may be queries, keys or values: not a table of the mask, not segment ids."""
+    """Return whether an array may be queries, keys or values: not a table of the mask, not segment ids."""
     return shape.dtype.startswith(FLOATS) and len(shape.dims) >= 3
 
 
 def direction_of(name: str) -> Direction:
-    """`_splash_attention_bwd_dkv` is `backward_dkv`."""
+    """Return the direction of a kernel by its name: `_splash_attention_bwd_dkv` is `backward_dkv`."""
     for part in ("dkv", "dq"):
         if re.search(rf"_{part}\b|_{part}_", name):
             return "backward_dkv" if part == "dkv" else "backward_dq"

@@ -1,29 +1,35 @@
-"""The ladder of micro-batches: which one a first compilation's head-room predicts, and which the compiler accepts."""
+"""Search for the largest micro-batch, from what a first compilation's headroom predicts."""
 
 from collections.abc import Callable
 
 from tpu_experiments.planning.plan import ChipMemory, Plan, Rung
 
 Try = Callable[[int], Plan]
-"""Rows per chip to the plan with that micro-batch."""
+"""Maps rows per chip to the plan with that micro-batch."""
 
 
 def rungs_of(plan: Plan) -> list[int]:
-    """Micro-batches that divide the rows a chip takes of the global batch."""
+    """Return the micro-batches that divide the rows a chip has of the global batch."""
     rows = plan.micro_batch * plan.accumulation
     return [n for n in range(1, rows + 1) if rows % n == 0]
 
 
 def predicted_gib(memory: ChipMemory, *, micro: int, at: int) -> float:
-    """Memory with `micro` rows, when all temporaries grow with the rows; `memory` is of `at` rows."""
+    """Predict the memory with `micro` rows, from `memory` with `at` rows.
+
+    All temporaries are taken to grow with the rows.
+    """
     return memory.arguments + memory.outputs + memory.temporaries * micro / at
 
 
 def climb(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
-    """The largest micro-batch that compiles within the memory, every plan made, and how well the first predicted it.
+    """Find the largest micro-batch that compiles within the memory.
 
-    It begins at the prediction and goes up to the first that does not fit, or down to the first that does. None where
-    not even one row fits.
+    It begins at the prediction and goes up to the first that does not fit, or down to the first that does.
+
+    Returns:
+        The micro-batch, None where not even one row fits; every plan made; and a sentence on how well the first
+        compilation predicted it.
     """
     sizes, made = rungs_of(first), {first.micro_batch: first}
 
@@ -53,7 +59,7 @@ def climb(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
 
 
 def rungs(first: Plan, made: dict[int, Plan]) -> tuple[Rung, ...]:
-    """Every try, the smallest first."""
+    """Return every try, the smallest first."""
     return tuple(
         Rung(
             micro_batch=micro,

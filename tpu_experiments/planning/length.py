@@ -1,4 +1,4 @@
-"""How long a whole run is: its steps, and what a machine is paid for beside them."""
+"""Length of a whole run: its steps, and the other time that a machine is paid for."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,24 @@ from tpu_experiments.planning.timing import StepTime
 READ_GIB_PER_SECOND = 0.25  # weights from a bucket or the Hub; assumed
 SETUP_SECONDS = 180.0  # environment and start of a TPU VM; assumed
 EVALUATION_SHARE = 1 / 3
-"""Of a training step's time for the same rows: forward alone; only where the evaluation is not compiled."""
+"""Share of a training step's time that an evaluation of the same rows takes, being forward alone; used only where the
+evaluation is not compiled."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a run does beside its steps."""
+    """What a run does in addition to its steps."""
 
     base_gib: float
-    """Frozen weights of one chip."""
+    """GiB of frozen weights on one chip."""
     eval_rows: int
-    """Rows of one batch of held-out rows, over all chips."""
+    """Rows of one evaluation batch, over all chips."""
     eval_batch_seconds: float | None = None
-    """Of one such batch; None where the evaluation was not compiled."""
+    """Seconds of one evaluation batch; None where the evaluation was not compiled."""
     sample_token_seconds: float | None = None
-    """Of one token of the sample; None where that was not compiled."""
+    """Seconds of one token of the sample; None where that was not compiled."""
     compile_seconds: float | None = None
-    """Of all programs on this machine."""
+    """Seconds to compile all programs on this machine."""
 
 
 def run_length(
@@ -41,11 +42,11 @@ def run_length(
     times: Mapping[str, StepTime | None],
     beside: Beside,
 ) -> tuple[RunLength | None, list[str]]:
-    """The run's length, and what was assumed; None where the steps or the time of a stage are not known.
+    """Return the run's length and what was assumed; no length where a stage's steps or time are unknown.
 
     Args:
         steps: optimizer steps of every stage.
-        times: of one step of every stage.
+        times: time of one step of every stage.
     """
     lengths = []
     for stage in stages:
@@ -70,7 +71,10 @@ def run_length(
 
 
 def assumed_steps(config: Config, stage: Stage) -> int | None:
-    """Optimizer steps of a stage, as if its rows were full; None where a source's tokens are not known."""
+    """Return the optimizer steps of a stage, as if its rows were full.
+
+    None where a source's tokens are not known.
+    """
     tokens: float | None = stage.tokens
     if tokens is None:
         sources = [config.data[name] for name in stage.sources]
@@ -84,7 +88,10 @@ def assumed_steps(config: Config, stage: Stage) -> int | None:
 
 
 def between_steps(steps: Sequence[int], *, every: int) -> int:
-    """Evaluations between the steps of a run, as the trainer makes them, those at the last step of a stage left out."""
+    """Count the evaluations between the steps of a run, as the trainer makes them.
+
+    Those at the last step of a stage are left out.
+    """
     first, count = 0, 0
     for num_steps in steps if every else []:
         count += (first + num_steps - 1) // every - first // every
@@ -95,7 +102,7 @@ def between_steps(steps: Sequence[int], *, every: int) -> int:
 def evaluating_seconds(
     config: Config, stages: Sequence[Stage], *, lengths: Sequence[StageLength], beside: Beside
 ) -> tuple[float, list[str]]:
-    """Seconds of all evaluations and samples, and what was assumed of them."""
+    """Return the seconds of all evaluations and samples, and what was assumed of them."""
     rows = config.trainer.max_eval_rows
     every = intervals_of(config, total_steps=sum(length.steps for length in lengths)).evaluate
     num_evaluations = 1 + len(lengths) + between_steps([length.steps for length in lengths], every=every)

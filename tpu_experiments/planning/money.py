@@ -1,4 +1,4 @@
-"""The length of a whole run in seconds, and what it costs at the dated prices of conf/hw, spot and on demand."""
+"""Length of a whole run in seconds, and its cost at the dated prices of conf/hw, spot and on demand."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class StageLength:
 
     @property
     def seconds(self) -> float:
-        """Training alone."""
+        """Seconds of training alone."""
         return self.steps * self.step_seconds
 
 
@@ -35,7 +35,7 @@ class RunLength:
     checkpoint_seconds: float = 0.0
     compile_seconds: float = 0.0
     setup_seconds: float = 0.0
-    """The chips are idle: environment, download and load of the weights."""
+    """Seconds in which the chips are idle: environment, download and loading of the weights."""
     notes: tuple[str, ...] = ()
     """Assumptions behind the figures, one sentence each."""
 
@@ -82,7 +82,7 @@ class Dollars:
     on_demand: float | None
 
     def times(self, factor: float) -> "Dollars":
-        """Both amounts multiplied."""
+        """Return both amounts multiplied by `factor`."""
         return Dollars(
             None if self.spot is None else self.spot * factor,
             None if self.on_demand is None else self.on_demand * factor,
@@ -91,7 +91,7 @@ class Dollars:
 
 @dataclass(frozen=True)
 class Span:
-    """Lowest and highest amount over all regions and the calibration's error; null where a price has no range."""
+    """Lowest and highest amount over all regions and the calibration's error; null without a range."""
 
     spot: tuple[float, float] | None
     on_demand: tuple[float, float] | None
@@ -103,13 +103,13 @@ class Cost:
 
     hours: float
     hours_range: tuple[float, float] | None
-    """By the calibration's relative error; null where there is none."""
+    """Lowest and highest by the calibration's relative error; null where it has none."""
     usd: Dollars
     usd_range: Span
     usd_per_epoch: Dollars
-    """Of the whole run divided by its epochs; null where they are not known."""
+    """Dollars of the whole run divided by its epochs; null where they are not known."""
     hourly: Dollars
-    """All chips, one hour."""
+    """Price of all chips for one hour."""
     price: PriceConfig | None
 
     @property
@@ -121,24 +121,24 @@ class Cost:
 
 
 def chip_hour(price: PriceConfig | None) -> Dollars:
-    """The two prices of one chip-hour."""
+    """Return the two prices of one chip-hour."""
     if price is None:
         return Dollars(None, None)
     return Dollars(price.usd_per_chip_hour_spot, price.usd_per_chip_hour_on_demand)
 
 
 def usd_per_million_tokens(step: StepTime, *, price: PriceConfig | None) -> Dollars:
-    """Dollars of a million trained tokens in steady state: it does not depend on the length of the run."""
+    """Return dollars per million trained tokens in steady state, whatever the length of the run."""
     return chip_hour(price).times(1e6 / step.tokens_per_second_per_chip / HOUR)
 
 
 def cost_of(run: RunLength, *, price: PriceConfig | None, num_devices: int, calibration: Calibration) -> Cost:
-    """Hours and dollars of `run`; without a price the dollars are null."""
+    """Return hours and dollars of `run`; the dollars are null without a price."""
     hours = run.seconds / HOUR
     hourly = chip_hour(price).times(num_devices)
     usd = hourly.times(hours)
     error = calibration.relative_error
-    # The error is that of a step; compiling, set-up and checkpoints are as assumed.
+    # The error is that of a step; compiling, set-up and checkpoints are taken as assumed.
     uncertain = (run.parts["training"] + run.parts["evaluation"]) / HOUR
     span = None if error is None else (hours - error * uncertain, hours + error * uncertain)
     low, high = span or (hours, hours)
@@ -156,5 +156,5 @@ def cost_of(run: RunLength, *, price: PriceConfig | None, num_devices: int, cali
 
 
 def _amounts(prices: list[float], *, low: float, high: float) -> tuple[float, float] | None:
-    """Lowest price for the fewest chip-hours to highest price for the most."""
+    """Return the lowest price of the fewest chip-hours and the highest of the most."""
     return (min(prices) * low, max(prices) * high) if prices else None

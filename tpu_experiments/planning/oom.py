@@ -1,7 +1,7 @@
-"""The TPU compiler's out-of-memory message as numbers, and its buffers in the words of the config.
+"""Parser of the TPU compiler's out-of-memory message; names its buffers in the words of the config.
 
-The message is the one a rented TPU gives; its figures are rounded to two decimals of their unit. "Used" holds outputs
-never, and arguments only where the table lists them: compiled without a device, a step lowered by torch_xla lists
+The message is that of a rented TPU; its figures are rounded to two decimals of their unit. "Used" never includes
+outputs, and arguments only where the table lists them: compiled without a device, a step lowered by torch_xla lists
 "arguments 0B" (seen: 1.34 GiB of arguments and 30.06 GiB of temporaries compile for 31.25 GiB), one by jax.jit its
 arguments. So a program that compiles may still not fit: add its arguments and outputs to its temporaries.
 """
@@ -20,7 +20,7 @@ ONE_ALLOCATION = re.compile(
     r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: [^\[]*\[shape = '([^']*)'(.*)"
 )
 BUFFER = re.compile(rf"^ *\d+\. Size: {SIZE}\s*$", re.MULTILINE)
-MAX_LORA_RANK = 512  # a narrower side than this, beside a side of the model, is taken for an adapter's
+MAX_LORA_RANK = 512  # a side up to this, beside a side of the model, is taken for an adapter's rank
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Buffer:
     bytes: int
     """Size with padding."""
     shape: tuple[int, ...]
-    """Dimensions, per chip; empty of a scalar or where none is given."""
+    """Dimensions, per chip; empty for a scalar or where the message has none."""
     dtype: str
     """Element type, for example `bf16`."""
     op_name: str
-    """Operation that makes it, as the traced program names it; empty where the message does not tell."""
+    """Operation that produces it, as the traced program names it; empty where the message does not say."""
     label: str
-    """The compiler's own instruction, cut off by the compiler; empty of an argument."""
+    """The compiler's own instruction, truncated by the compiler; empty for an argument."""
     kind: str
     """`argument`, `temporary` or `output`."""
     padding: int
@@ -48,14 +48,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A program that does not fit, per chip."""
+    """Memory of a program that does not fit, per chip."""
 
     memory_space: str
     """`hbm`; `vmem` where a kernel's blocks are too large."""
     used_gib: float
-    """What the program would need, as far as the compiler got."""
+    """Memory that the program would need, as far as the compiler got."""
     limit_gib: float
-    """What there is for programs: HBM less what the runtime reserves."""
+    """Memory available to programs: HBM minus what the runtime reserves."""
     exceeded_gib: float
     """Used minus limit."""
     program_gib: float | None
@@ -65,16 +65,20 @@ class OutOfMemory:
     buffers: tuple[Buffer, ...]
     """The largest ones, largest first."""
     message: str
-    """First line of the compiler's own words."""
+    """First line of the compiler's message."""
 
 
 def is_out_of_memory(message: str) -> bool:
-    """Whether a complaint of the compiler is one that `read_out_of_memory` reads."""
+    """Return whether an error of the compiler is one that `read_out_of_memory` parses."""
     return bool(ONE_ALLOCATION.search(message) or HEADLINE.search(message))
 
 
 def read_out_of_memory(message: str) -> OutOfMemory:
-    """Parse the exception's text; ValueError where it is another error."""
+    """Parse the exception's text.
+
+    Raises:
+        ValueError: it is another error.
+    """
     alone = ONE_ALLOCATION.search(message)
     if alone:
         return one_allocation(*alone.groups(), message=first_line(message))
@@ -85,7 +89,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
     used, limit = (in_bytes(*headline.group(at, at + 1)) for at in (2, 4))
     starts = [match.start() for match in BUFFER.finditer(message)]
     ends = [*starts[1:], len(message)]
-    entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # no starts, one end
+    entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # without starts one end is left
     return OutOfMemory(
         memory_space=headline[1],
         used_gib=used / GIB,
@@ -99,12 +103,15 @@ def read_out_of_memory(message: str) -> OutOfMemory:
 
 
 def first_line(message: str) -> str:
-    """The line that names the memory."""
+    """Return the line that names the memory."""
     return next(line.strip() for line in message.splitlines() if "memory" in line)
 
 
 def one_allocation(size: str, limit: str, shape: str, rest: str, *, message: str) -> OutOfMemory:
-    """The other form of the message, when a single buffer is larger than the memory: exact bytes, and only that one."""
+    """Parse the other form of the message, for a single buffer that is larger than the memory.
+
+    Its bytes are exact, and it lists that buffer only.
+    """
     space, tag = (re.search(pattern, rest) for pattern in (r"space=(\w+)", r"tag = '([^']*)'"))
     array = shapes_in(shape)[0]
     label = tag[1] if tag else ""
@@ -131,18 +138,18 @@ def one_allocation(size: str, limit: str, shape: str, rest: str, *, message: str
 
 
 def in_bytes(number: str, unit: str) -> int:
-    """Bytes of a size as the compiler prints it: `("16.00", "G")`."""
+    """Return the bytes of a size as the compiler prints it: `("16.00", "G")`."""
     return round(float(number) * UNITS[unit])
 
 
 def listed_gib(message: str, *, name: str) -> float | None:
-    """A line of the table under "Total hbm usage", in GiB."""
+    """Return a line of the table under "Total hbm usage", in GiB; None where there is none."""
     line = re.search(rf"^ +{name} +{SIZE}\s*$", message, re.MULTILINE)
     return in_bytes(line[1], line[2]) / GIB if line else None
 
 
 def read_buffer(entry: str) -> Buffer:
-    """One numbered entry of the list."""
+    """Parse one numbered entry of the list."""
     fields = dict(re.findall(r"^ +([A-Z][\w ]+): (.*?) *$", entry, re.MULTILINE))
     size, unpadded = (re.match(SIZE, fields.get(key, "")) for key in ("Size", "Unpadded size"))
     head = BUFFER.match(entry)
@@ -161,7 +168,7 @@ def read_buffer(entry: str) -> Buffer:
 
 
 def kind_of(allocation: str) -> str:
-    """`HLO temp` is a temporary; arguments and outputs are called so."""
+    """Return the kind of an allocation type: `HLO temp` is a temporary; others contain their kind."""
     lowered = allocation.lower()
     if "argument" in lowered or "parameter" in lowered:
         return "argument"
@@ -171,11 +178,14 @@ def kind_of(allocation: str) -> str:
 def classify(
     buffer: Buffer, *, vocab_size: int, seq_len: int, rows: int, hidden: int, intermediate: int, heads: int
 ) -> str:
-    """What a buffer is, in the words of the config; its type and shape where nothing fits.
+    """Return what a buffer is, in the words of the config; its type and shape where nothing matches.
 
-    rows: rows of one micro-batch on one chip. Shapes are compared by their products, as the compiler folds and splits
-    axes. Sides that sharding splits do not match and stay shapes. Where a weight and an activation look the same (one
-    row as long as the model is wide), an argument is a weight and a temporary an activation.
+    Shapes are compared by their products, as the compiler folds and splits axes. Sides that are sharded do not match
+    and remain shapes. Where a weight and an activation look the same (one row as long as the model is wide), an
+    argument is taken for a weight and a temporary for an activation.
+
+    Args:
+        rows: rows of one micro-batch on one chip.
     """
     dims = [size for size in buffer.shape if size > 1]
     weight = weight_words(buffer, dims, sides={hidden, intermediate, vocab_size})
@@ -196,7 +206,10 @@ def classify(
 
 
 def weight_words(buffer: Buffer, dims: list[int], *, sides: set[int]) -> str:
-    """Base weights, an adapter or optimizer state by their sides, layers perhaps stacked in front; else empty."""
+    """Return base weights, an adapter or optimizer state, told apart by their sides; otherwise empty.
+
+    Layers may be stacked on a leading axis.
+    """
     last = dims[-2:]
     if len(dims) not in {2, 3} or not sides.intersection(last):
         return ""
@@ -209,7 +222,10 @@ def weight_words(buffer: Buffer, dims: list[int], *, sides: set[int]) -> str:
 
 
 def activation_words(dims: list[int], *, tokens: str, rows: int, seq_len: int, hidden: int, heads: int) -> str:
-    """What runs through the layers: their inputs, queries, keys and values, LoRA branches, angles; else empty."""
+    """Return which activation of the layers a buffer is; otherwise empty.
+
+    Known are layer inputs, queries, keys and values, LoRA branches, and rotary angles.
+    """
     others = [size for at, size in enumerate(dims) if at != dims.index(seq_len)] if seq_len in dims else dims
     total = math.prod(dims)
     layers, left = divmod(total, rows * seq_len * hidden)

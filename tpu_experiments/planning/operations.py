@@ -1,4 +1,4 @@
-"""What a compiled program does beside XLA's own operations: Pallas kernels and transfers between chips."""
+"""Operations of a compiled program beside XLA's own: Pallas kernels and transfers between chips."""
 
 from dataclasses import dataclass, replace
 
@@ -8,17 +8,18 @@ class Kernel:
     """One Pallas kernel; calls with the same name and shapes are counted together."""
 
     name: str
-    """The Python function that built it, or `tpu_custom_call` where the kernel does not tell."""
+    """The Python function that built it, or `tpu_custom_call` where that is unknown."""
     count: int
     """Calls in one run of the program, per chip."""
     flops: float | None
-    """FLOPs of one call as the kernel's author states them (causal masks are usually left out); None where not."""
+    """FLOPs of one call as the kernel's author states them (usually without regard to causal masks); None where not
+    stated."""
     num_bytes: float
     """Bytes of the operands and results of one call, each moved once."""
     operand_shapes: tuple[str, ...] = ()
-    """What one call reads, for example `bf16[1,32,2048,128]`."""
+    """Arrays that one call reads, for example `bf16[1,32,2048,128]`."""
     output_shapes: tuple[str, ...] = ()
-    """What one call writes."""
+    """Arrays that one call writes."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,16 @@ class Transfer:
     """`all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`, ..."""
     count: int
     num_bytes: float
-    """Over all calls: of the result for an all-gather, of the operand otherwise."""
+    """Bytes over all calls: of the result for an all-gather, of the operand otherwise."""
     num_overlapped: int
-    """Of `count`, those that run beside computation: asynchronous, with compute between start and end."""
+    """Those of `count` that run beside computation: asynchronous, with compute between start and end."""
     group_size: int
     """Chips that exchange with each other."""
     overlapped_bytes: float = 0
-    """Of `num_bytes`: of those."""
+    """The part of `num_bytes` that the overlapped ones move."""
 
     def plus(self, other: "Transfer", *, times: int = 1) -> "Transfer":
-        """Both together, the other so many times."""
+        """Return both together, the other one counted `times` times."""
         return replace(
             self,
             count=self.count + times * other.count,

@@ -8,7 +8,7 @@ from tpu_experiments.planning.report import ESTIMATE, summary_rows
 
 
 def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
-    """One page: the same figures as tables, the chip's datasheet, the assumptions.
+    """Return one Markdown page: figures as tables, the chip's datasheet, the assumptions.
 
     Args:
         chart: path of the picture, relative to the page.

@@ -1,22 +1,22 @@
-"""Which part of a training step an operation of the compiled program belongs to, told from the sizes of its arrays.
+"""Attribution of compiled operations to the parts of a training step, by the sizes of their arrays.
 
 torch_xla's programs carry no names of modules (XLA_HLO_DEBUG adds some, but slows every step of a run, and the plan's
-program must be the run's), and fusions outlive no scope. Sizes do: a matrix product of G batches is M x N x K whatever
-axes were split or merged, and its elements and FLOPs tell all four. The rule, first match wins:
+program must be the run's), and scopes do not survive fusion. Sizes do: a matrix product of G batches is M x N x K
+whatever axes were split or merged, and its elements and FLOPs determine all four. The rule, first match wins:
 
     collectives  a collective, or a fusion around one without a product
-    products     of what has most FLOPs in a fusion: {vocabulary, hidden} is `loss`; {rank, an edge of a projection} is
-                 `adapters`; the two edges of a projection are `projections`; what else there is, batched ones above
-                 all, is `attention` (scores, values, turning queries and keys)
-    loss         something made in it has a dimension of the vocabulary
+    products     by the product with the most FLOPs in a fusion: {vocabulary, hidden} is `loss`; {rank, an edge of a
+                 projection} is `adapters`; the two edges of a projection are `projections`; any other, batched ones
+                 above all, is `attention` (scores, values, rotation of queries and keys)
+    loss         something produced in it has a dimension of the vocabulary
     optimizer    outside loops, all arrays have as many elements as a trained parameter and some result is float32:
                  norms, clipping, moments, update
-    adapters     the same otherwise (casts, gradients laid into their stack), or results with a dimension of the rank
+    adapters     the same otherwise (casts, gradients copied into their stack), or results with a dimension of the rank
     attention    an array has separate axes of heads and of a head's size, or two of the row's length for each head
     projections  results are matrices with the edges of a projection: a weight that is moved or cast
-    other        what is left: norms, residuals, the activation, stacks of what is saved, masks of dropout
+    other        the rest: norms, residuals, the activation, stacks of saved tensors, masks of dropout
 
-A fusion is one part: a norm in a product's fusion goes with the product. Pallas kernels are `attention`.
+A fusion is counted as one part: a norm fused into a product belongs to the product. Pallas kernels are `attention`.
 """
 
 import math
@@ -38,12 +38,12 @@ Held = Sequence[tuple[Instruction, Computation]]
 
 @dataclass(frozen=True)
 class Widths:
-    """Sizes of one model and batch by which the parts of its step are told apart."""
+    """Sizes of one model and batch that identify the parts of its step."""
 
     vocab: int
     hidden: int
     rank: int
-    """Of the adapters; 0 where there are none."""
+    """Rank of the adapters; 0 where there are none."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -51,32 +51,32 @@ class Widths:
     edges: frozenset[frozenset[int]]
     """{in, out} of every projection."""
     trained: frozenset[int] = frozenset()
-    """Elements of every trained parameter on one chip."""
+    """Number of elements of every trained parameter on one chip."""
     splits: frozenset[int] = frozenset()
-    """Numbers of chips that a weight may be split over."""
+    """Numbers of chips that a weight may be sharded over."""
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Of one adapter, and of two or three that read one tensor (models/lora.py)."""
+        """Ranks of one adapter, and of two or three that read one tensor (models/lora.py)."""
         return frozenset(count * self.rank for count in (1, 2, 3) if self.rank)
 
     @property
     def of_projections(self) -> frozenset[int]:
-        """Every edge of a projection."""
+        """All edges of projections."""
         return frozenset[int]().union(*self.edges)
 
     def whole(self, size: int) -> set[int]:
-        """What an edge of this size may be: itself, or one chip's share."""
+        """Return the sizes that an edge may have before sharding, its own and those it may be a share of."""
         return {size, *(size * chips for chips in self.splits)}
 
 
 def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], splits: Collection[int]) -> Widths:
-    """The sizes of a model that metrics/decoder.py knows.
+    """Return the sizes of a model that metrics/decoder.py supports.
 
     Args:
         arch: the model's transformers config.
-        trained: elements of every trained parameter on one chip.
-        splits: numbers of chips that a weight may be split over.
+        trained: number of elements of every trained parameter on one chip.
+        splits: numbers of chips that a weight may be sharded over.
     """
     decoder = read_decoder(arch)
     return Widths(
@@ -94,7 +94,7 @@ def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], s
 
 
 def part_of(held: Held, *, is_entry: bool, widths: Widths) -> str:
-    """The part of one instruction, by the rule above; `is_entry` is whether it stands outside all loops."""
+    """Return the part of one instruction, by the rule above; `is_entry` is true outside all loops."""
     products = [(dot_flops(i, within=c), i, c) for i, c in held if i.opcode in {"dot", "convolution"}]
     if products:
         flops, product, within = max(products, key=lambda each: each[0])
@@ -107,7 +107,7 @@ def part_of(held: Held, *, is_entry: bool, widths: Widths) -> str:
 
 
 def part_of_passes(held: Held, *, is_entry: bool, widths: Widths) -> str:
-    """Of an operation that holds neither a product nor a collective."""
+    """Return the part of an operation that holds neither a product nor a collective."""
     made = [(i.opcode, shape) for i, _ in held if i.opcode != "parameter" for shape in i.shapes]
     if any(widths.vocab in widths.whole(size) for _, shape in made for size in shape.dims):
         return "loss"
@@ -127,7 +127,10 @@ def part_of_passes(held: Held, *, is_entry: bool, widths: Widths) -> str:
 
 
 def product_sizes(product: Instruction, *, flops: int, within: Computation) -> tuple[int, int, int, int]:
-    """(G, M, N, K) of G products of M x K by K x N: elements are GMK, GKN and GMN, FLOPs 2 GMNK."""
+    """Return (G, M, N, K) of G products of M x K by K x N.
+
+    Elements are GMK, GKN and GMN, FLOPs 2 GMNK, which determine the four.
+    """
     left, right = (within.by_name[name].shapes[0].num_elements for name in product.operands[:2])
     result = product.shapes[0].num_elements
     batches = max(1, round(left * right * result / max(1, flops // 2) ** 2))
@@ -137,7 +140,10 @@ def product_sizes(product: Instruction, *, flops: int, within: Computation) -> t
 
 
 def part_of_product(sizes: tuple[int, int, int, int], *, widths: Widths, in_float32: bool = False) -> str:
-    """Of a matrix product of these sizes; the kernel's sums over each head are float32, adapters hardly ever."""
+    """Return the part of a matrix product of these sizes.
+
+    Sums over each head, of the attention kernel, are float32 products; those of adapters hardly ever are.
+    """
     batches, *edges = sizes
     sums_heads = in_float32 and widths.num_heads in edges and widths.num_heads != widths.rank
     if batches > 1 or sums_heads:
@@ -153,7 +159,7 @@ def part_of_product(sizes: tuple[int, int, int, int], *, widths: Widths, in_floa
 
 
 def is_of_heads(shape: Shape, *, widths: Widths) -> bool:
-    """Whether heads and what a head holds are axes of their own."""
+    """Return whether an array has separate axes of heads and of a head's size."""
     sizes = list(shape.dims)
     if len(sizes) < 4 or widths.head_dim not in sizes:
         return False
@@ -162,13 +168,16 @@ def is_of_heads(shape: Shape, *, widths: Widths) -> bool:
 
 
 def is_scores(shape: Shape, *, widths: Widths) -> bool:
-    """Whether it has two axes of the row's length, for each head: a projection may be as wide as a row is long."""
+    """Return whether an array has two axes of the row's length, for each head.
+
+    The heads are required since a projection may be as wide as a row is long.
+    """
     others = shape.num_elements // widths.seq_len**2
     return shape.dims.count(widths.seq_len) >= 2 and others > 0 and others % widths.num_heads == 0
 
 
 def is_matrix(shape: Shape, *, widths: Widths) -> bool:
-    """Whether it has the two edges of a projection, whole or one chip's share."""
+    """Return whether an array has the two edges of a projection, whole or one chip's share."""
     sizes = [size for size in shape.dims if size > 1]
     if len(sizes) != 2:
         return False
@@ -176,7 +185,7 @@ def is_matrix(shape: Shape, *, widths: Widths) -> bool:
 
 
 def seconds_by_part(cycles_by_part: dict[str, int], *, time: StepTime, chip: ChipConfig) -> dict[str, float]:
-    """Estimated seconds of every part; their sum is the step before the calibration."""
+    """Return the estimated seconds of every part; their sum is the step before the calibration."""
     seconds = {part: cycles_by_part.get(part, 0) / (chip.clock_ghz * 1e9) for part in PARTS}
     seconds["attention"] += time.kernels_s
     seconds["collectives"] += time.exposed_network_s

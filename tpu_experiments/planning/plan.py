@@ -1,4 +1,4 @@
-"""Everything that task=plan finds out, in one object; report.py and chart.py only show it."""
+"""All results of task=plan in one object; report.py, page.py and chart.py only format it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +23,9 @@ class ChipMemory:
     """Weights, optimizer state and batch."""
     temporaries: float
     outputs: float
-    """Outputs with buffers of their own; those that take the place of arguments are not counted again."""
+    """Outputs with buffers of their own; those that reuse the buffers of arguments are not counted again."""
     limit: float
-    """What one program may take of the chip."""
+    """GiB that one program may use of the chip."""
     classes: dict[str, float] = field(default_factory=dict)
     """The same memory by what it holds, for example `base weights`; sums to `total` or less."""
     source: str = "compiled"
@@ -33,24 +33,24 @@ class ChipMemory:
 
     @property
     def total(self) -> float:
-        """At the peak."""
+        """GiB at the peak."""
         return self.arguments + self.temporaries + self.outputs
 
     @property
     def headroom(self) -> float:
-        """What is left; negative where it does not fit."""
+        """GiB left; negative where it does not fit."""
         return self.limit - self.total
 
 
 def chip_limit_gib(hw: HwConfig) -> float:
-    """GiB of HBM that one program may take; infinite on a CPU."""
+    """Return the GiB of HBM that one program may use; infinite on a CPU."""
     if hw.chip is None:
         return float("inf")
     return hw.chip.program_hbm_gib or hw.chip.hbm_gib
 
 
 def analytic_chip_memory(estimate: MemoryEstimate, *, hw: HwConfig) -> ChipMemory:
-    """The formulas' estimate in the form of the compiler's."""
+    """Convert the formulas' estimate to the form of the compiler's."""
     classes = {
         "base weights": estimate.base,
         "adapters" if estimate.base else "trained weights": estimate.adapters,
@@ -78,9 +78,9 @@ class LargeBuffer:
     num_bytes: int
     shape: str
     words: str
-    """What it holds, in the words of the config."""
+    """Its content, in the words of the config."""
     count: int = 1
-    """Buffers of this kind among those that the compiler lists."""
+    """Number of such buffers among those that the compiler lists."""
 
     @property
     def gib(self) -> float:
@@ -115,23 +115,23 @@ class Program:
     compile_seconds: float | None
     """Seconds on this machine; null where it was not compiled."""
     total_gib: float | None = None
-    """HBM of a chip while it runs, with what else the run keeps there; null where it was not compiled."""
+    """HBM of a chip while it runs, including what else the run keeps resident; null where it was not compiled."""
     estimated_seconds: float | None = None
-    """Of one run of it; null where it does not fit or was not compiled."""
+    """Seconds of one run of it; null where it does not fit or was not compiled."""
     fingerprint: str = ""
     """Hash of the lowered program."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One try of the ladder of micro-batches."""
+    """One try on the ladder of micro-batches."""
 
     micro_batch: int
     total_gib: float
-    """By the compiler."""
+    """GiB per chip, as reported by the compiler."""
     fits: bool
     predicted_gib: float | None = None
-    """By the head-room of the first try; null of that one."""
+    """Predicted from the headroom of the first try; null for that one."""
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,15 @@ class Tried:
     """One combination of a search."""
 
     overrides: tuple[str, ...]
-    """As the command line takes them."""
+    """Settings in the form that the command line takes."""
     outcome: str
-    """`fits`, `too large` by the compiler, `pruned` by formulas or since fewer rows were too large, `refused` by the
+    """`fits`; `too large` by the compiler; `pruned` by formulas or since fewer rows were too large; `refused` by the
     checks or the compiler."""
     total_gib: float | None = None
     step_seconds: float | None = None
-    """Estimate, of the stage that needs most memory."""
+    """Estimate for the stage that needs the most memory."""
     compile_seconds: float | None = None
-    """Of the training programs, on this machine."""
+    """Seconds to compile the training programs on this machine."""
     reason: str = ""
     """Why it was refused or pruned."""
 
@@ -159,27 +159,27 @@ class Comparison:
     hw: str
     chips: int
     fits: bool | None
-    """Null where nothing checked it."""
+    """Null where nothing was checked."""
     step_seconds: float | None
     """Null where it does not fit."""
     tokens_per_second: float | None
-    """Of the whole machine."""
+    """Tokens per second of the whole machine."""
     hours: float | None
     usd: Dollars
     usd_per_million_tokens: Dollars
     method: str
     """`compiled`, `analytic` or `datasheet`."""
     assumption: str = ""
-    """What a row that nothing compiled rests on."""
+    """Assumption behind a row that was not compiled."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One config planned for one machine; the step is that of the stage that needs most memory."""
+    """One config planned for one machine; the step is that of the stage that needs the most memory."""
 
     name: str
     job: str
-    """Hash of what is trained, on whatever machine and however computed: plans of one job can be compared."""
+    """Hash of what is trained, whatever the machine and the way of computing: plans of one job are comparable."""
     programs_key: str
     """Hash of what its programs depend on: a run with the same one compiles the same programs."""
     model: str
@@ -193,7 +193,7 @@ class Plan:
     seq_len: int
     fits: bool
     memory: ChipMemory
-    """Of the program that takes most."""
+    """Memory of the largest program."""
     flops: FlopsPerToken
     calibration: Calibration
     method: str = "compiled"
@@ -207,36 +207,37 @@ class Plan:
     time: StepTime | None = None
     """Null where the step does not fit or nothing compiled it."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
-    """The step by what the work is for (parts.PARTS), before the calibration; empty where nothing compiled it."""
+    """Seconds of the step by what the work is for (parts.PARTS), before the calibration; empty where it was not
+    compiled."""
     run: RunLength | None = None
     cost: Cost | None = None
     ladder: tuple[Rung, ...] = ()
     search: tuple[Tried, ...] = ()
-    """Every combination that a search looked at, the best first."""
+    """Every combination of a search, the best first."""
     comparisons: tuple[Comparison, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     sharing_rows: int = 1
-    """Chips that work on the same rows (sharding.mesh.tensor)."""
+    """Number of chips that work on the same rows (sharding.mesh.tensor)."""
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one optimizer step."""
+        """Number of micro-batches in one optimizer step."""
         return self.global_batch // (self.micro_batch * self.hw.num_devices // self.sharing_rows)
 
     @property
     def compile_seconds(self) -> float | None:
-        """Of all programs on this machine; null where none was compiled."""
+        """Seconds to compile all programs on this machine; null where none was compiled."""
         known = [p.compile_seconds for p in self.programs if p.compile_seconds is not None]
         return sum(known) if known else None
 
     @property
     def usd_per_million_tokens(self) -> Dollars:
-        """Of training in steady state."""
+        """Dollars per million tokens in steady state."""
         return usd_per_million_tokens(self.time, price=self.hw.price) if self.time else Dollars(None, None)
 
     def as_comparison(self) -> Comparison:
-        """This plan as a row beside another."""
+        """Return this plan as a row of a comparison."""
         time = self.time
         return Comparison(
             hw=self.hw.name,
@@ -252,10 +253,10 @@ class Plan:
 
 
 def plan_of(config: Config, arch: Any, *, geometry: Geometry, **found: Any) -> Plan:
-    """A plan with what the config says of it, and what was found out.
+    """Build a plan from a config and the results.
 
     Args:
-        geometry: batch of the stage that needs most memory.
+        geometry: batch of the stage that needs the most memory.
         found: the remaining fields.
     """
     mesh = mesh_of(config.hw, config.sharding)
@@ -276,7 +277,7 @@ def plan_of(config: Config, arch: Any, *, geometry: Geometry, **found: Any) -> P
 
 
 def named_sharding(config: Config, *, mesh: Mesh) -> str:
-    """The table's name, and the sizes of a mesh with more than the one axis."""
+    """Return the sharding table's name, with the sizes of a mesh that has more than the one axis."""
     if config.hw.parallel != "spmd":
         return "replicated"
     sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)

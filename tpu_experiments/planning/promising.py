@@ -1,4 +1,4 @@
-"""What is planned of a run, in the few figures that it is held against when it has ended."""
+"""The planned figures of a run, with which its result is compared at the end."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,10 @@ NOT_ALL = "the plan did not compile every program of the run (task.programs=trai
 
 
 def promise_of(config: Config) -> Promise:
-    """By the compiled plan of the same programs, else by formulas; empty with the reason where there is neither."""
+    """Return the figures of the compiled plan of the same programs, otherwise those of formulas.
+
+    Empty, with the reason, where there is neither.
+    """
     if config.hw.chip is None or config.hw.topology is None:
         return Promise(reason=f"hw={config.hw.name} names no chip and topology to plan for")
     arch = sizes_of(config.model)
@@ -30,7 +33,7 @@ def promise_of(config: Config) -> Promise:
 
 
 def by_plan(config: Config, plan: SavedPlan) -> Promise:
-    """From the content of a plan.json."""
+    """Return the figures of a plan.json."""
     programs = plan.fields["programs"]
     seconds = {p["shape"]: p["estimated_seconds"] for p in programs if p["name"] == "train"}
     stages = {stage.name: seconds.get(shape_text(config, stage)) for stage in resolve_stages(config)}
@@ -47,14 +50,14 @@ def by_plan(config: Config, plan: SavedPlan) -> Promise:
 
 
 def shape_text(config: Config, stage: Stage) -> str:
-    """The batch of one process in a stage, as plan.json has it: micro-batches x rows x tokens."""
+    """Return the batch of one process in a stage, as in plan.json: micro-batches x rows x tokens."""
     geometry = stage.geometry
     rows = geometry.micro_rows * (1 if config.hw.parallel == "spawn" else geometry.num_shards)
     return f"{geometry.accumulation} x {rows} x {geometry.seq_len}"
 
 
 def by_formulas(config: Config, arch: Any) -> Promise:
-    """What the formulas say of every stage."""
+    """Return the figures of every stage by formulas."""
     times = {s.name: estimated_time(config, arch, geometry=s.geometry).total_s for s in resolve_stages(config)}
     return Promise(
         source="analytic",

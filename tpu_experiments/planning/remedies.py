@@ -1,4 +1,4 @@
-"""Settings with which a step that does not fit would, by formulas corrected by what its compiler said of it."""
+"""Settings that would make a step fit, by formulas corrected by the compiler's report."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,10 @@ from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
 
 
 def remedies_for(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geometry) -> tuple[str, ...]:
-    """The nearest settings that are estimated to fit, the mildest first; a sentence where none does on this machine."""
+    """Return the nearest settings that are estimated to fit, the mildest first.
+
+    Where none does on this machine, a sentence that says so and then the smallest machine that is large enough.
+    """
     scale = correction(config, arch, memory=memory, geometry=geometry)
     found: dict[str, str] = {}
     totals = [memory.total]
@@ -33,7 +36,7 @@ def remedies_for(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geo
 
 
 def correction(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geometry) -> float:
-    """What the compiler's temporaries are, divided by the formulas'; 1 where it stopped before it counted them."""
+    """Return the factor from the formulas' temporaries to the compiler's; 1 where it did not count them."""
     estimate = estimated_memory(config, arch, geometry=geometry)
     if memory.source == "analytic" or memory.temporaries <= 0 or estimate.temporaries <= 0:
         return 1.0
@@ -41,7 +44,10 @@ def correction(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geome
 
 
 def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, Geometry]]:
-    """Overrides with the config and batch that they lead to: a loss in chunks, fewer rows at a time, splitting, ..."""
+    """Yield overrides with the config and the batch that they lead to, the mildest first.
+
+    These are a loss in chunks, fewer rows at a time, sharded weights, and shorter rows.
+    """
     per_device = geometry.micro_rows * geometry.accumulation
     smaller = [n for n in range(geometry.micro_rows - 1, 0, -1) if per_device % n == 0]
     cuts = [replace(geometry, micro_rows=n, accumulation=per_device // n) for n in smaller]
@@ -63,7 +69,10 @@ def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, G
 
 
 def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: float) -> list[str]:
-    """The smallest machine of conf/hw that one row per chip is estimated to fit on, weights split where it can."""
+    """Return the smallest machine of conf/hw that is estimated to hold one row per chip, as a sentence.
+
+    Weights are sharded where the machine can; another sentence says where no machine suffices.
+    """
     fits = []
     for name in choices("hw"):
         hw = machine(name)

@@ -19,7 +19,7 @@ NO_OTHER = "no other can appear: every stage, the evaluation and the sample have
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The content of plan.json; what is not known is null."""
+    """Return the content of plan.json; what is not known is null."""
     return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | {"versions": plan.versions}
 
 
@@ -147,13 +147,13 @@ def _length(plan: Plan) -> dict[str, Any]:
 
 
 def plan_table(plan: Plan) -> str:
-    """What a terminal shows."""
+    """Return the lines for the terminal."""
     rows = [*summary_rows(plan), *_table_rows(plan)]
     return "\n".join(f"  {label:<13} {text}" for label, text in rows)
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Label and text of every line; an empty label goes on with the line above."""
+    """Return label and text of every line; a line with an empty label continues the one above."""
     hw, memory = plan.hw, plan.memory
     sharing = "chip" if plan.sharing_rows == 1 else f"{plan.sharing_rows} chips"
     divided = "" if plan.sharing_rows == 1 else f" / {plan.sharing_rows}"
@@ -230,7 +230,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _part_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What the step is for, the parts that cost nothing left out."""
+    """Return the step's time by part, without the parts that take none."""
     shares = ", ".join(f"{part} {1000 * second:,.1f}" for part, second in plan.seconds_by_part.items() if second)
     return [("", f"by part, ms: {shares}")] if shares else []
 
@@ -254,11 +254,11 @@ def _money_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _table_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What the page shows as tables of their own."""
+    """Return the rows that the page shows as separate tables."""
     tables = {"tried": search_cells(plan), "ladder": ladder_cells(plan), "beside": comparison_cells(plan)}
     return [(label, line) for label, cells in tables.items() for line in aligned(cells)]
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What the length of the run and the rows of other machines rest on."""
+    """Return the assumptions behind the length of the run and the rows of other machines."""
     return [*(plan.run.notes if plan.run else ()), *(row.assumption for row in plan.comparisons if row.assumption)]

@@ -1,4 +1,4 @@
-"""Plans that earlier commands wrote, and which of them is of the very programs that a config runs."""
+"""Plans saved by earlier commands, and which of them has the same programs as a config."""
 
 import hashlib
 import json
@@ -52,11 +52,12 @@ SHAPES_NOTHING = (
     "trainer.max_eval_rows",
     "trainer.max_stage_steps",
     "trainer.plan_check",
-    "sample.prompt",  # and sample.prompts, whose number is looked at on its own
+    "sample.prompt",  # and sample.prompts, whose number is hashed separately
     "sample.at",
     "sample.max_new_tokens",
 )
-"""The sizes of the model, the batches of the stages and the memory of the chip are taken as they come out."""
+"""Exceptions from `SHAPES_PROGRAMS`. The sizes of the model, the batches of the stages and the memory of the chip are
+hashed by their resolved values instead."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,16 @@ class SavedPlan:
 
 
 def programs_key(config: Config, arch: Any) -> str:
-    """First 16 hex digits of the SHA-256 of all that the run's programs and their place on the chip depend on.
+    """Return 16 hex digits of the SHA-256 of all that the run's programs and their memory depend on.
 
-    Not of it: data, seed, learning rate, length, where the weights come from. Code is not either: a plan made before
-    the step was changed has the same key.
+    Data, seed, learning rate, length and origin of the weights are not part of it. Neither is code: a plan made before
+    a change of the step's code has the same key.
 
     Args:
         arch: `model.arch`, config.json as a dict, or a transformers config.
 
     Raises:
-        ConfigError: a model that decoder.py does not know.
+        ConfigError: a model that decoder.py does not support.
     """
     geometries = [stage.geometry for stage in resolve_stages(config)]
     facts = program_facts(config, arch)
@@ -91,10 +92,12 @@ def programs_key(config: Config, arch: Any) -> str:
 
 
 def program_facts(config: Config, arch: Any) -> dict[str, Any]:
-    """Settings that the run's programs depend on, the model's sizes and the chip's memory; not the batches.
+    """Return settings that the run's programs depend on, the model's sizes and the chip's memory.
+
+    The batches are not part of them.
 
     Raises:
-        ConfigError: a model that decoder.py does not know.
+        ConfigError: a model that decoder.py does not support.
     """
     chip = config.hw.chip
     facts = {
@@ -110,14 +113,15 @@ def program_facts(config: Config, arch: Any) -> dict[str, Any]:
 
 
 def digest_of(facts: dict[str, Any]) -> str:
-    """First 16 hex digits of the SHA-256 of facts in any order."""
+    """Return the first 16 hex digits of the SHA-256 of facts, in whatever order they are."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
-    """The model's sizes without transformers: of a local checkpoint's config.json, else of `model.arch`.
+    """Return the model's sizes without loading transformers.
 
-    None where that file cannot be read; the run says what is wrong with it.
+    They are those of a local checkpoint's config.json, otherwise of `model.arch`. None where that file cannot be read;
+    the run reports what is wrong with it.
     """
     is_random = model.init == "random" or model.size == "tiny"
     folder = None if is_random else find_local(model.path)
@@ -131,7 +135,7 @@ def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
 
 
 def saved_plans(folder: str) -> Iterator[SavedPlan]:
-    """The plans below a folder of plans; one that cannot be read is passed over with a word."""
+    """Yield the plans in a folder of plans; one that cannot be read is skipped with a warning."""
     for name in paths.list_names(folder):
         file = paths.join(folder, name, PLAN_FILE)
         if not paths.exists(file):
@@ -146,7 +150,10 @@ def saved_plans(folder: str) -> Iterator[SavedPlan]:
 
 
 def known_plan(config: Config, arch: Any) -> SavedPlan | None:
-    """The compiled plan of the same programs: of the run's own name, else of another one or of a sweep."""
+    """Return the compiled plan of the same programs; None where there is none.
+
+    The plan of the run's own name is preferred to others and to those of sweeps.
+    """
     key = programs_key(config, arch)
     own = paths.join(config.output_dir, PLANS, str(config.name), PLAN_FILE)
     found = [
@@ -159,7 +166,10 @@ def known_plan(config: Config, arch: Any) -> SavedPlan | None:
 
 
 def plan_folders(output_dir: str) -> list[str]:
-    """`<output_dir>/plans` and those of its sweeps; a point of a sweep sees what the sweep's own folder sees."""
+    """Return `<output_dir>/plans` and the plan folders of its sweeps.
+
+    A point of a sweep uses the same folders as the command that started the sweep.
+    """
     base = command_output_dir(output_dir)
     sweeps = paths.join(base, SWEEPS)
     found = [paths.join(base, PLANS), *(paths.join(sweeps, name, PLANS) for name in paths.list_names(sweeps))]
@@ -167,6 +177,6 @@ def plan_folders(output_dir: str) -> list[str]:
 
 
 def command_output_dir(output_dir: str) -> str:
-    """`output_dir` of the command line: that of a sweep's point without `sweeps/<name>`."""
+    """Return the `output_dir` of the command line: that of a sweep's point without `sweeps/<name>`."""
     above = posixpath.dirname(output_dir.rstrip("/"))
     return posixpath.dirname(above) or "." if posixpath.basename(above) == SWEEPS else output_dir

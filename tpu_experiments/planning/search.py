@@ -1,4 +1,4 @@
-"""The combinations of a search, in what order they are tried, and the overlay that the best of them is written as."""
+"""Combinations of a search, the order in which they are tried, and the overlay written for the best."""
 
 import itertools
 import json
@@ -21,14 +21,14 @@ MICRO_BATCH = "trainer.micro_batch_rows"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination that is worth a compilation."""
+    """One combination to be compiled."""
 
     overrides: tuple[str, ...]
     config: Config
 
     @property
     def rows(self) -> int:
-        """Rows per chip that pass through the model at once, in the stage that has most."""
+        """Rows per chip that pass through the model at once, in the stage that has the most."""
         return max(stage.geometry.micro_rows for stage in resolve_stages(self.config))
 
     @property
@@ -39,11 +39,11 @@ class Candidate:
 
 
 Attempt = Callable[[Sequence[Candidate]], Sequence[Tried]]
-"""What the compiler says of candidates, tried beside each other."""
+"""Maps candidates, tried concurrently, to the compiler's answers."""
 
 
 def combinations(axes: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
-    """Overrides of every point; the first is the config as it is."""
+    """Return the overrides of every point; the first is the config unchanged."""
     keys = list(axes)
     points = [
         tuple(override_of(key, value) for key, value in zip(keys, values, strict=True))
@@ -53,9 +53,10 @@ def combinations(axes: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
 
 
 def in_waves(candidates: Sequence[Candidate], attempt: Attempt) -> list[Tried]:
-    """Every candidate tried or pruned: a wave takes, of each of the other settings, the smallest micro-batch left.
+    """Try or prune every candidate, in waves of the smallest micro-batch left for each other setting.
 
-    More rows than were too large with the same other settings are not tried. The config as it is always is, at first.
+    Where some rows were too large, more rows with the same other settings are not tried. The unchanged config always
+    is, in the first wave.
     """
     tried: list[Tried] = []
     too_large: dict[str, int] = {}
@@ -80,12 +81,12 @@ def in_waves(candidates: Sequence[Candidate], attempt: Attempt) -> list[Tried]:
 
 
 def pruned(candidate: Candidate, limit: int) -> Tried:
-    """A candidate with more rows than the `limit` that was too large already."""
+    """Return the outcome of a candidate with more rows than the `limit` that was too large already."""
     return Tried(candidate.overrides, "pruned", reason=f"{limit} rows were too large")
 
 
 def ranked(tried: Sequence[Tried]) -> tuple[Tried, ...]:
-    """The fastest that fit first, then by memory; an estimate that is equal prefers what says its settings."""
+    """Sort the fastest that fit first, then by memory; in a tie explicit settings come first."""
     unknown = float("inf")
     return tuple(
         sorted(
@@ -96,13 +97,13 @@ def ranked(tried: Sequence[Tried]) -> tuple[Tried, ...]:
 
 
 def best_of(tried: Sequence[Tried]) -> Tried | None:
-    """The fastest that fits."""
+    """Return the fastest that fits; None where none does."""
     first = ranked(tried)[0] if tried else None
     return first if first is not None and first.outcome == "fits" else None
 
 
 def overlay_yaml(plan: Plan) -> str:
-    """The best settings of a search as a file for `+plan=`; empty where none is better than as configured."""
+    """Return the best settings of a search as a file for `+plan=`; empty where none beats the config."""
     best = best_of(plan.search)
     if best is None or not best.overrides:
         return ""
@@ -117,7 +118,7 @@ def overlay_yaml(plan: Plan) -> str:
 
 
 def described(tried: Tried) -> str:
-    """Outcome with its figures."""
+    """Format an outcome with its figures."""
     if tried.step_seconds is None or tried.total_gib is None:
         return tried.outcome
     return f"{tried.step_seconds:.3f} s a step (estimate), {tried.total_gib:.2f} GiB per chip"

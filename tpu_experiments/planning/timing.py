@@ -1,7 +1,7 @@
-"""From cycles, kernels and collectives to the seconds of a step: an estimate, with its calibration.
+"""Seconds of a step from its cycles, kernels and collectives: an estimate, with its calibration.
 
 Time on the chip is the TPU compiler's own `estimated_cycles` at the datasheet's clock, plus Pallas kernels, which have
-no estimate, as FLOPs or bytes, whichever takes longer. Collectives that overlap hide behind it as far as it lasts.
+no estimate, as FLOPs or bytes, whichever takes longer. Overlapped collectives are hidden by it as far as it lasts.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from tpu_experiments.config.hardware import ChipConfig, HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.operations import Kernel, Transfer
 
-# Pallas attention at this share of peak makes two published MaxText steps on v6e-8 come out at 1.02 and 0.98 of the
-# estimate (shared/design/tpu_without_a_tpu.md); it was chosen because it fits.
+# With Pallas attention at this share of peak, two published MaxText steps on v6e-8 take 1.02 and 0.98 of their
+# estimates; the share was chosen to fit them.
 KERNEL_SHARE_OF_PEAK = 0.40
 # Time of one hop between neighbours (jax-ml.github.io/scaling-book, "All About TPUs": about 1 microsecond).
 HOP_SECONDS = 1e-6
@@ -25,17 +25,17 @@ RING_PASSES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0}
 
 @dataclass(frozen=True)
 class Calibration:
-    """The factor that planned times are multiplied by, and where it comes from."""
+    """The factor that planned times are multiplied by, and its source."""
 
     factor: float = 1.0
     source: str = "none"
     relative_error: float | None = None
-    """Largest deviation of the measurements after the factor; null where there is nothing to tell it from."""
+    """Largest deviation of the measurements after the factor; null where there is nothing to determine it from."""
     kernel_share_of_peak: float = KERNEL_SHARE_OF_PEAK
 
 
 def calibration_of(hw: HwConfig) -> Calibration:
-    """`hw.calibration`, or none."""
+    """Return `hw.calibration`, or one without effect."""
     given = hw.calibration
     if given is None:
         return Calibration()
@@ -44,14 +44,14 @@ def calibration_of(hw: HwConfig) -> Calibration:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one optimizer step does on one chip."""
+    """Work of one optimizer step on one chip."""
 
     cycles: float
     """The compiler's estimated cycles, loops multiplied out, without Pallas kernels."""
     dot_flops: float
     """FLOPs of matrix products inside those cycles."""
     model_flops: float
-    """FLOPs that the model needs, which utilisation is measured by (work.FlopsPerToken.model x tokens)."""
+    """FLOPs that the model needs, from which utilisation is computed (flops.FlopsPerToken.model x tokens)."""
     tokens: float
     """Tokens of this chip in one step, padding included."""
     kernels: tuple[Kernel, ...] = ()
@@ -60,18 +60,18 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Estimated seconds of one optimizer step. The parts are as planned; `total_s` is multiplied by the calibration."""
+    """Estimated seconds of one optimizer step; only `total_s` and what derives from it are calibrated."""
 
     compute_s: float
     kernels_s: float
     network_s: float
     """All collectives, hidden or not."""
     exposed_network_s: float
-    """Collectives that nothing hides."""
+    """Collectives that no computation hides."""
     total_s: float
     bound_by: str
-    """`compute`: products and kernels at their peak. `memory`: what else the chip does. `network`: exposed collectives.
-    The longest of the three."""
+    """The longest of three. `compute`: products and kernels at their peak. `memory`: all else on the chip. `network`:
+    exposed collectives."""
     mfu: float
     """Model FLOPs utilisation, 0 to 1."""
     tokens_per_second_per_chip: float
@@ -80,12 +80,12 @@ class StepTime:
 
     @property
     def uncalibrated_s(self) -> float:
-        """Sum of the parts."""
+        """Sum of the parts, in seconds."""
         return self.compute_s + self.kernels_s + self.exposed_network_s
 
 
 def step_time(work: StepWork, *, chip: ChipConfig, topology: str | None, calibration: Calibration) -> StepTime:
-    """Seconds of a compiled step.
+    """Return the seconds of a compiled step.
 
     Raises:
         ConfigError: chips exchange data and the chip has no network.
@@ -118,17 +118,17 @@ def step_time(work: StepWork, *, chip: ChipConfig, topology: str | None, calibra
 
 
 def _kernel_seconds(kernel: Kernel, *, chip: ChipConfig, calibration: Calibration) -> tuple[float, float]:
-    """Seconds by FLOPs and by bytes; the shorter of the two is 0."""
+    """Return seconds by FLOPs and by bytes; the shorter of the two is 0."""
     flops = kernel.count * (kernel.flops or 0.0) / (chip.peak_tflops_bf16 * 1e12 * calibration.kernel_share_of_peak)
     moved = kernel.count * kernel.num_bytes / (chip.hbm_gb_per_second * 1e9)
     return (flops, 0.0) if flops >= moved else (0.0, moved)
 
 
 def transfer_seconds(transfer: Transfer, *, chip: ChipConfig, topology: str | None) -> float:
-    """Seconds of all collectives of one kind in one step, as if nothing else used the network.
+    """Return the seconds of all collectives of one kind in one step, as if nothing else used the network.
 
-    A slice is crossed by one ring, both ways round: 2 of a chip's 4 ports receive at once, all 4 where the sides close
-    to rings of their own. A link carries 1/8 of `ici_gb_per_second` each way.
+    One ring crosses a slice, in both directions: 2 of a chip's 4 ports receive at once, all 4 where the sides close to
+    rings of their own. A link carries 1/8 of `ici_gb_per_second` in each direction.
 
     Raises:
         ConfigError: the chip has no network.
@@ -152,7 +152,7 @@ def transfer_seconds(transfer: Transfer, *, chip: ChipConfig, topology: str | No
 
 
 def links_in_use(topology: str | None, *, group_size: int) -> int:
-    """Ports of a chip that receive at once during a ring collective."""
+    """Return how many ports of a chip receive at once during a ring collective."""
     if group_size == 2:
         return 1
     sides = [int(side) for side in (topology or "").partition(":")[2].split("x") if side.isdigit()]
@@ -162,7 +162,7 @@ def links_in_use(topology: str | None, *, group_size: int) -> int:
 def datasheet_time(
     flops: FlopsPerToken, *, tokens: float, chip: ChipConfig, share_of_peak: float, method: str = "datasheet"
 ) -> StepTime:
-    """Seconds of a step that nothing compiles here: its FLOPs at an assumed share of peak, on one of the devices."""
+    """Return the seconds of a step that is not compiled: its FLOPs at a share of one device's peak."""
     peak = chip.peak_tflops_bf16 * 1e12
     seconds = flops.total * tokens / (peak * share_of_peak)
     return StepTime(

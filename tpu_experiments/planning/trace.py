@@ -1,7 +1,8 @@
-"""The trainer's own programs on placeholders: shapes and data types without buffers, so a 7B model takes no memory.
+"""The trainer's own programs, traced on placeholders: shapes and data types without buffers.
 
-`TracingRuntime` stands where the trainer expects its devices. What the trainer places becomes a placeholder, and a
-program is not run but lowered: its HLO, and for every argument what it is and how the run would split it.
+A 7B model takes no memory. `TracingRuntime` takes the place of the trainer's devices: what the trainer uploads becomes
+a placeholder, and a program is lowered instead of run. The result is its HLO, and the name and the sharding of every
+argument, as in the run.
 """
 
 import time
@@ -36,13 +37,13 @@ class Argument:
     """One argument of a program."""
 
     name: str
-    """Of the parameter, `<parameter>/<slot>` of optimizer state, `batch/<tensor>`, or empty for a constant."""
+    """Name of the parameter, `<parameter>/<slot>` for optimizer state, `batch/<tensor>`, or empty for a constant."""
     shape: tuple[int, ...]
     dtype: str
     axes: Axes
-    """Mesh axes that each dimension is split over."""
+    """Mesh axes that each dimension is sharded over."""
     alias: int | None = None
-    """The output that takes its place, since the run writes new values where the old ones were."""
+    """Number of the output that reuses its buffer, since the run overwrites the old values."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,21 @@ class Lowered:
     name: str
     """`train`, `eval` or `sample`."""
     shape: tuple[int, ...]
-    """Of the batch's token ids."""
+    """Shape of the batch's token ids."""
     hlo: bytes = field(repr=False)
     """Serialized HloModuleProto."""
     arguments: tuple[Argument, ...] = field(repr=False)
     resident: tuple[Argument, ...] = field(repr=False)
-    """What the run keeps on the device and this program does not read."""
+    """Arrays that the run keeps on the device and this program does not read."""
     mesh: Mesh
-    """Chips the compiler splits the program over (spmd); one elsewhere."""
+    """Chips over which the compiler partitions the program (spmd); otherwise one."""
     num_replicas: int
-    """Processes that run it side by side (spawn)."""
+    """Number of processes that run it concurrently (spawn)."""
     trace_seconds: float
 
     @property
     def num_partitions(self) -> int:
-        """Chips of the mesh."""
+        """Number of chips of the mesh."""
         return self.mesh.num_devices
 
 
@@ -77,7 +78,7 @@ class TracingRuntime:
         if hw.parallel == "spmd":
             xr.use_spmd()  # else torch_xla refuses annotations
         self.device = torch_xla.device()
-        xr.global_runtime_device_count()  # in SPMD mode autograd knows of the device only after this
+        xr.global_runtime_device_count()  # in SPMD mode autograd finds the device only after this
         # Starts autograd's queue for XLA; without it the first backward pass in this process aborts.
         torch.ones(2, device=self.device, requires_grad=True).sum().backward()
         self.mesh = mesh_of(hw, sharding)
@@ -117,7 +118,7 @@ class TracingRuntime:
         if self.share[1] == 1:
             return tensors
         summed = [t.clone() for t in tensors]
-        # As xm.all_reduce, which leaves the sum out where this process is alone.
+        # The sum of xm.all_reduce, which itself omits it in a single process such as this one.
         torch_xla._XLAC._xla_all_reduce_inplace(xm.REDUCE_SUM, summed, 1.0, [list(range(self.share[1]))], True)
         return summed
 
@@ -143,12 +144,11 @@ class TracingRuntime:
         rows_dim: int,
         renewed: Callable[[Any], Sequence[tuple[Tensor, Tensor]]] = lambda out: (),
     ) -> Lowered:
-        """The program of `function` for host tensors like `batch`.
+        """Lower `function` for host tensors like `batch`.
 
         Args:
             rows_dim: dimension of the batch that is split over the devices.
-            renewed: from the function's result, (placeholder, the value that is written into it) of everything that
-                the run changes.
+            renewed: maps the function's result to pairs (placeholder, new value) of everything that the run overwrites.
         """
         started = time.perf_counter()
         sent = self.put(batch, rows_dim=rows_dim)
@@ -157,7 +157,7 @@ class TracingRuntime:
         new_values = [value for _, value in pairs]
         known = {id(value) for value in new_values}
         results = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and id(t) not in known]
-        if self.has_hosts:  # as runtime/xla.py has it
+        if self.has_hosts:  # as in runtime/xla.py
             results = [self.lay(t, axes=()) for t in results]
         outputs = new_values + results
         lowering = torch_xla._XLAC.lowering.LoweringContext()
@@ -177,7 +177,10 @@ class TracingRuntime:
     def _arguments(
         self, lowering: Any, *, sent: Mapping[str, Tensor], alias: Mapping[int, int], rows_dim: int
     ) -> tuple[Argument, ...]:
-        """By number; those that torch_xla made of values (a scalar it keeps on the device) have no name."""
+        """Return the arguments by number; those that torch_xla made of values have no name.
+
+        Such a value is, for example, a scalar that it keeps on the device.
+        """
         by_number: dict[int, Argument] = {}
         for name, tensor in [*self.placed, *((BATCH + key, tensor) for key, tensor in sent.items())]:
             number, shape = lowering.tensor_parameter_id(tensor), tuple(tensor.shape)
@@ -197,7 +200,7 @@ class TracingRuntime:
         )
 
     def _axes(self, name: str, shape: tuple[int, ...], *, rows_dim: int) -> Axes:
-        """As the run splits it: a parameter by the sharding table, a batch along its rows."""
+        """Return the run's sharding: of a parameter by the sharding table, of a batch along its rows."""
         if not self.is_sharded:
             return (None,) * len(shape)
         if name.startswith(BATCH):

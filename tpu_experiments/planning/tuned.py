@@ -1,8 +1,9 @@
 """The fastest known settings of a job: lines of conf/tuned.yaml, which searches of task=plan wrote.
 
-A line is one compiled training step of a model on a machine, with what its settings come to. It holds for runs whose
-rows are no longer, whose rank is no higher and whose micro-batches have no more tokens, all else being equal: their
-step needs no more memory. Of the lines that hold the one with the shortest run is taken, compiling included.
+A line is one compiled training step of a model on a machine, with the planned figures of its settings. It applies to
+runs whose rows are no longer, whose rank is no higher and whose micro-batches have no more tokens, all else being
+equal: their step needs no more memory. Of the lines that apply, the one with the shortest run is chosen, compilation
+included.
 """
 
 import logging
@@ -28,9 +29,9 @@ log = logging.getLogger(__name__)
 TABLE = CONF / "tuned.yaml"
 MICRO = "trainer.micro_batch_rows"
 SET = tuple(key for key in SPEED if key != MICRO)
-"""Settings of a line; its rows at once are counted in tokens."""
+"""Settings of a line; its micro-batch is counted in tokens."""
 FREE = ("lora.", "optim.", "sample.", "sharding.", "trainer.", "hw.rent.", *SET)
-"""Facts that a run does not have to share with a line: what of them takes memory is compared one by one."""
+"""Facts in which a run may differ from a line: those of them that take memory are compared one by one."""
 
 
 @dataclass(frozen=True)
@@ -40,40 +41,42 @@ class Line:
     model: str
     hw: str
     row_tokens: int
-    """Longest row that it holds for."""
+    """Longest row that it applies to."""
     micro_tokens: int
-    """Tokens of a chip at once."""
+    """Tokens of a micro-batch on one chip."""
     rank: int
-    """Highest rank of the adapter that it holds for."""
+    """Highest rank of the adapter that it applies to."""
     targets: tuple[str, ...]
     settings: Mapping[str, Any]
     tokens_per_second: float
-    """Of a chip, planned."""
+    """Tokens per second of one chip, planned."""
     step_tokens: int
-    """Of the planned step."""
+    """Tokens of the planned step."""
     hbm_gib: float
-    """Of a chip, planned."""
+    """GiB of one chip, planned."""
     compile_seconds: float
     facts: str
-    """Digest of all else that the program depends on."""
+    """Digest of everything else that the program depends on."""
     libtpu: str
     date: str
 
     @property
     def words(self) -> str:
-        """The settings as the command line takes them."""
+        """The settings in the form that the command line takes."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
 
 def tuned(
     config: Config, *, totals: Mapping[str, int | None] | None = None, is_begun: bool = False, is_told: bool = True
 ) -> Config:
-    """The config with the settings of the line that makes its run shortest; as it is where none holds.
+    """Return the config with the settings of the line that makes its run shortest.
+
+    It is returned unchanged where no line applies.
 
     Args:
-        totals: tokens of the sources, where they were measured; by default what `data.<name>.total_tokens` says.
-        is_begun: the run goes on, and keeps the settings that belong to its identity.
-        is_told: the log says what is taken, or why nothing is.
+        totals: tokens of the sources, where they were measured; by default `data.<name>.total_tokens`.
+        is_begun: the run is a continued one, and keeps the settings that belong to its identity.
+        is_told: log what is chosen, or why nothing is.
     """
     if config.tuned != "auto" or is_open(config):
         return config
@@ -106,7 +109,7 @@ def tuned(
 
 
 def tell(line: Line, config: Config) -> None:
-    """Say which settings were taken, and what they are planned to come to."""
+    """Log which settings were chosen, and their planned figures."""
     log.info(
         "settings of conf/tuned.yaml: %s trainer.micro_batch_rows=%s, planned at %s tokens/s per chip and %.2f GiB "
         "(%s); tuned=off leaves them out",
@@ -115,7 +118,7 @@ def tell(line: Line, config: Config) -> None:
 
 
 def fields_of(config: Config) -> dict[str, Any] | None:
-    """What result.json says of the line that a config has its settings from; None where it has none."""
+    """Return the entry of result.json for the line that a config has its settings from; None without one."""
     if config.tuned != "settled":
         return None
     for line in holding(config):
@@ -127,12 +130,14 @@ def fields_of(config: Config) -> dict[str, Any] | None:
 
 
 def fastest(config: Config) -> Line | None:
-    """The fastest line of a config's model and machine, whatever its rows are."""
+    """Return the fastest line of a config's model and machine, whatever its rows are."""
     return max((line for line in lines() if line_is_of(line, config)), key=lambda x: x.tokens_per_second, default=None)
 
 
 def tuned_notes(config: Config, speed: float) -> list[str]:
-    """What a plan says of the table: that its settings are from it, or that it is less than half as fast.
+    """Return a plan's notes on the table: its settings are from it, or it is less than half as fast.
+
+    In the second case a warning is logged as well.
 
     Args:
         speed: planned tokens per second of a chip.
@@ -156,18 +161,18 @@ def tuned_notes(config: Config, speed: float) -> list[str]:
 
 
 def overrides_of(before: Config, after: Config) -> tuple[str, ...]:
-    """What leads from one config to the other, as the command line takes it."""
+    """Return the overrides that lead from one config to the other, as the command line takes them."""
     changed = [key for key in SPEED if value_of(before, key) != value_of(after, key)]
     return (*(f"{key}={value_of(after, key)}" for key in changed), f"tuned={after.tuned}")
 
 
 def line_is_of(line: Line, config: Config) -> bool:
-    """Whether a line is of a config's model and machine, by name."""
+    """Return whether a line is of a config's model and machine, by name."""
     return (line.model, line.hw) == (config.model.name, config.hw.name) and config.model.size == "full"
 
 
 def holding(config: Config) -> Iterator[Line]:
-    """The lines that hold for a config."""
+    """Yield the lines that apply to a config."""
     mine = [line for line in lines() if line_is_of(line, config)]
     if not mine:
         return
@@ -183,7 +188,7 @@ def holding(config: Config) -> Iterator[Line]:
 
 
 def facts_of(config: Config) -> str:
-    """Digest of what a step depends on beside its settings of speed, its rows and its adapter.
+    """Return a digest of what a step depends on beside its speed settings, its rows and its adapter.
 
     Raises:
         ConfigError: the sizes of the model are not known.
@@ -197,7 +202,10 @@ def facts_of(config: Config) -> str:
 
 
 def laid_under(config: Config, line: Line) -> Config | None:
-    """The config with the settings of a line, and as many rows at once as it has tokens; None where they do not go."""
+    """Return the config with the settings of a line; None where they are invalid for it.
+
+    It has as many rows in a micro-batch as the line has tokens for.
+    """
     values = {key: value for key, value in line.settings.items() if key != "sharding"}
     try:
         if "sharding" in line.settings and config.hw.parallel == "spmd":
@@ -214,7 +222,10 @@ def laid_under(config: Config, line: Line) -> Config | None:
 
 
 def run_tokens(config: Config, totals: Mapping[str, int | None]) -> int | None:
-    """Tokens of all steps of a run; None where the length of a source is not known, which is taken for a long run."""
+    """Return the tokens of all steps of a run.
+
+    None where the length of a source is not known; such a run is taken for a long one.
+    """
     data = {name: replace(s, total_tokens=totals.get(name) or s.total_tokens) for name, s in config.data.items()}
     config = replace(config, data=data)
     tokens = 0
@@ -228,7 +239,7 @@ def run_tokens(config: Config, totals: Mapping[str, int | None]) -> int | None:
 
 @cache
 def lines(file: Path = TABLE) -> tuple[Line, ...]:
-    """The lines of the table.
+    """Return the lines of the table.
 
     Raises:
         ConfigError: one of them is not what a search writes.
@@ -246,8 +257,11 @@ def lines(file: Path = TABLE) -> tuple[Line, ...]:
 
 
 def write_line(line: Line, *, file: Path) -> None:
-    """Add a line to a table, in place of one for the same rows, rank and way of stacking layers: a slower one, or one
-    that another version of the compiler or of the machine's settings made."""
+    """Add a line to a table.
+
+    It replaces one for the same step, rows, rank and way of stacking layers that is slower, or that another version of
+    the compiler or of the machine's settings made.
+    """
 
     def planned(each: Line) -> tuple[Any, ...]:
         stack = each.settings.get("model.stack")

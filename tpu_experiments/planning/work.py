@@ -1,4 +1,4 @@
-"""Kernels' arithmetic, and memory of a training step without a compiler: counted from the sizes of the model.
+"""FLOPs of attention kernels and memory of a training step, from the model's sizes, not a compiler.
 
 FLOPs of a token are in metrics/flops.py, which the run uses too.
 """
@@ -22,10 +22,10 @@ def flash_attention_flops(
     direction: Literal["forward", "backward", "backward_dkv", "backward_dq"],
     causal: bool = True,
 ) -> float:
-    """FLOPs that a flash-attention kernel executes, which the compiler's estimate leaves out.
+    """Return the FLOPs that a flash-attention kernel executes, which the compiler's estimate leaves out.
 
-    Forward are 2 products of (queries x keys x head_dim). Backward recomputes the scores: 4 products in the kernel for
-    keys and values, 3 in the one for queries (arXiv 2205.14135, algorithm 4, cut in two as in JAX's Pallas kernel).
+    Forward takes 2 products of (queries x keys x head_dim). Backward recomputes the scores: 4 products in the kernel
+    for keys and values, 3 in the one for queries (arXiv 2205.14135, algorithm 4, cut in two as in JAX's Pallas kernel).
     """
     products = {"forward": 2, "backward": 7, "backward_dkv": 4, "backward_dq": 3}[direction]
     whole = 2.0 * products * batch * heads * queries * keys * head_dim
@@ -34,34 +34,34 @@ def flash_attention_flops(
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """GiB per chip by class, from formulas, not from a compiler."""
+    """GiB per chip by class, by formulas instead of a compiler."""
 
     base: float
     """Frozen weights in the model's data type; 0 where every weight is trained."""
     adapters: float
     """Trained parameters in float32."""
     optimizer: float
-    """Its state in float32."""
+    """Optimizer state in float32."""
     gradients: float
     """Gradients in float32, and the trained parameters once more in the model's data type."""
     activations: float
-    """What the backward pass needs: all of it, or the layer inputs and one layer's when recomputed."""
+    """Saved for the backward pass: all of them, or with recomputation the layer inputs and one layer's own."""
     logits: float
     """micro_rows x positions of a chunk x vocabulary in the model's data type, and their log-softmax in float32."""
     gathered: float
-    """Matrices that a sharded step holds whole for a moment: two of the largest of a layer."""
+    """Matrices that a sharded step holds gathered at once: two of the largest of a layer."""
     batch: float
     """Token ids, masks, positions and segments as int32."""
     source: str = "analytic"
 
     @property
     def arguments(self) -> float:
-        """What is on the chip between two steps."""
+        """GiB on the chip between two steps."""
         return self.base + self.adapters + self.optimizer + self.batch
 
     @property
     def temporaries(self) -> float:
-        """What a step needs beside that."""
+        """GiB that a step needs in addition."""
         return self.gradients + self.activations + self.logits + self.gathered
 
     @property
@@ -72,37 +72,37 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What the memory of a step depends on beside the model."""
+    """Settings that the memory of a step depends on, beside the model."""
 
     seq_len: int
     micro_rows: int
     """Rows per chip that pass through the model at once."""
     trainable: Trainable
     accumulation: int = 1
-    """Micro-batches of one step."""
+    """Number of micro-batches in one step."""
     lora_rank: int = 0
     targets: tuple[str, ...] = ()
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     recompute: bool = False
     """Only the layers' inputs are saved."""
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits exist at once; None is all of them."""
+    """Tokens whose logits exist at once; None means all of them."""
     attention: Literal["sdpa", "flash"] = "sdpa"
     sharding: Literal["replicated", "fsdp"] = "replicated"
     chips: int = 1
-    """That share a weight in `fsdp`."""
+    """Number of chips that share a weight in `fsdp`."""
     weight_bytes: int = 2
     """Bytes of one element in the model's data type."""
 
 
 def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
-    """Memory of a step per chip, for machines without libtpu and for pruning a search.
+    """Estimate the memory of a step per chip, for machines without libtpu and for pruning a search.
 
-    Held against five compiled programs (tests/planning/test_work.py) it is within 1 % of their arguments and between
-    25 % below and 45 % above their temporaries. It knows nothing of tiles, of fragmentation or of what XLA fuses.
+    Compared with five compiled programs (tests/planning/test_work.py) it is within 1 % of their arguments and between
+    25 % below and 45 % above their temporaries. It does not model tiles, fragmentation or XLA's fusion.
 
     Raises:
-        ConfigError: a model that decoder.py does not know.
+        ConfigError: a model that decoder.py does not support.
     """
     decoder = read_decoder(arch)
     split = step.chips if step.sharding == "fsdp" else 1
@@ -126,7 +126,10 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
 
 
 def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, float, float]:
-    """Elements per chip: frozen, trained, and of the optimizer. Matrices are split, vectors and adapters are whole."""
+    """Return elements per chip: frozen, trained, and of the optimizer.
+
+    Matrices are sharded, vectors and adapters are whole.
+    """
     weights = decoder.matrices / split + decoder.vectors
     if step.trainable == "full":
         return 0.0, weights, _moments(decoder, step.optimizer) / split
@@ -138,7 +141,10 @@ def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, 
 
 
 def _moments(decoder: Decoder, optimizer: str) -> float:
-    """Elements of the optimizer's state over all weights: two moments, or Adafactor's rows and columns."""
+    """Return the elements of the optimizer's state over all weights.
+
+    AdamW has two moments, Adafactor rows and columns.
+    """
     if optimizer == "adamw":
         return 2.0 * decoder.parameters
     edges = decoder.num_layers * sum(wide + high for wide, high in decoder.projections.values())
@@ -147,11 +153,12 @@ def _moments(decoder: Decoder, optimizer: str) -> float:
 
 
 def _kept_of_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
-    """Elements per token that the backward pass of one layer reads, in the manner of arXiv 2205.05198, section 4.1.
+    """Return the elements per token that the backward pass of one layer reads.
 
-    Input, both normalised inputs and the middle of the residual stream (4 x hidden); queries, keys and values, queries
-    and keys again after the rotation, and the attention's output; gate, activated gate, up and their product. sdpa
-    keeps the probabilities, and keys and values repeated to all heads.
+    Counted in the manner of arXiv 2205.05198, section 4.1: input, both normalised inputs and the middle of the residual
+    stream (4 x hidden); queries, keys and values, queries and keys again after the rotation, and the attention's
+    output; gate, activated gate, up and their product. sdpa keeps the probabilities, and keys and values repeated to
+    all heads.
     """
     queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
     kept = 4.0 * decoder.hidden + (queries + 2 * keys) + (queries + keys) + queries + 4 * decoder.intermediate

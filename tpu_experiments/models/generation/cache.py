@@ -1,7 +1,8 @@
-"""Keys and values of past tokens in tensors of one shape, in the place of transformers' cache.
+"""Keys and values of past tokens in tensors of a static shape, in place of transformers' cache.
 
-Every layer keeps every token, those that slide too: their window is in the mask. So all rows write at one slot, and a
-program of one shape serves every length. Legend: B rows, K key/value heads, T tokens, S slots, D head dimension.
+Every layer keeps every token, also those with a sliding window, which the mask applies. So all rows write to the same
+slot, and a program of one shape serves every length. Legend: B rows, K key/value heads, T tokens, S slots, D head
+dimension.
 """
 
 from collections.abc import Iterator
@@ -17,49 +18,49 @@ from tpu_experiments.models.forward import by_layer_type, in_its_form
 
 
 class FreshCache:
-    """Takes the keys and values of whole prompts (B, K, T, D) and hands them back as they are."""
+    """Collects the keys and values of whole prompts (B, K, T, D) and returns them unchanged."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """What a layer of transformers calls; (B, K, S, D) is kept."""
+        """Store a layer's keys and values, padded to (B, K, S, D); transformers' layers call it."""
         empty = (0, 0, 0, self.num_slots - key.shape[2])
         self.layers[layer_idx] = (F.pad(key, empty), F.pad(value, empty))
         return key, value
 
     def get_seq_length(self, *_: Any) -> int:
-        """Tokens before the ones that are computed."""
+        """Return the number of tokens before those being computed, which is 0."""
         return 0
 
 
 class FilledCache:
-    """Writes the key and value of one token into its slot and hands back all slots.
+    """Writes the key and value of one token into its slot and returns all slots.
 
     Args:
         layers: keys and values (B, K, S, D), written in place.
-        slot: of the token, (1,).
+        slot: number of the token's slot, (1,).
     """
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]], *, slot: Tensor) -> None:
         self.layers, self.slot = layers, slot.long()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """What a layer of transformers calls."""
+        """Write a layer's key and value of one token and return all slots; transformers' layers call it."""
         keys, values = self.layers[layer_idx]
         return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
 
     def get_seq_length(self, *_: Any) -> int:
-        """All slots; positions and masks are given to the model, so it has no use for it."""
+        """Return the number of slots; unused by the model, which is given positions and masks."""
         return int(self.layers[0][0].shape[2])
 
 
 def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Module) -> Any:
-    """What the model takes as `attention_mask` for the token in `slot` (1,): of each row the slots that it sees.
+    """Return the model's `attention_mask` for the token in `slot` (1,): the slots it attends to per row.
 
     Rows begin after `pads_B` slots of padding. Boolean (B, 1, 1, S), one for each type of layer where the model has
-    types, in the form of the module's attention.
+    types, in the form that the module's attention expects.
     """
     index_S = torch.arange(num_slots, device=pads_B.device, dtype=torch.int32)
     full = ((index_S >= pads_B[:, None]) & (index_S <= slot))[:, None, None]
@@ -72,10 +73,13 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
 
 @contextmanager
 def kernel_left_out(module: nn.Module) -> Iterator[None]:
-    """Inside, a model with `model.attention=flash` attends as transformers does: the kernel knows whole rows only."""
+    """Replace the attention kernel by sdpa or eager attention inside the block.
+
+    The kernel of `model.attention=flash` takes whole rows only.
+    """
     config: Any = module.config
     chosen = config._attn_implementation
-    if chosen == FLASH:  # sdpa does not cap scores (Gemma 2)
+    if chosen == FLASH:  # sdpa has no soft cap of scores (Gemma 2)
         config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     try:
         yield

@@ -1,7 +1,7 @@
-"""The next token of every row from its logits, with static shapes; equals transformers' logits processors.
+"""Choice of every row's next token, with static shapes; equals transformers' logits processors.
 
-Draws come from one uniform number a token, made on the host: so they are the same on every device, for the same logits.
-Legend: B rows, S slots, V vocabulary, C candidates.
+Sampling uses one uniform number per token, drawn on the host: for the same logits the choice is the same on every
+device. Legend: B rows, S slots, V vocabulary, C candidates.
 """
 
 import torch
@@ -13,25 +13,25 @@ from tpu_experiments.config.generating import ChoiceConfig
 def next_ids(
     logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, uniform_B: Tensor, how: ChoiceConfig
 ) -> Tensor:
-    """Token ids (B,) int32.
+    """Choose the next token of every row; returns ids (B,) int32.
 
     Args:
-        ids_BS: prompts and what was written so far, each row after `pads_B` slots of padding and up to `slot` (1,).
-        uniform_B: float32 in [0, 1); greedy choice does not look at it.
+        ids_BS: prompts and generated tokens, each row after `pads_B` slots of padding and up to `slot` (1,).
+        uniform_B: float32 in [0, 1); unused without sampling.
     """
     scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, how=how)
     if not how.do_sample:
         return scores_BV.argmax(-1).to(torch.int32)
     probabilities_BC, ids_BC = candidates(scores_BV, how=how)
     reached_BC = probabilities_BC.cumsum(-1)
-    # Inverse of the distribution function. The last step reaches the whole sum, whatever rounding made of it.
+    # Inverse transform sampling. Scaled by the last sum, the distribution function reaches 1 despite rounding.
     place_B1 = (reached_BC <= uniform_B[:, None] * reached_BC[:, -1:]).sum(-1, keepdim=True)
     possible_B1 = (probabilities_BC > 0).sum(-1, keepdim=True)
     return ids_BC.gather(1, torch.minimum(place_B1, possible_B1 - 1))[:, 0].to(torch.int32)
 
 
 def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, how: ChoiceConfig) -> Tensor:
-    """Logits after `repetition_penalty` and `no_repeat_ngram_size`; padding does not count as text."""
+    """Apply `repetition_penalty` and `no_repeat_ngram_size` to logits; padding does not count as text."""
     index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
     is_text_BS = (index_S >= pads_B[:, None]) & (index_S <= slot)
     scores_BV, penalty = logits_BV, how.repetition_penalty
@@ -45,9 +45,10 @@ def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor
 
 
 def candidates(scores_BV: Tensor, *, how: ChoiceConfig) -> tuple[Tensor, Tensor]:
-    """Probabilities and ids (B, C) of the tokens to draw from, likeliest first; 0 for those that `top_p` leaves out.
+    """Return probabilities and ids (B, C) of the tokens to sample from, likeliest first.
 
-    Of tokens that share the last place of `top_k`, transformers keeps all and this as many as there is room for.
+    Tokens outside `top_p` have probability 0. Of tokens that tie for the last place of `top_k`, transformers keeps all,
+    and this keeps `top_k` in total.
     """
     num_ids = scores_BV.shape[-1]
     best_BC, ids_BC = torch.topk(scores_BV / how.temperature, min(how.top_k or num_ids, num_ids), dim=-1)
@@ -57,15 +58,15 @@ def candidates(scores_BV: Tensor, *, how: ChoiceConfig) -> tuple[Tensor, Tensor]
 
 
 def _occurring(ids_BS: Tensor, *, where: Tensor, like: Tensor) -> Tensor:
-    """Which ids occur in a row's slots `where`: boolean (B, V)."""
+    """Return which ids occur in a row's slots `where`: boolean (B, V)."""
     rows, num_ids = like.shape
-    counts = torch.zeros(rows, num_ids + 1, device=like.device, dtype=torch.int32)  # the others go to an id too many
+    counts = torch.zeros(rows, num_ids + 1, device=like.device, dtype=torch.int32)  # an extra id takes the others
     targets = torch.where(where, ids_BS, num_ids).long()
     return counts.scatter(1, targets, torch.ones_like(ids_BS))[:, :num_ids] > 0
 
 
 def _ends_of_repeats(ids_BS: Tensor, *, pads_B: Tensor, slot: Tensor, size: int) -> Tensor:
-    """Slots (B, S) whose token, written next, would end a run of `size` tokens that occurred before."""
+    """Return the slots (B, S) whose token, written next, would repeat an earlier run of `size` tokens."""
     index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
     begins_B1 = pads_B[:, None] + size - 1
     match_BS = (index_S >= begins_B1) & (slot + 1 >= begins_B1)

@@ -1,7 +1,7 @@
-"""Text from token ids with a cache of one shape: a program that reads prompts, one that writes tokens, for each bucket.
+"""Text generation with a static-shape cache: per bucket one program for prompts, one for new tokens.
 
-Prompts are padded on the left, so that the rows of a batch write at one slot. Legend: B rows, T slots of the prompt,
-S slots in all, N tokens written in one call, V vocabulary.
+Prompts are padded on the left, so that the rows of a batch write to the same slot. Legend: B rows, T slots of the
+prompt, S slots in all, N tokens generated in one call, V vocabulary.
 """
 
 import logging
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Continues batches of prompts.
+    """Generates continuations of batches of prompts.
 
     Args:
         module: a model whose layers are not folded, on the runtime's device.
-        num_rows: of every batch; what prompts leave empty is computed with them.
+        num_rows: rows of every batch; rows without a prompt are filled and computed as well.
         tokens_per_call: N.
     """
 
@@ -51,15 +51,15 @@ class Decoder:
 
     @property
     def num_programs(self) -> int:
-        """Programs that the buckets used so far need."""
+        """Number of programs that the buckets used so far need."""
         return len(self.buckets) * (2 if self.num_calls else 1)
 
     def stream(self, prompts: Sequence[list[int]], *, draws: Sequence[int], bucket: int) -> Iterator[list[list[int]]]:
-        """What is written so far of every prompt, after each read; the caller stops when it has enough.
+        """Yield the tokens generated so far for every prompt, after each read; the caller stops at will.
 
         Args:
             prompts: at most `num_rows`, none empty or longer than `bucket`.
-            draws: a number for each prompt; with the seed it decides what is drawn, whatever else is in the batch.
+            draws: a number for each prompt; with the seed it determines the sampling, whatever else is in the batch.
             bucket: T.
         """
         if bucket not in self.buckets:
@@ -88,7 +88,7 @@ class Decoder:
 
 
 class Bucket:
-    """The two programs for prompts of one padded length, and what lies on the device between them."""
+    """The two programs for prompts of one padded length, and the tensors on the device between them."""
 
     def __init__(self, decoder: Decoder, *, length: int) -> None:
         self.decoder, self.length = decoder, length
@@ -99,7 +99,7 @@ class Bucket:
         self.write_program = runtime.program(self.write_some, name=f"write {length}", held=lambda: self.state)
 
     def write(self, prompts: Sequence[list[int]], uniforms_BN: Tensor) -> Iterator[Tensor]:
-        """Tokens written so far (B, n) on the host: after the first one, then N at a time."""
+        """Yield the tokens generated so far (B, n) on the host: after the first one, then N at a time."""
         decoder, put = self.decoder, self.decoder.runtime.put
         ids_BT = torch.zeros(len(prompts), self.length, dtype=torch.int32)
         for row, ids in enumerate(prompts):
@@ -118,7 +118,11 @@ class Bucket:
         return ids_BS.cpu()[:, self.length : self.length + num]
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
-        """The program: keys and values of prompts `ids` (B, T), and the first token after them."""
+        """Compute keys and values of prompts `ids` (B, T), and the first token after them (prefill program).
+
+        Raises:
+            ConfigError: the model's layers keep no keys and values.
+        """
         module, ids_BT, pads_B = self.decoder.module, batch["ids"], batch["pads"]
         index_T = torch.arange(self.length, device=ids_BT.device, dtype=torch.int32)
         segments_BT = (index_T >= pads_B[:, None]).to(torch.int32)
@@ -142,7 +146,7 @@ class Bucket:
         return dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
 
     def write_some(self, batch: Batch) -> dict[str, Tensor]:
-        """The program: N tokens more in `state`; `ids` once more as a tensor of its own."""
+        """Generate N more tokens in `state`; returns `ids` as a separate tensor (decoding program)."""
         new = self.more(batch)
         with torch.no_grad():
             for name, tensor in new.items():
@@ -150,7 +154,7 @@ class Bucket:
         return {"ids": new["ids"]}
 
     def more(self, batch: Batch) -> dict[str, Tensor]:
-        """What changes in `state` by N tokens more, drawn by `uniforms` (N, B)."""
+        """Return what N more tokens, sampled by `uniforms` (N, B), change in `state`."""
         state = self.state
         names = [name for name in state if name != "pads"]
 
@@ -162,7 +166,7 @@ class Bucket:
         return dict(zip(names, new, strict=True))
 
     def one_more(self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor) -> Tensors:
-        """`state` with the token after `slot`, whose own keys and values are written."""
+        """Return `state` with the token after `slot`; keys and values of the token in `slot` are written."""
         module, slot, ids_BS = self.decoder.module, state["slot"], state["ids"]
         layers = [(state[name], state[f"value{name[3:]}"]) for name in state if name.startswith("key")]
         with kernel_left_out(module):
@@ -179,14 +183,14 @@ class Bucket:
         )
 
     def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Tensor) -> Tensors:
-        """Ids with the next token in them, and its slot."""
+        """Choose the next token; returns the ids with it in place, and its slot."""
         uniform_B = given.pop("uniform_B")
         token_B = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, uniform_B=uniform_B, how=self.decoder.how, **given)
         return ids_BS.index_copy(1, (slot + 1).long(), token_B[:, None]), slot + 1
 
 
 def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any, cache: Any) -> Tensor:
-    """Of the last token of every row, (B, V)."""
+    """Return the logits of the last token of every row, (B, V)."""
     given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
     out = module(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **given)
     logits_BV: Tensor = out.logits[:, -1]
@@ -194,5 +198,5 @@ def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any,
 
 
 def _named(layers: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Keys and values by name, in the order of layers."""
+    """Name keys and values, in the order of layers."""
     return {f"{kind}{i}": t for i, pair in enumerate(layers) for kind, t in zip(("key", "value"), pair, strict=True)}
