@@ -45,7 +45,8 @@ class Bucket:
     def is_finished(self, record: Record) -> bool:
         """Return whether the run's result, its last file, exists; for a sweep, that of every point.
 
-        Only a grid lists all of its points in sweep.json when it starts. A failed point does not count, so that it is retried.
+        Only a grid lists all of its points in sweep.json when it starts. A failed point does not count, so that it is
+        retried.
         """
         if not is_sweep(record.overrides):
             return self._run(commands.bucket_look(f"{record.run_folder}/result.json")).code == 0

@@ -168,8 +168,8 @@ class Vm:
     def stop(self, target: Target) -> None:
         """Send SIGTERM to the run on every worker; return when it has saved and ended.
 
-        gcloud reaches all workers at once, except through a tunnel, where the ninth waits for the first eight; there, all
-        are asked to stop before any is waited for.
+        gcloud reaches all workers at once, except through a tunnel, where the ninth waits for the first eight; there,
+        all are asked to stop before any is waited for.
         """
         if self._num_workers > commands.TUNNELS and self._settings.network == "internal":
             self.remote(target, f"{WORKER} ask-stop")
