@@ -100,8 +100,8 @@ def train(config: Config, hosts: Hosts) -> None:
 def with_rows(config: Config) -> Config:
     """Return the config with its rows and speed settings.
 
-    A resumed run keeps its own. Otherwise, where the command leaves them open, the rows fit the data and the settings are
-    the fastest known for them.
+    A resumed run keeps its own. Otherwise, where the command leaves them open, the rows fit the data and the settings
+    are the fastest known for them.
 
     Raises:
         ConfigError: a source cannot be read, or the rows are known not to fit into the chips' memory.
@@ -117,7 +117,10 @@ def with_rows(config: Config) -> Config:
 
 
 def begin(folder: RunFolder, config: Config) -> None:
-    """Create the run folder, and upload what an earlier process, killed in a storage outage, spilled to this machine."""
+    """Create the run folder, and upload what an earlier process spilled to this machine.
+
+    A process spills checkpoints when storage is unreachable at its end.
+    """
     folder.create(config)
     spool_of(folder).deliver()
 

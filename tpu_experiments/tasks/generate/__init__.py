@@ -1,4 +1,7 @@
-"""task=generate: write text with a trained or a base model, for one prompt, a file of prompts or a terminal."""
+"""task=generate: write text with a trained or a base model.
+
+Prompts come from the command, a file or a terminal.
+"""
 
 import logging
 import sys
@@ -142,7 +145,7 @@ def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, out
 
 
 def _converse(answers: Answers, task: GenerateTaskConfig) -> None:
-    """Answer typed lines independently of each other; a line that is refused prints an error and is skipped."""
+    """Answer typed lines independently of each other; print an error for one that is refused."""
     for line in typed(_lines()):
         prompt = asked(line, task, place="this prompt")
         try:

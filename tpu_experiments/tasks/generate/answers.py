@@ -79,7 +79,9 @@ class Answers:
         self._before = runtime.counters()
 
     def of(self, given: Sequence[tuple[Prompt, list[int]]], *, live: bool) -> Iterator[tuple[int, Answer]]:
-        """Yield number and answer of every prompt (`num_sequences` of each), whenever a batch of one bucket is full.
+        """Yield number and answer of every prompt (`num_sequences` of each).
+
+        A batch runs when the prompts of one bucket fill it, so that answers may come out of order.
 
         Args:
             live: print the text of a batch of one row while it is generated, and of others afterwards.

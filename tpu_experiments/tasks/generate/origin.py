@@ -1,4 +1,4 @@
-"""Find the weights to generate with: a model, and a run's or adapter's tensors added to or replacing them."""
+"""Find the weights to generate with: a model, and tensors of a run or adapter applied to it."""
 
 import logging
 from collections.abc import Mapping

@@ -122,7 +122,8 @@ def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, voc
     """Return the token ids of a prompt.
 
     Raises:
-        ConfigError: the chat template refuses it, it is empty or invalid Unicode, or a token has no embedding in the model.
+        ConfigError: the chat template refuses it, it is empty or invalid Unicode, or the model has no embedding for one
+            of its tokens.
     """
     try:
         "".join(text for _, text in prompt.messages).encode()

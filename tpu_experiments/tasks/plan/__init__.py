@@ -41,7 +41,9 @@ def run(config: Config) -> None:
 
 
 def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConfig, *, method: str) -> None:
-    """Make, write and print the plans of all machines, the config's own last, whose table shows the others.
+    """Make, write and print the plans of all machines.
+
+    The config's own comes last, since its table shows the others.
 
     Raises:
         ConfigError: one of them has no plan; the others are written.

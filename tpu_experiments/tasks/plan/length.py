@@ -1,4 +1,4 @@
-"""Length of the planned run, for both methods: steps per stage, hours and cost, and uncompiled programs."""
+"""Length of the planned run, for both methods: steps per stage, hours, cost, uncompiled programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Lower every program of the configured run on placeholders: training step, evaluation, sample, questions."""
+"""Lower every program of the run on placeholders: training step, evaluation, sample, questions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -68,7 +68,10 @@ class Run:
 
     @property
     def held_out(self) -> tuple[tuple[str, ...], float] | None:
-        """Return sources and tokens of the final evaluation, which losses must share to be comparable; None if unknown."""
+        """Return sources and number of tokens of the final evaluation; None if unknown.
+
+        Losses over different sources or tokens are not comparable.
+        """
         tokens = (self.result or {}).get("eval_tokens")
         return None if tokens is None else (tuple(sorted((self.result or {}).get("eval_sources") or ())), tokens)
 

@@ -153,7 +153,7 @@ def _part(key: str) -> str | None:
 
 
 def _in_short(config: Mapping[str, object], *, whole: set[str]) -> dict[str, object]:
-    """Return the config with one entry for each part of `whole`, and without the model's shape if it is one."""
+    """Return the config with one entry for each part of `whole`, and without a differing model's shape."""
     short: dict[str, object] = {}
     for key, value in config.items():
         part = _part(key)

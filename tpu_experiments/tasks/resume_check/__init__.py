@@ -105,8 +105,8 @@ def kills_inside(num_steps: int, *, where: str) -> list[Kill]:
     """Choose a kill after a background save, and one after a save that blocks the training loop.
 
     Blocking saves are those of training/saving.py: the first by steps after a start, here a fresh start and a resume
-    from the other kill. Each kill comes at the first log record after its checkpoint and before the next save, so that a
-    completed step and a written record are lost. The background checkpoint falls inside the window of a log record,
+    from the other kill. Each kill comes at the first log record after its checkpoint and before the next save, so that
+    a completed step and a written record are lost. The background checkpoint falls inside the window of a log record,
     whose losses it must hold.
 
     Args:

@@ -28,8 +28,9 @@ SHOWN_LINES = 20
 OURS = ("task", "name", "output_dir")
 GIB = 2**30
 LOG_EVERY_STEPS = 3
-"""Steps between two log records of the children. Above 1, so that checkpoints fall inside a record's window,
-whose losses they must hold (Progress.open_losses).
+"""Steps between two log records of the children.
+
+Above 1, so that checkpoints fall inside a record's window, whose losses they must hold (Progress.open_losses).
 """
 
 
@@ -39,7 +40,7 @@ class LifeFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL at the first log record from step `after` on, once the checkpoint of step `checkpoint` is complete."""
+    """SIGKILL at the first log record from step `after` on, once that of `checkpoint` is complete."""
 
     checkpoint: int
     after: int
@@ -134,7 +135,7 @@ def kept_overrides(arguments: list[str]) -> list[str]:
 
 
 def check_overrides(config: Config, *, place: str) -> list[str]:
-    """Return overrides for the child's folders, stage length and logging; of the loggers only jsonl is kept."""
+    """Return overrides for the child's folders, stage length and logging, with jsonl as its only logger."""
     cache = compile_cache_root(config)
     overrides = [
         "task=train",
