@@ -27,7 +27,7 @@ class ChoiceConfig:
 
 @dataclass
 class GenerateTaskConfig(ChoiceConfig, TaskConfig):
-    """task=generate."""
+    """Settings of task=generate."""
 
     run: str | None = place("folder", default=None)
     """Folder of a run, local or gs://: its model, tokenizer, chat format and what it trained. null is `model`."""
@@ -67,7 +67,7 @@ class GenerateTaskConfig(ChoiceConfig, TaskConfig):
 
 
 def generating_problems(task: GenerateTaskConfig) -> list[str]:
-    """Settings that do not go together."""
+    """Return incompatible settings of task=generate."""
     problems = []
     if task.prompt is not None and task.prompts_file is not None:
         problems.append("task.prompt= and task.prompts_file=; one of them is answered; leave the other out.")

@@ -11,7 +11,7 @@ from tpu_experiments.config.places import place
 
 @dataclass
 class TaskConfig:
-    """What the command does."""
+    """Selected task, what the command does."""
 
     name: str = MISSING
     """Name of the task; a module of tpu_experiments/tasks."""
@@ -35,7 +35,7 @@ class SearchConfig:
 
 @dataclass
 class PlanTaskConfig(TaskConfig):
-    """task=plan."""
+    """Settings of task=plan."""
 
     method: str = choice("auto", "compiled", "analytic", default="auto")
     """`compiled`: by the TPU's own compiler. `analytic`: from formulas, anywhere. `auto`: the compiler where libtpu is

@@ -75,12 +75,12 @@ def redacted(value: Any, *, name: str = "", is_below_secret: bool = False) -> An
 
 
 def redacted_text(text: str) -> str:
-    """Text without the user names and signed parameters of its URLs, and without tokens of known services."""
+    """Return the text without secrets: user names and signed parameters of URLs, known services' tokens."""
     return TOKEN_SHAPES.sub(REDACTED, URL.sub(lambda found: _redacted_url(found[0]), text))
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line, `key=value` each, without its secrets."""
+    """Return a command line of `key=value` words without its secrets."""
     return [_redacted_argument(argument) for argument in arguments]
 
 

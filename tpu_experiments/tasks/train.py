@@ -119,7 +119,7 @@ def with_rows(config: Config) -> Config:
 def begin(folder: RunFolder, config: Config) -> None:
     """Create the run folder, and upload what an earlier process spilled to this machine.
 
-    A process spills checkpoints when storage is unreachable at its end.
+    A spill is left here by a process that was killed during a storage outage.
     """
     folder.create(config)
     spool_of(folder).deliver()

@@ -90,7 +90,7 @@ class Evaluator:
         )
 
     def sums_of(self, batch: HostBatch) -> tuple[float, float]:
-        """Loss sum in nats and supervised tokens of one batch; all processes take part."""
+        """Return loss sum in nats and supervised tokens of one batch; all processes take part."""
         self.module.eval()
         sums = self.program(self._send(batch))
         self.module.train()
@@ -106,16 +106,16 @@ class Evaluator:
         return self.runtime.put(tensors, rows_dim=0)
 
     def _bytes(self, batch: HostBatch) -> int:
-        """Of the text that is predicted; 0 where the tokenizer does not tell."""
+        """Return the bytes of the predicted text; 0 where the tokenizer has no known widths."""
         if self.widths is None:
             return 0
         return int(self.widths.of(batch.ids_GT)[batch.learn_GT > 0].sum())
 
     def sums(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The program: sums of one batch over all processes, as `next_token_loss` has them.
+        """Return the sums of one batch over all processes; the compiled program.
 
-        Loss in nats and supervised tokens, shape (2,); with `token_scores` also hits, and the loss of tokens that stand
-        for text, shape (4,).
+        Loss in nats and supervised tokens, shape (2,); with `token_scores` also hits, and the loss of tokens that are
+        text, shape (4,).
         """
         with torch.no_grad():
             if self.token_scores is None:
@@ -129,7 +129,7 @@ class Evaluator:
 
 
 def _more(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
-    """`MORE_MEASURES` from the sums of the program."""
+    """Compute `MORE_MEASURES` from the program's sums."""
     if len(sums) == 2:
         return {}
     nats, tokens, hits, text_nats = sums.tolist()
@@ -138,7 +138,10 @@ def _more(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
 
 
 def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
-    """`ids`, `learn`, `positions`, `segments`, each (rows, T) int32, and `noise` (rows,) where the batch has it."""
+    """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each.
+
+    `noise` (rows,) is added where the batch has it.
+    """
     tensors = {
         "ids": torch.from_numpy(batch.ids_GT),
         "learn": torch.from_numpy(batch.learn_GT),
