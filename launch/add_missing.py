@@ -1,4 +1,4 @@
-"""Install the project's missing dependencies into a notebook's Python, keeping its torch and torch_xla.
+"""Install the project's missing dependencies into a notebook's Python; keep its torch and torch_xla.
 
     python launch/add_missing.py
 

@@ -1,13 +1,13 @@
-"""Name the machine and keep compiled programs in the run's bucket: the Python part of launch/startup.sh.
+"""Name the machine and keep compiled programs in the run's bucket; the Python part of startup.sh.
 
     python -m launch.on_vm hw                        # prints the conf/hw of this machine
     python -m launch.on_vm pull KEY=VALUE...         # bucket -> hw.compile_cache
     python -m launch.on_vm push KEY=VALUE...         # the other way
     python -m launch.on_vm run KEY=VALUE... -- COMMAND...
 
-Without it, a replacement spot VM would spend minutes compiling what its predecessor had compiled. Programs are stored
-below `<output_dir>/compile_cache/<hw>/<versions>`, so that no other libtpu version loads them. `run` forwards stop
-signals to the command and exits with its exit code; a failed cache copy never prevents a run from training.
+Without the cache, a replacement spot VM would spend minutes compiling what its predecessor had compiled. Programs are
+stored below `<output_dir>/compile_cache/<hw>/<versions>`, so that no other libtpu version loads them. `run` forwards
+stop signals to the command and exits with its exit code; a failed cache copy never prevents a run from training.
 """
 
 import os

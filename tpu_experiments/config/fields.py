@@ -24,7 +24,10 @@ def number(
     below: float | None = None,
     word: str | None = None,
 ) -> Any:
-    """Return a numeric field with bounds; `None` and `word` are valid as well, and the field says their meaning."""
+    """Return a numeric field with bounds; `None` and `word` are accepted as well.
+
+    The field's docstring says what they mean.
+    """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below, "word": word}
     metadata = {name: value for name, value in bounds.items() if value is not None}
     return field(default=default if default is not NO_DEFAULT else MISSING, metadata=metadata)

@@ -9,7 +9,7 @@ from tpu_experiments.config.planning import TaskConfig
 
 @dataclass
 class ChoiceConfig:
-    """How the next token is chosen; the steps are taken in the order of the keys, as transformers takes them."""
+    """Choice of the next token; steps are applied in the order of the keys, as in transformers."""
 
     repetition_penalty: float = number(default=1.0, above=0)
     """Logits of tokens that occurred are divided by it where positive, else multiplied (arXiv 1909.05858); 1 is off."""

@@ -19,7 +19,7 @@ class TaskConfig:
 
 @dataclass
 class SearchConfig:
-    """What `explore: search` tries: every combination of the axes under the configured global batch."""
+    """Search space of `explore: search`: every combination of the axes under the configured global batch."""
 
     axes: dict[str, list[Any]] = field(default_factory=dict)
     """Key or group of the command line to the values it takes, none leaves it alone. A combination that the checks

@@ -20,8 +20,8 @@ class MetricLogger(Protocol):
     Optional members of a class:
 
     * `image(step, *, tag, png)` receives pictures of the run, as PNG files.
-    * `rows(step, labels)` receives `source:row` of every row of the global batch when a step is queued. A step is
-      repeated when the run is killed before its next checkpoint.
+    * `rows(step, labels)` receives `source:row` of every row of the global batch when a step is queued. A step may
+      be repeated when the run is killed before its next checkpoint.
     * `on_error = "drop"`: a logger that raises is logged and dropped, and the run continues.
     """
 

@@ -14,7 +14,7 @@ WAIT_SECONDS = 120.0
 
 
 class Probe:
-    """Logger that appends JSON lines: `start`, `rows` when a step is queued, `read` when its loss arrives.
+    """Logger of flushed JSON lines: `start`, `rows` when a step is queued, `read` when its loss arrives.
 
     Args:
         context: of the run.

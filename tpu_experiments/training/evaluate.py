@@ -28,7 +28,7 @@ MORE_MEASURES = ("accuracy", "bits_per_byte")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per supervised token, over all sources and for each."""
+    """Held-out results: mean loss in nats per supervised token, over all sources and for each."""
 
     loss: float
     num_tokens: int
@@ -40,12 +40,15 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinity where that overflows."""
+        """Return exp(loss); infinity where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 class Evaluator:
-    """One program of one shape; the last batch is padded with rows of zero weight."""
+    """Compute held-out results with one program of one shape.
+
+    The last batch is padded with rows of zero weight.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Evaluator:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """What the program takes, (rows, T) int32 each."""
+        """Return the names of the program's inputs, (rows, T) int32 each."""
         return ROW_TENSORS if self.token_scores is None else (*ROW_TENSORS, TEXT)
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:

@@ -143,7 +143,7 @@ class Guard:
         state.recent = [*state.recent, loss][-window:]
 
     def sentence(self, skipped: Skipped) -> str:
-        """What was not finite, and in which rows."""
+        """Format what was not finite, and in which rows."""
         if skipped.rows:
             rows = f"rows (source:row): {named(skipped.rows)}"
         elif self.world_size > 1:

@@ -85,16 +85,19 @@ class Ledger:
         self._write()
 
     def update(self, step: int) -> dict[str, float]:
-        """Everything up to optimizer step `step` is done; values of the log record, over all lives."""
+        """Note that everything up to optimizer step `step` is done; return the log record's values.
+
+        They are totals over all lives of the run.
+        """
         self._settle(step)
         if time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
         return scalars(self.totals())
 
     def roll_back(self, step: int, *, num_lost: int) -> None:
-        """The run is back at `step`: the `num_lost` steps after it came to nothing, and so did their time.
+        """Note a rollback to `step`: the `num_lost` steps after it, and their time, are lost.
 
-        Some may be counted as lost already, in place of those of an earlier life: later ones take their place.
+        Some may already be counted as lost, for repeating steps of an earlier process; the new ones replace those.
         """
         last, there, trained = self._marks[-1], self._at(step), self._trained()
         replaced = min(round(last.lost_steps - there.lost_steps), num_lost)
@@ -108,7 +111,7 @@ class Ledger:
         self._write()
 
     def totals(self) -> dict[str, Any]:
-        """The account of all lives, this one as it stands at the last update."""
+        """Return the account of all processes' lives, this one as of the last update."""
         return account([*self.earlier, self.life])
 
     def result(self) -> dict[str, Any]:

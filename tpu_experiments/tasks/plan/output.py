@@ -17,7 +17,7 @@ from tpu_experiments.planning.search import overlay_yaml
 from tpu_experiments.tasks.plan.formulas import arch_of
 
 REFERENCE_HW = ("t4x2", "a100")
-"""Machines of the UK-law recipe's comparison and the most common rental; datasheet estimates only."""
+"""The UK-law recipe's comparison and the most commonly rented alternative; known from datasheets only."""
 
 
 def publish(plan: Plan, *, config: Config) -> None:

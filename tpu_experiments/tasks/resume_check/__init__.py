@@ -32,7 +32,7 @@ from tpu_experiments.training.inputs import num_steps
 
 log = logging.getLogger(__name__)
 MIN_STEPS = 4
-"""Two saves and a lost step, then a foreground save, another lost step and no other save."""
+"""Two saves and a lost step, then a blocking save, another lost step and no other save."""
 
 
 def run(config: Config) -> None:

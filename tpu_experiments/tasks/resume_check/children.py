@@ -40,7 +40,7 @@ class LifeFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL at the first log record from step `after` on, once that of `checkpoint` is complete."""
+    """SIGKILL at the first log record from step `after` on, once checkpoint `checkpoint` is complete."""
 
     checkpoint: int
     after: int
