@@ -34,7 +34,7 @@ class GuardConfig:
 
 @dataclass
 class CanaryConfig:
-    """Comparison of the first step's gradients on several devices with a float32 host reference.
+    """Comparison of the first gradients on several devices with a float32 host reference, before step 1.
 
     The training program itself runs once on a few short rows, and what it leaves in the optimizer's state is compared
     with what the same step leaves there in plain torch on one CPU device; then everything is put back.

@@ -47,10 +47,10 @@ def chip_variables(chip: int) -> dict[str, str]:
     """Return the environment of a process that has one chip of the host and no peers.
 
     Skye Wanderman-Milne, https://gist.github.com/skye/f82ba45d2445bb19d53545538754f9a3: bounds 1,1,1 and a port of its
-    own ("non-communicating processes"). Without the bounds libtpu locks the whole host. The former names of the same
-    settings (`HOST` for `PROCESS`, `DEVICES` for `CHIPS`), which containers export (Kaggle, Colab, GKE), are set as well
-    where they exist. torch_xla's own `configure_one_chip_topology` sets the first three by setdefault, which keeps these
-    values.
+    own ("non-communicating processes"). Without the bounds libtpu locks the whole host. The former names of the
+    settings (`HOST` for `PROCESS`, `DEVICES` for `CHIPS`), which containers export (Kaggle, Colab, GKE), are set as
+    well where they exist. torch_xla's own `configure_one_chip_topology` sets the first three by setdefault, which
+    keeps these values.
     """
     port = str(FIRST_PORT + chip)
     values = {

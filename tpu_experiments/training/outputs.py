@@ -108,7 +108,10 @@ class RunOutputs:
             self._records = [_losses_of(record) for record in earlier if record["step"] <= step]
 
     def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
-        """Log one training record; `groups` names the norms."""
+        """Log one training record: mean loss of the interval, learning rate, norms and meters.
+
+        `groups` names the norms.
+        """
         if self.loggers is None:
             return
         values = {

@@ -134,7 +134,7 @@ class Parts:
         log.info("%s", self.model.report)
 
     def build_evaluator(self) -> Evaluator:
-        """Create the evaluator; it computes the loss only if `row_loss` is overridden."""
+        """Create the evaluator; with an overridden `row_loss` it reports the loss alone."""
         is_own = type(self).row_loss is not Parts.row_loss
         tokenizer = self.inputs.tokenizer  # a plan has none
         return Evaluator(

@@ -192,9 +192,9 @@ def from_host(
     order: Sequence[str],
     source: str,
 ) -> None:
-    """Place the tensors of the checkpoint `source` as the run's own, in this order.
+    """Place a checkpoint's tensors as the run's own, `parameters` before `optimizer`.
 
-    The groups are `parameters` and `optimizer`.
+    `source` is the checkpoint's folder, `order` that of the parameters.
 
     Raises:
         ConfigError: one has a value that is NaN or infinite.

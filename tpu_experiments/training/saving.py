@@ -153,7 +153,9 @@ class Saver:
         self._together(lambda: self._keep_whole(state.copied() if fits else state, first="here"))
 
     def _keep_whole(self, state: Snapshot, *, first: Literal["there", "here"] = "there") -> None:
-        """Write and commit; to the local disk if the folder is unreachable (io/spool.py).
+        """Write and commit, spilling to the local disk if the folder is unreachable (io/spool.py).
+
+        `_keep_written` and `_keep_committed` spill in the same way.
 
         `_keep_written` and `_keep_committed` do the same.
         """

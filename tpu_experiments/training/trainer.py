@@ -286,7 +286,7 @@ class Trainer(Staged):
     def stop_for(self, error: UnexpectedProgram) -> NoReturn:
         """Save what is done, then end the run with the reason for the unexpected compilation.
 
-        Other processes may not have met it, so with several none waits to save.
+        With several processes nothing is saved, since the others may not have met it and would not take part.
 
         Raises:
             TrainingStopped: always.
