@@ -1,1 +1,1 @@
-"""From a laptop to a TPU and back: launch/README.md."""
+"""Launch runs on Cloud TPU VMs from a laptop; see launch/README.md."""

@@ -1,10 +1,10 @@
-"""Add what this project needs to a notebook's own Python, and leave torch, torch_xla and their kin as they are.
+"""Install the project's missing dependencies into a notebook's Python; keep its torch and torch_xla.
 
     python launch/add_missing.py
 
-Colab's TPU image has the torch, torch_xla and libtpu that belong together; an unpinned `pip install` of anything that
-depends on torch may replace them, and then torch_xla is no longer importable. Here they are constraints of the one pip
-command. Needs the standard library and `packaging`, which every such image has.
+Colab's TPU image has matching versions of torch, torch_xla and libtpu; an unpinned `pip install` of anything that
+depends on torch may replace them, and then torch_xla is no longer importable. Here the installed versions are passed as
+constraints to a single pip command. Needs the standard library and `packaging`, which every such image has.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ NEEDED = ("torch", "torch_xla")
 
 
 def installed(name: str) -> str | None:
-    """Version of a package of this Python."""
+    """Return the installed version of a package, or None if it is missing."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -31,7 +31,7 @@ def installed(name: str) -> str | None:
 
 
 def unfit(lines: list[str], versions: Mapping[str, str | None]) -> list[str]:
-    """Requirements that are missing here or have another version."""
+    """Return the requirements that are missing or not satisfied by the installed version."""
     wanted = [Requirement(line) for line in lines]
     return [
         str(each)
@@ -41,7 +41,10 @@ def unfit(lines: list[str], versions: Mapping[str, str | None]) -> list[str]:
 
 
 def main(pyproject: Path = PYPROJECT) -> int:
-    """Exit code 0 complete, 1 pip failed or changed what it should keep, 2 this image has another torch."""
+    """Install what is missing and return the exit code.
+
+    0: complete; 1: pip failed or changed a package it had to keep; 2: the image's torch or torch_xla does not fit.
+    """
     lines = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"]
     versions = {Requirement(line).name: installed(Requirement(line).name) for line in lines}
     others = unfit([line for line in lines if Requirement(line).name in NEEDED], versions)

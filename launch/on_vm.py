@@ -1,13 +1,13 @@
-"""What launch/startup.sh does inside the environment: name the machine, and keep compiled programs in the run's bucket.
+"""Name the machine and keep compiled programs in the run's bucket; the Python part of startup.sh.
 
     python -m launch.on_vm hw                        # prints the conf/hw of this machine
     python -m launch.on_vm pull KEY=VALUE...         # bucket -> hw.compile_cache
     python -m launch.on_vm push KEY=VALUE...         # the other way
     python -m launch.on_vm run KEY=VALUE... -- COMMAND...
 
-A spot VM that comes back would compile for minutes what the one before it had compiled. Programs lie below
-`<output_dir>/compile_cache/<hw>/<versions>`, so that no other libtpu is handed them. `run` passes requests to stop on
-to the command and ends with its exit code; a cache that cannot be copied never keeps a run from training.
+Without the cache, a replacement spot VM would spend minutes compiling what its predecessor had compiled. Programs are
+stored below `<output_dir>/compile_cache/<hw>/<versions>`, so that no other libtpu version loads them. `run` forwards
+stop signals to the command and exits with its exit code; a failed cache copy never prevents a run from training.
 """
 
 import os
@@ -34,17 +34,17 @@ from tpu_experiments.tasks.doctor.cloud import look_at_machine
 ROOT = Path(__file__).parents[1]
 PUSH_SECONDS = 300.0
 LAST_PUSH_SECONDS = 15.0
-"""Of the 30 s between the notice of a spot VM and its end, the run's own checkpoint has the first part."""
+"""Of the 30 s between a spot VM's preemption notice and its end, the run's own checkpoint comes first."""
 SETTLED_SECONDS = 10.0
-"""torch_xla writes a program in place: one that was written a moment ago may be half of it."""
+"""Minimum age of a file to push: torch_xla writes programs in place, so a recent one may be incomplete."""
 THREADS = 8
 
 
 def hw_of_machine() -> str:
-    """Name of the machine in conf/hw, by what the Cloud TPU API calls it.
+    """Return the machine's name in conf/hw, from its Cloud TPU accelerator type; `cpu` without a TPU.
 
     Raises:
-        ConfigError: there is a TPU and nobody says which.
+        ConfigError: there is a TPU of unknown type, or no file of conf/hw has its type.
     """
     accelerator_type = look_at_machine().accelerator_type
     if accelerator_type is None:
@@ -59,10 +59,10 @@ def hw_of_machine() -> str:
 
 
 def config_of(overrides: list[str]) -> Config:
-    """The config of the run, as run.py composes it; of the tasks one that no machine is too large for.
+    """Compose the run's config as run.py does, with `task=prepare`, which no machine is too small for.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the config is refused.
     """
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -71,7 +71,10 @@ def config_of(overrides: list[str]) -> Config:
 
 
 def places_of(config: Config) -> tuple[str, str] | None:
-    """Folder of compiled programs here, and their address; None where none are kept or `output_dir` is local."""
+    """Return the local compile cache folder and its remote address.
+
+    None where no programs are cached or `output_dir` is local.
+    """
     folder = compile_cache_folder(config, process=0)
     if folder is None or not paths.is_remote(config.output_dir):
         return None
@@ -89,7 +92,7 @@ def _version(name: str) -> str:
 
 
 def remote_sizes(url: str) -> dict[str, int]:
-    """Bytes of every object below an address, by its name there."""
+    """Return the size in bytes of every object below an address, by relative name."""
     filesystem, key = paths.filesystem_of(url)
     prefix = key.strip("/") + "/"
     found = filesystem.find(key, detail=True)
@@ -97,7 +100,7 @@ def remote_sizes(url: str) -> dict[str, int]:
 
 
 def local_sizes(folder: str, *, age_seconds: float) -> dict[str, int]:
-    """Bytes of every file below a folder that was not written for so long."""
+    """Return the size in bytes of every file below a folder last modified at least `age_seconds` ago."""
     now = time.time()
     files = [path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith(".")]
     return {
@@ -108,7 +111,7 @@ def local_sizes(folder: str, *, age_seconds: float) -> dict[str, int]:
 
 
 def pull(folder: str, url: str) -> int:
-    """Copy what is there and not here; returns the number of files."""
+    """Download the programs that are missing locally; return the number of files."""
     here, there = local_sizes(folder, age_seconds=0.0), remote_sizes(url)
 
     def copy(name: str) -> None:
@@ -120,7 +123,7 @@ def pull(folder: str, url: str) -> int:
 
 
 def push(folder: str, url: str, *, age_seconds: float = SETTLED_SECONDS) -> int:
-    """Copy what is here and not there, or has another size there; returns the number of files."""
+    """Upload the programs that are missing remotely or differ in size; return the number of files."""
     here, there = local_sizes(folder, age_seconds=age_seconds), remote_sizes(url)
 
     def copy(name: str) -> None:
@@ -137,7 +140,7 @@ def _each(copy: Callable[[str], None], names: Iterator[str]) -> int:
 
 
 def kept(direction: str, places: tuple[str, str] | None, *, age_seconds: float = SETTLED_SECONDS) -> None:
-    """Pull or push, and say how it went; a failure is said and passed over."""
+    """Pull or push the compile cache and report the result; a failure is printed, never raised."""
     if places is None:
         print("on_vm: no compile cache is kept for this run", file=sys.stderr)
         return
@@ -153,7 +156,7 @@ def kept(direction: str, places: tuple[str, str] | None, *, age_seconds: float =
 
 
 def run(command: list[str], places: tuple[str, str] | None) -> int:
-    """Run a command and push what it compiles; its exit code."""
+    """Run a command, push the programs it compiles every 300 s and at its end, and return its exit code."""
     relay = Relay()
     child = relay.start(command)
     while True:
@@ -171,7 +174,7 @@ def run(command: list[str], places: tuple[str, str] | None) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0, 2 refused, or that of the command."""
+    """Run one subcommand; return 0, 2 if the config is refused, or the exit code of `run`'s command."""
     what, *words = arguments
     divider = words.index("--") if "--" in words else len(words)
     try:

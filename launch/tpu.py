@@ -1,9 +1,12 @@
-"""From a laptop to a TPU and back: `python launch/tpu.py --help`. Imports neither torch nor Hydra."""
+"""Rent a TPU, train on it and fetch the results: `python launch/tpu.py --help`.
+
+Imports neither torch nor Hydra.
+"""
 
 import sys
 from pathlib import Path
 
-# The package is found from the repository's root, wherever the command is given from.
+# Import the package from the repository's root, whatever the working directory.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.tpu_vm.cli import main  # noqa: E402

@@ -1,1 +1,4 @@
-"""The launcher behind launch/tpu.py: decisions in pure functions, gcloud and ssh at the edge; never imports torch."""
+"""Launcher behind launch/tpu.py: pure functions decide, gcloud and ssh run at the edge.
+
+Nothing here imports torch.
+"""

@@ -1,4 +1,4 @@
-"""Results of a run, or of every point of a sweep, in a bucket."""
+"""Fetch the results of a run, or of every point of a sweep, from a bucket."""
 
 import json
 from pathlib import Path
@@ -15,21 +15,21 @@ COPY_SECONDS = 900.0
 RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "adapter")
 SWEEP_FILES = r"[^/]+/(result\.json|test_results\.json|README\.md|config\.yaml|adapter/.*)|sweep\.json|leaderboard\..*"
 SWEEP_FILES += r"|(tensorboard|logs)/.*"
-"""Names in the folder of a sweep, as launch/worker.sh packs them; a point lies in a folder of its own."""
+"""Files of a sweep to fetch, the same that launch/worker.sh packs; each point has a folder of its own."""
 
 
 class Bucket:
-    """Reads; the run on the VM writes."""
+    """Read-only view of the bucket that the run on the VM writes to."""
 
     def __init__(self, run: Run, files: LocalFiles) -> None:
         self._run = run
         self._files = files
 
     def fetch(self, record: Record, into: Path) -> list[str]:
-        """Results to a folder that is there; names of what came.
+        """Copy the results into an existing local folder; return the names of what was copied.
 
         Raises:
-            UnreachableError
+            UnreachableError: a copy failed for another reason than a missing object.
         """
         if not is_sweep(record.overrides):
             return [name for name in RESULTS if self._copied(f"{record.run_folder}/{name}", into)]
@@ -43,9 +43,10 @@ class Bucket:
         return self._files.names(into)
 
     def is_finished(self, record: Record) -> bool:
-        """Whether the run has written its result, which it does last; of a sweep, whether every point has.
+        """Return whether the run's result, its last file, exists; for a sweep, that of every point.
 
-        Only a grid writes all of its points down at its start. A point that has failed would be tried again.
+        Only a grid lists all of its points in sweep.json when it starts. A failed point does not count, so that it is
+        retried.
         """
         if not is_sweep(record.overrides):
             return self._run(commands.bucket_look(f"{record.run_folder}/result.json")).code == 0

@@ -1,4 +1,4 @@
-"""The commands of launch/tpu.py."""
+"""Parse and run the commands of launch/tpu.py."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ exit codes: 0 finished, 1 failed, 2 refused, 75 stopped on request"""
 
 
 def main(arguments: list[str], world: World | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code."""
     if not arguments or {"-h", "--help", "help"} & set(arguments[:1]):
         print(USAGE)
         return 0 if arguments else REFUSED
@@ -50,7 +50,7 @@ def main(arguments: list[str], world: World | None = None) -> int:
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
-    except KeyboardInterrupt:  # while nothing was rented yet; later the driver has it
+    except KeyboardInterrupt:  # only before anything is rented; afterwards the driver handles it
         print("interrupted; python launch/tpu.py status shows what costs", file=sys.stderr)
         return STOPPED
     except CloudError as error:
@@ -59,13 +59,16 @@ def main(arguments: list[str], world: World | None = None) -> int:
 
 
 def _say(line: str) -> None:
-    """A terminal that is gone must not keep a machine from being deleted."""
+    """Print a line; a closed terminal must not prevent the deletion of a machine."""
     with suppress(OSError, ValueError):
         print(line, flush=True)
 
 
 def _end_as_by_ctrl_c(*numbers: signal.Signals) -> None:
-    """A closed terminal and `kill` delete as Ctrl-C does; under nohup a closed terminal is none."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C, so that both delete the machine.
+
+    An ignored signal stays ignored: under nohup, closing the terminal ends nothing.
+    """
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
@@ -94,7 +97,7 @@ def _command(arguments: list[str], world: World) -> int:
 
 
 def _dry(world: World, words: list[str]) -> World:
-    """Nothing is run, written or asked."""
+    """Return a world in which commands are printed and nothing is run, written or asked."""
     settings, _ = settings_of(words)
     count = load_slice(settings.hw).num_workers if settings.hw else 1
     pretended = dry.DryRun(world.say, num_workers=count, service_account=settings.service_account)

@@ -1,26 +1,26 @@
-"""Time; simulated in the tests."""
+"""Clock of the launcher, replaced by a simulated one in the tests."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Time; simulated in the tests."""
+    """Protocol of the clock."""
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """Return the time in seconds since 1970."""
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for `seconds`."""
 
 
 class WallClock:
-    """The real one."""
+    """Clock of the operating system."""
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """Return the time in seconds since 1970."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for `seconds`."""
         time.sleep(seconds)

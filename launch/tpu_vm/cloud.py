@@ -1,4 +1,4 @@
-"""The Cloud TPU API as far as a launch needs it, through gcloud with --format=json."""
+"""Call the Cloud TPU API, as far as a launch needs it, through gcloud with --format=json."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ TRIES = 6
 
 
 class CloudError(Exception):
-    """A failure of the API, with its kind."""
+    """Failure of the API, classified by `kind` (failures.py)."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
@@ -24,17 +24,17 @@ class CloudError(Exception):
 
 
 class Cloud:
-    """One launch's view of the API; a failure that passes is tried again before it is told."""
+    """Client of the Cloud TPU API for one launch; transient failures are retried before they are raised."""
 
     def __init__(self, run: Run, *, sleep: Callable[[float], None]) -> None:
         self._run = run
         self._sleep = sleep
 
     def call(self, words: list[str], *, timeout: float = 120.0) -> str:
-        """What the command printed.
+        """Run a gcloud command and return its standard output.
 
         Raises:
-            CloudError: with the kind of the failure; one that passes only after six tries, with 62 s of waiting.
+            CloudError: classified; for a transient or unknown failure only after six tries with 62 s of waiting in all.
         """
         for attempt in range(TRIES):
             done = self._run(words, timeout=timeout)
@@ -47,7 +47,7 @@ class Cloud:
         raise AssertionError("unreachable")
 
     def look(self, target: Target) -> Seen:
-        """The resource and, where it is ACTIVE, its node."""
+        """Return the state of the queued resource and, where it is ACTIVE, of its node."""
         try:
             resource = _json(self.call(commands.describe(target)))
         except CloudError as error:
@@ -69,7 +69,7 @@ class Cloud:
             raise
 
     def create(self, target: Target, slice_: Slice, **lengths: Any) -> None:
-        """Ask for the resource; that it is there already is what was wanted."""
+        """Request the queued resource; one that already exists counts as success."""
         try:
             self.call(commands.create(target, slice_, **lengths), timeout=300.0)
         except CloudError as error:
@@ -77,7 +77,7 @@ class Cloud:
                 raise
 
     def delete(self, target: Target) -> bool:
-        """Delete the resource with its node; False where the API will not yet."""
+        """Delete the resource with its node; return False where the API refuses in its present state."""
         try:
             self.call(commands.delete(target), timeout=300.0)
         except CloudError as error:
@@ -89,7 +89,7 @@ class Cloud:
 
 
 def as_launch_error(error: CloudError) -> LaunchError:
-    """One sentence with what to do."""
+    """Turn an API failure into one sentence for the user, with what to do."""
     advice = f" {advice_for(str(error))}." if error.kind == "structural" else " Try again later."
     return LaunchError(f"{str(error).rstrip('.')};{advice}", code=FAILED)
 

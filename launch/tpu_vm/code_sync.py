@@ -1,4 +1,4 @@
-"""The code on its way to the VM: the files of this working tree, or a sparse clone made there."""
+"""Transfer the code to the VM: an archive of this working tree, or a sparse clone made on the VM."""
 
 import io
 import os
@@ -15,15 +15,15 @@ from launch.tpu_vm.settings import Settings
 ROOT = Path(__file__).parents[2]
 MAX_MB = 100
 PRIVATE = (".env", "deploy_key")
-"""Ends of names that never leave this machine, whether git ignores them or not."""
+"""Suffixes of files that never leave this machine, whether git ignores them or not."""
 KEY_FILE = "~/.ssh/tpu_experiments_deploy"
 
 
 def working_tree(root: Path = ROOT) -> list[str]:
-    """What git tracks and what it does not ignore, as it lies on the disk; uncommitted changes are in it.
+    """Return the tracked and the untracked, not ignored files, with their uncommitted changes.
 
     Raises:
-        LaunchError: no git checkout, or more than 100 MB.
+        LaunchError: `root` is no git checkout, or its files exceed 100 MB.
     """
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -41,7 +41,7 @@ def working_tree(root: Path = ROOT) -> list[str]:
 
 
 def archive(file: Path, root: Path = ROOT) -> str:
-    """Write the working tree as a tar.gz, with the commit it stands on; what it is in words."""
+    """Write the working tree and its commit (`.commit`) as a tar.gz; return a description of it."""
     names = working_tree(root)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file, "w:gz") as tar:
@@ -55,7 +55,7 @@ def archive(file: Path, root: Path = ROOT) -> str:
 
 
 def unpack_command(name: str) -> str:
-    """On the VM: this code and nothing of an earlier one, but the environment and outputs stay."""
+    """Return the VM's command that replaces the code and keeps its environment and outputs."""
     keep = " ".join(f"! -name {shlex.quote(kept)}" for kept in (".venv", ".venv.lock", "outputs"))
     return (
         f"set -e; mkdir -p ~/{CHECKOUT}; cd ~/{CHECKOUT}; "
@@ -64,7 +64,7 @@ def unpack_command(name: str) -> str:
 
 
 def clone_command(settings: Settings) -> str:
-    """On the VM: a clone of one commit, with the files of some folders only; again, it is brought up to date."""
+    """Return the VM's command that makes or updates a sparse, blobless clone of one commit."""
     ssh = f"ssh -i {KEY_FILE} -o IdentitiesOnly=yes -o StrictHostKeyChecking=accept-new"
     private = f"export GIT_SSH_COMMAND={shlex.quote(ssh)}; " if is_private(settings) else ""
     repo, ref = shlex.quote(settings.repo), shlex.quote(settings.ref)
@@ -78,22 +78,26 @@ def clone_command(settings: Settings) -> str:
 
 
 def is_private(settings: Settings) -> bool:
-    """Whether the repository is cloned over ssh, with a key."""
+    """Return whether the repository is cloned over ssh with a deploy key."""
     return not settings.repo.startswith("https://")
 
 
 def keep_key_command() -> str:
-    """On the VM: the deploy key from stdin into a file of this user."""
+    """Return the VM's command that stores the deploy key, read from stdin, with mode 0600."""
     return f"umask 077; mkdir -p ~/.ssh; cat >{KEY_FILE}"
 
 
 def key_folder(state: Path, settings: Settings) -> Path:
-    """Where the key of a repository lies: a host takes a deploy key for one repository alone."""
+    """Return the key folder of a repository; a git host accepts a deploy key for one repository only."""
     return state / "keys" / re.sub(r"[^A-Za-z0-9]+", "-", settings.repo)
 
 
 def deploy_key(folder: Path) -> tuple[Path, str]:
-    """The private key's file (mode 0600) and the public key (ed25519), made where there is none."""
+    """Return the private key's file (mode 0600) and the public key (ed25519), created if missing.
+
+    Raises:
+        LaunchError: ssh-keygen failed.
+    """
     file = folder / "deploy_key"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Every command line that is run, as a list of words; nothing here runs one.
+"""Build every command line as a list of words; nothing here runs one.
 
-`--accelerator-type` is used and never `--type`, which takes no v5e or v6e outside alpha. No flag needs alpha but the
-ssh through IAP that `network=internal` asks for.
+`--accelerator-type` is used and never `--type`, which accepts no v5e or v6e outside alpha. Only ssh through IAP
+(`network=internal`) needs the alpha track.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from launch.tpu_vm.slices import Slice
 
 LABEL = "tpu-experiments"
 CHECKOUT = "tpu_experiments"
-"""Folder of the code in the home directory of the VM."""
+"""Folder of the code in the VM's home directory."""
 TUNNELS = 8
-"""Workers that are spoken to at a time through IAP."""
+"""Workers addressed at a time through IAP."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where commands go: project, zone and the id that the queued resource and its node share."""
+    """Destination of commands: project, zone, and the id shared by the queued resource and its node."""
 
     settings: Settings
     project: str
@@ -27,18 +27,18 @@ class Target:
 
     @property
     def place(self) -> list[str]:
-        """Flags of every command."""
+        """Return the flags that every command takes."""
         account = [f"--account={self.settings.account}"] if self.settings.account else []
         return [f"--project={self.project}", f"--zone={self.zone}", *account]
 
 
 def create(target: Target, slice_: Slice, *, watchdog: str, watchdog_seconds: float, valid_seconds: float) -> list[str]:
-    """Ask for a queued resource of one node.
+    """Request a queued resource with one node.
 
     Args:
         watchdog: file of the VM's start-up script.
-        watchdog_seconds: after so long the VM deletes itself.
-        valid_seconds: after so long in the queue the request fails by itself.
+        watchdog_seconds: time after which the VM deletes itself, at least 60.
+        valid_seconds: time in the queue after which the request fails by itself, at least 600.
     """
     settings = target.settings
     metadata = {
@@ -65,7 +65,7 @@ def create(target: Target, slice_: Slice, *, watchdog: str, watchdog_seconds: fl
 
 
 def describe(target: Target) -> list[str]:
-    """The queued resource."""
+    """Describe the queued resource."""
     return [
         "gcloud",
         "compute",
@@ -79,112 +79,112 @@ def describe(target: Target) -> list[str]:
 
 
 def describe_node(target: Target) -> list[str]:
-    """Its node."""
+    """Describe the node of the queued resource."""
     return ["gcloud", "compute", "tpus", "tpu-vm", "describe", target.resource, *target.place, "--format=json"]
 
 
 def delete(target: Target) -> list[str]:
-    """The queued resource with its node."""
+    """Delete the queued resource with its node."""
     words = ["gcloud", "compute", "tpus", "queued-resources", "delete", target.resource, *target.place]
     return [*words, "--force", "--quiet", "--async"]
 
 
 def delete_node(target: Target) -> list[str]:
-    """A node that no queued resource made."""
+    """Delete a node that no queued resource created."""
     return ["gcloud", "compute", "tpus", "tpu-vm", "delete", target.resource, *target.place, "--quiet", "--async"]
 
 
 def listing(target: Target, kind: str) -> list[str]:
-    """All `queued-resources` or all `tpu-vm` of a zone."""
+    """List all `queued-resources` or all `tpu-vm` of a zone."""
     return ["gcloud", "compute", "tpus", kind, "list", *target.place, "--format=json"]
 
 
 def ssh(target: Target, command: str, *, worker: str = "all") -> list[str]:
-    """Run `command` on a worker, or on all of them at once."""
+    """Run `command` on one worker, or on all of them at once."""
     words = [*_tpu_vm(target), "ssh", target.resource, *target.place, f"--worker={worker}"]
     words += _tunnel(target, worker=worker)
     return [*words, "--quiet", "--strict-host-key-checking=no", f"--command={command}"]
 
 
 def shell(target: Target, *, worker: str) -> list[str]:
-    """A login on a worker."""
+    """Open a login shell on a worker."""
     words = [*_tpu_vm(target), "ssh", target.resource, *target.place, f"--worker={worker}"]
     return words + _tunnel(target, worker=worker)
 
 
 def copy_to(target: Target, local: str, remote: str) -> list[str]:
-    """A file to all workers."""
+    """Copy a file to all workers."""
     words = [*_tpu_vm(target), "scp", local, f"{target.resource}:{remote}", *target.place, "--worker=all"]
     words += _tunnel(target, worker="all")
     return [*words, "--quiet", "--strict-host-key-checking=no"]
 
 
 def copy_from(target: Target, remote: str, local: str) -> list[str]:
-    """A folder or file of worker 0 to this machine."""
+    """Copy a file or folder from worker 0 to this machine."""
     words = [*_tpu_vm(target), "scp", "--recurse", f"{target.resource}:{remote}", local, *target.place, "--worker=0"]
     words += _tunnel(target, worker="0")
     return [*words, "--quiet", "--strict-host-key-checking=no"]
 
 
 def _tpu_vm(target: Target) -> list[str]:
-    """Only alpha goes through IAP."""
+    """Return the gcloud command group; only its alpha track supports IAP."""
     track = ["alpha"] if target.settings.network == "internal" else []
     return ["gcloud", *track, "compute", "tpus", "tpu-vm"]
 
 
 def _tunnel(target: Target, *, worker: str) -> list[str]:
-    """Through IAP; not all workers at a time, since sshd refuses more than ten handshakes."""
+    """Return the IAP flags, with workers in batches: sshd refuses more than ten simultaneous handshakes."""
     if target.settings.network != "internal":
         return []
     return ["--tunnel-through-iap", *([f"--batch-size={TUNNELS}"] if worker == "all" else [])]
 
 
 def bucket_copy(source: str, local: str) -> list[str]:
-    """A file or folder of a bucket to a local folder."""
+    """Copy a file or folder of a bucket to a local folder."""
     return ["gcloud", "storage", "cp", "--recursive", source, local]
 
 
 def bucket_look(address: str) -> list[str]:
-    """Whether there is such an object."""
+    """List an object, which fails if it does not exist."""
     return ["gcloud", "storage", "ls", address]
 
 
 def bucket_part(source: str, local: str, *, kept: str) -> list[str]:
-    """The objects of a folder of a bucket whose names in it match `kept`, to a local folder that is there.
+    """Copy the objects of a bucket folder whose relative names match `kept` to an existing local folder.
 
-    `--exclude` is matched from the first letter on; a ^ there would name the separator of a list.
+    `--exclude` is matched from the first character on; a leading ^ would set gcloud's list separator.
     """
     return ["gcloud", "storage", "rsync", "--recursive", f"--exclude=(?!({kept})$)", source, local]
 
 
 def bucket_read(address: str) -> list[str]:
-    """The text of an object."""
+    """Print the text of an object."""
     return ["gcloud", "storage", "cat", address]
 
 
 def bucket_fill(source: str, bucket: str) -> list[str]:
-    """A local folder to a bucket; what is there already is not sent again."""
+    """Upload a local folder to a bucket, skipping what is already there."""
     return ["gcloud", "storage", "rsync", "--recursive", source, bucket]
 
 
 def project() -> list[str]:
-    """gcloud's own project."""
+    """Print gcloud's default project."""
     return ["gcloud", "config", "get-value", "project", "--quiet"]
 
 
 def project_number(project_id: str, settings: Settings) -> list[str]:
-    """The number of a project, after which its Compute Engine account is named."""
+    """Print the number of a project, which names its default Compute Engine account."""
     account = [f"--account={settings.account}"] if settings.account else []
     return ["gcloud", "projects", "describe", project_id, *account, "--format=value(projectNumber)", "--quiet"]
 
 
 def policy(project_id: str, settings: Settings) -> list[str]:
-    """Who has which role in a project."""
+    """Print the IAM policy of a project."""
     account = [f"--account={settings.account}"] if settings.account else []
     return ["gcloud", "projects", "get-iam-policy", project_id, *account, "--format=json", "--quiet"]
 
 
 def grant(project_id: str, service_account: str) -> list[str]:
-    """What the user is told to run; the launcher gives nobody a role."""
+    """Grant the role to delete TPUs; shown to the user, since the launcher itself grants no role."""
     words = ["gcloud", "projects", "add-iam-policy-binding", project_id, f"--member=serviceAccount:{service_account}"]
     return [*words, "--role=roles/tpu.admin", "--condition=None"]

@@ -1,4 +1,4 @@
-"""Does what machine.decide says, one action after the other, and keeps the record before what cannot be undone."""
+"""Execute the actions chosen by machine.decide, saving the record before each irreversible one."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,13 +22,13 @@ from launch.tpu_vm.workers import ENDING_SECONDS
 
 MAX_FETCHES = 4
 MAX_STUMBLES = 8
-"""Failures of the API or of this program in a row, while cleaning up, after which the user is told to look."""
+"""Consecutive failures of the API or of this program during cleanup before the user is asked to intervene."""
 ALWAYS_GONE = ("budget", "capacity", "refused", "interrupted", "down")
 
 
 @dataclass
 class Driver:
-    """One launch on its way to its goal."""
+    """State and collaborators of one launch on its way to its goal."""
 
     record: Record
     store: Store
@@ -46,18 +46,21 @@ class Driver:
 
     @property
     def target(self) -> Target:
-        """Where the present resource is, or will be."""
+        """Return where the present resource is, or will be."""
         return Target(self.settings, self.record.project, self.record.zone, self.record.resource)
 
     def save(self, line: str = "", **changes: object) -> None:
-        """Change the record, on disk too; a line is shown and kept."""
+        """Change the record in memory and on disk; print `line` and add it to the history."""
         self.record = noted(self.record, line, **changes) if line else replace(self.record, **changes)  # type: ignore[arg-type]
         self.store.save(self.record)
         if line:
             self.say(line)
 
     def run(self) -> Record:
-        """Until nothing is left to do. Ctrl-C once: stop, fetch, delete. Twice: at once; the record knows the rest."""
+        """Act until nothing is left to do, and return the record.
+
+        The first Ctrl-C stops, fetches and deletes; the second exits at once, with the record on disk for `down`.
+        """
         stumbles = 0
         while not self.record.done:
             try:
@@ -77,21 +80,21 @@ class Driver:
         return self.record
 
     def step(self) -> None:
-        """One look and one action."""
+        """Observe the resource once and execute one action."""
         seen = self.cloud.look(self.target)
         self.account(seen)
         action = decide(self.record, seen, now=self.clock.now(), limits=self._limits())
         getattr(self, f"do_{action.kind}")(action, seen)
 
     def _limits(self) -> Limits:
-        """With the price of the present zone."""
+        """Return the limits with the price of the present zone."""
         price = self.slice_.usd_per_hour(
             spot=self.record.spot, zone=self.record.zone, override=self.settings.usd_per_chip_hour
         )
         return replace(self.limits, usd_per_hour=price)
 
     def account(self, seen: Seen) -> None:
-        """What the look says about money."""
+        """Update the record's billing times from the observed state."""
         now = self.clock.now()
         if seen.costs:
             self.record = replace(money.began(self.record, now=now), queued_at=None)
@@ -100,10 +103,12 @@ class Driver:
         self.store.save(self.record)
 
     def stumble(self, error: CloudError, count: int) -> None:
-        """A failure of the API: later, unless nobody can mend it; what costs money is never left without a word.
+        """Handle an API failure: retry later with backoff, or give the launch up if retrying cannot help.
+
+        A launch that gives up still deletes its machine, so nothing that costs is left without a message.
 
         Raises:
-            CloudError: too often in a row.
+            CloudError: eight failures in a row while deleting.
         """
         if self.record.goal != "gone" and error.kind == "structural":
             self.abandon("refused", f"{error}: {advice_for(str(error))}")
@@ -116,11 +121,11 @@ class Driver:
             self.clock.sleep(min(600.0, 15.0 * 2**count))
 
     def abandon(self, outcome: str, reason: str) -> None:
-        """From here on only to nothing."""
+        """Give the launch up: record its outcome and set the goal to deleting everything."""
         self.save(f"{self.record.name}: {outcome}: {reason}", outcome=outcome, reason=reason, goal="gone")
 
     def do_create(self, action: Action, seen: Seen) -> None:
-        """Ask for a machine, unless the run has meanwhile finished without us."""
+        """Request a machine, unless the run's result has meanwhile appeared in the bucket."""
         if self.record.was_started and self.vm.is_finished(self.record):
             self.do_close(replace(action, outcome="finished", why="its result was in the bucket"), seen)
             return
@@ -145,7 +150,7 @@ class Driver:
                 self.abandon("refused", f"{error}: {advice_for(str(error))}")
 
     def do_delete(self, action: Action, seen: Seen) -> None:
-        """Delete; what is gone already is settled."""
+        """Delete the resource, or settle the account if it is already gone."""
         if seen.state == "ABSENT":
             self.settle()
             return
@@ -155,7 +160,7 @@ class Driver:
         self.clock.sleep(self.settings.poll_seconds)
 
     def settle(self) -> None:
-        """The resource is gone: its cost is known, and the next one may be asked for."""
+        """Add the cost of the deleted resource and, when moving, advance to the next zone."""
         ended = money.ended(self.record, now=self.clock.now(), limits=self._limits())
         if self.record.is_moving:
             index = self.record.zone_index + 1
@@ -166,19 +171,22 @@ class Driver:
         self.store.save(ended)
 
     def do_next_zone(self, action: Action, seen: Seen) -> None:
-        """Give this zone up; the record moves on when the resource is gone."""
+        """Delete the resource to try the next zone; `settle` advances the record once it is gone."""
         self.save(action.why, is_moving=True)
         self.cloud.delete(self.target)
         self.clock.sleep(self.settings.poll_seconds)
 
     def do_wait(self, action: Action, seen: Seen) -> None:
-        """Say why, once, and wait."""
+        """Wait, printing the reason the first time."""
         if self.progress.is_new(action.why):
             self.say(self.progress.once(action.why))
         self.clock.sleep(action.seconds or self.settings.poll_seconds)
 
     def do_set_up(self, action: Action, seen: Seen) -> None:
-        """First whether it can end itself; code, secrets, environment. One whose sshd is not up yet is asked again."""
+        """Check that the VM can delete itself, then transfer code and secrets and set up the environment.
+
+        A VM whose sshd is not up yet is retried.
+        """
         self.progress.reset()
         try:
             if not self.ends_itself():
@@ -194,7 +202,13 @@ class Driver:
             self.save(f"{self.record.resource} is set up", is_set_up=True, setup_failures=0, unreachable_since=None)
 
     def ends_itself(self) -> bool:
-        """Whether the VM's watchdog can delete it, or need not; else it is given back. No answer is a failed set-up."""
+        """Return whether the VM's watchdog can delete it; always True with `watchdog=warn`.
+
+        A refusal abandons the launch, which gives the machine back.
+
+        Raises:
+            RemoteError: the watchdog got no answer, which counts as a failed set-up.
+        """
         verdict = self.vm.ask_watchdog(self.target)
         sentence = verdict.sentence(self.record.project)
         if verdict.kind == "granted":
@@ -208,7 +222,7 @@ class Driver:
         return False
 
     def do_start(self, action: Action, seen: Seen) -> None:
-        """Start the run; its id stands for this machine and this attempt, so a repeated start is none."""
+        """Start the run under an id of launch, machine and attempt, so that a repeated start has no effect."""
         self.progress.reset()
         if self.record.is_started or self.record.attempts == 0:
             attempts = self.record.attempts + 1
@@ -227,7 +241,7 @@ class Driver:
             )
 
     def do_look(self, action: Action, seen: Seen) -> None:
-        """New lines of the log, and whether it has ended."""
+        """Print new log lines and record whether the run has ended."""
         try:
             look = self.vm.look(self.target, self.record.log_offset)
         except UnreachableError as error:
@@ -250,7 +264,10 @@ class Driver:
             self.clock.sleep(self.settings.poll_seconds)
 
     def has_waited(self, look: Look) -> bool:
-        """A worker of several has failed: the others see it within seconds and end; one that does not is stopped."""
+        """Return whether to stop waiting for the other workers after one has failed, and stop them then.
+
+        The others notice a failed worker within seconds and end; one that has not after `ENDING_SECONDS` is stopped.
+        """
         now, since = self.clock.now(), self.record.ending_since
         if since is None:
             self.save(self.progress.once(look.why), ending_since=now)
@@ -262,7 +279,7 @@ class Driver:
         return True
 
     def do_close(self, action: Action, seen: Seen) -> None:
-        """The launch has its outcome; what follows is fetching, and deleting unless the machine is kept."""
+        """Record the launch's outcome; fetching follows, and deletion unless the machine is kept."""
         is_gone = self.record.then == "gone" or action.outcome in ALWAYS_GONE
         goal = "gone" if is_gone else self.record.goal
         self.save(
@@ -270,7 +287,7 @@ class Driver:
         )
 
     def do_fetch(self, action: Action, seen: Seen) -> None:
-        """Stop what still runs, then bring the results here; a few tries, since the machine costs."""
+        """Stop what still runs and fetch the results, in at most four tries, since the machine costs."""
         is_there = seen.state == "ACTIVE" and seen.node == "READY"
         try:
             if is_there and self.record.run_state != "exited":
@@ -288,13 +305,13 @@ class Driver:
             self.save(f"results in {self.results}: {what}", is_fetched=True)
 
     def do_end(self, action: Action, seen: Seen) -> None:
-        """Nothing is left to do."""
+        """Mark the launch as done."""
         if seen.state == "ABSENT" and self.record.created_at is not None:
             self.settle()
         self.save(done=True)
 
     def unreachable(self, error: UnreachableError) -> None:
-        """ssh failed: the next look at the API says whether the machine is gone."""
+        """Note that ssh failed and wait; the next API call shows whether the machine is gone."""
         since = self.record.unreachable_since if self.record.unreachable_since is not None else self.clock.now()
         self.save(f"no answer: {error}" if self.record.unreachable_since is None else "", unreachable_since=since)
         self.clock.sleep(self.settings.poll_seconds)

@@ -1,4 +1,4 @@
-"""--dry-run: each command is printed, and answered as by a project where everything works at once."""
+"""Print each command of --dry-run and answer it as a project where everything succeeds at once."""
 
 import json
 import re
@@ -10,18 +10,18 @@ from launch.tpu_vm.state import Record, Store
 
 
 class DryClock:
-    """Time that does not pass."""
+    """Clock whose time does not pass."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return 0."""
         return 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Wait without waiting."""
+        """Return at once."""
 
 
 class DryRun:
-    """A Run that changes nothing; a command that was just printed is not printed again."""
+    """Run that executes nothing; a command equal to the last one is not printed again."""
 
     def __init__(self, say: Callable[[str], None], *, num_workers: int, service_account: str = "") -> None:
         self._say = say
@@ -32,7 +32,7 @@ class DryRun:
         self._last = ""
 
     def __call__(self, words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
-        """Print and answer."""
+        """Print the command and return a successful answer."""
         line = shlex.join(words) + (" < (a secret on stdin)" if stdin else "")
         if line != self._last:
             self._say(f"$ {line}")
@@ -73,7 +73,7 @@ class DryRun:
 
 
 class MemoryStore(Store):
-    """Reads the record of a launch, and keeps what is written to itself."""
+    """Store that reads existing records and writes nothing."""
 
     def save(self, record: Record) -> None:
-        """Write nothing."""
+        """Discard the record."""

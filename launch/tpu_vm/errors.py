@@ -1,18 +1,21 @@
-"""What ends a command, with the exit code it ends with."""
+"""Exceptions that end a command, with its exit code."""
 
 REFUSED, FAILED, STOPPED = 2, 1, 75
 
 
 class UnreachableError(Exception):
-    """ssh or the bucket did not get through; the machine may be gone, or busy."""
+    """ssh or the bucket could not be reached; the machine may be gone, or busy."""
 
 
 class RemoteError(Exception):
-    """The command ran on the VM and failed."""
+    """A command ran on the VM and failed."""
 
 
 class LaunchError(Exception):
-    """One sentence for the user, and an exit code: 2 refused with nothing done, 1 failed, 75 stopped on request."""
+    """Error with one sentence for the user and an exit code.
+
+    2: refused with nothing done; 1: failed; 75: stopped on request.
+    """
 
     def __init__(self, sentence: str, *, code: int = REFUSED) -> None:
         super().__init__(sentence)

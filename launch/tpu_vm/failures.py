@@ -1,11 +1,14 @@
-"""The API's failures by what can be done about them (reference: states and messages of the Cloud TPU API)."""
+"""Classify failures of the Cloud TPU API by what can be done about them.
+
+Reference: states and messages of the Cloud TPU API.
+"""
 
 import re
 from typing import Literal
 
 Kind = Literal["absent", "exists", "undeletable", "transient", "structural", "capacity", "unknown"]
 
-# In this order: a rate limit and a stock-out both also say RESOURCE_EXHAUSTED, which alone means a quota.
+# Order matters: rate limits and stock-outs also contain RESOURCE_EXHAUSTED, which by itself means a quota.
 _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ("absent", r"NOT_FOUND|was not found|does not exist|HTTPError 404|matched no objects"),
     ("exists", r"ALREADY_EXISTS|already exists"),
@@ -41,7 +44,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
 
 
 def kind_of(message: str, *, code: int | None = None) -> Kind:
-    """The kind of a failure from its text; `code` is the one of a queued resource's error (8 is a stock-out)."""
+    """Classify a failure by its text, else by `code` of a queued resource's error (8 is a stock-out)."""
     for kind, pattern in _PATTERNS:
         if re.search(pattern, message):
             return kind
@@ -49,12 +52,12 @@ def kind_of(message: str, *, code: int | None = None) -> Kind:
 
 
 def advice_for(message: str) -> str:
-    """What the user can do about a structural failure."""
+    """Return what the user can do about a structural failure."""
     return next((advice for pattern, advice in _ADVICE if re.search(pattern, message)), "mend what it names")
 
 
 def in_one_line(message: str, *, limit: int = 300) -> str:
-    """The first lines of an error, without gcloud's frame."""
+    """Return an error in one line of at most `limit` characters, without gcloud's prefix."""
     text = " ".join(message.split())
     text = re.sub(r"^ERROR: \([\w.\- ]+\) ", "", text)
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,4 +1,4 @@
-"""What the user sees of a run: its log as it grows, and now and then a line of state and money."""
+"""Print a run's log as it grows, and periodically its progress and cost."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ STEP = re.compile(r"step +(\d+)/(\d+).*?(?:left (\S+))?\s*$", re.MULTILINE)
 
 
 class Progress:
-    """Lines already said are not said again."""
+    """Printer of new log lines and of status lines without repetition."""
 
     def __init__(self, every: int = 15) -> None:
         self._every = every
@@ -15,7 +15,7 @@ class Progress:
         self._last = ""
 
     def show(self, text: str, *, bill: str, say: Callable[[str], None]) -> None:
-        """The new lines of the log; every 15th look the bill, with the newest step."""
+        """Print the new log lines, and at every 15th call the bill with the newest step."""
         for line in text.replace("\r", "\n").splitlines():
             if line.strip():
                 say(f"  {line}")
@@ -24,21 +24,21 @@ class Progress:
         self._looks += 1
 
     def is_new(self, line: str) -> bool:
-        """Whether `line` differs from the last that `once` took."""
+        """Return whether `line` differs from the last one passed to `once`."""
         return line != self._last
 
     def once(self, line: str) -> str:
-        """The line, remembered."""
+        """Remember `line` and return it."""
         self._last = line
         return line
 
     def reset(self) -> None:
-        """The next line is said whatever it is."""
+        """Forget the last line, so that any next line is printed."""
         self._last = ""
 
 
 def step_of(text: str) -> str:
-    """`, step 20/120, left 0:00:42` of the newest step line; empty where there is none."""
+    """Return `, step 20/120, left 0:00:42` from the newest step line, or an empty string."""
     found = list(STEP.finditer(text))
     if not found:
         return ""

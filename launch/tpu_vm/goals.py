@@ -1,4 +1,4 @@
-"""`train`, `up`, `run` and `down`: the commands that rent and delete."""
+"""`train`, `up`, `run` and `down`: the commands that rent and delete machines."""
 
 from dataclasses import replace
 
@@ -19,21 +19,21 @@ EXIT_CODES = {"finished": 0, "down": 0, "": 0, "stopped": STOPPED, "interrupted"
 
 
 def train(world: World, words: list[str], overrides: list[str]) -> int:
-    """All of it; nothing is left at the end, however it ends."""
+    """Rent, set up, run, fetch and delete; no machine is left, however it ends."""
     settings, env_file = settings_of(words)
     settings = replace(settings, name=settings.name or name_for(overrides, settings.hw))
     return _launch(world, settings, env_file, words, overrides, then="gone")
 
 
 def up(world: World, words: list[str], overrides: list[str]) -> int:
-    """A machine that is set up and stays."""
+    """Rent a machine and set it up; it is kept."""
     settings, env_file = settings_of(words)
     require_name(settings)
     return _launch(world, settings, env_file, words, None, then="keep")
 
 
 def run_there(world: World, words: list[str], overrides: list[str]) -> int:
-    """A run on the machine that is there; it stays."""
+    """Run on the machine of an earlier `up`; it is kept."""
     settings, env_file = settings_of(words)
     record = known_record(world, settings)
     settings, env_file = settings_of([*record.words, *words])
@@ -50,7 +50,7 @@ def _launch(
     *,
     then: str,
 ) -> int:
-    """From a record, found or made, to its goal."""
+    """Find or create the launch's record and drive it to its goal."""
     record = world.store(launching.folder_of(settings), settings.name).load()
     is_new = record is None or (record.done and (record.goal == "gone" or overrides is None))
     if record is not None and not is_new:
@@ -78,7 +78,11 @@ def _launch(
 
 
 def _continued(settings: Settings, record: Record) -> Settings:
-    """The settings of a launch that goes on: what it has rented is what it has."""
+    """Return the settings of a resumed launch, with the hardware and zones it has rented.
+
+    Raises:
+        LaunchError: `hw=` names another slice.
+    """
     if settings.hw and settings.hw != record.hw:
         raise LaunchError(
             f"hw={settings.hw}; name={record.name} has rented hw={record.hw}; `down` it, or give another name=."
@@ -87,7 +91,10 @@ def _continued(settings: Settings, record: Record) -> Settings:
 
 
 def drive(driver: Driver) -> int:
-    """To the goal; what could not be reached is said with the command that does."""
+    """Drive a launch to its goal and return the exit code.
+
+    On failure, the command that finishes the job is printed.
+    """
     driver.store.save(driver.record)
     try:
         record = driver.run()
@@ -115,7 +122,7 @@ def by_hand(driver: Driver) -> str:
 
 
 def down(world: World, words: list[str], overrides: list[str]) -> int:
-    """Delete what a launch has; what it did not make only after a question."""
+    """Delete the machine of a launch; one this launcher did not create, only after confirmation."""
     settings, _ = settings_of(words)
     require_name(settings)
     if world.store(launching.folder_of(settings), settings.name).load() is None:
@@ -126,7 +133,7 @@ def down(world: World, words: list[str], overrides: list[str]) -> int:
 
 
 def _end_it(driver: Driver, world: World) -> int:
-    """Fetch and delete; the exit code is that of the launch's outcome."""
+    """Fetch the results and delete the machine; return the exit code of the launch's outcome."""
     with launching.locked(world, driver.settings):
         outcome = driver.record.outcome or "down"
         driver.save(goal="gone", done=False, outcome=outcome, reason=driver.record.reason or "down was asked for")

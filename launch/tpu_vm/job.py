@@ -1,4 +1,4 @@
-"""From the words after `--` to the run: its name, its folder, and what run.py is given on the VM."""
+"""Derive the run from the words after `--`: its name, its folder and the VM's arguments to run.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from launch.tpu_vm.settings import Settings
 
 @dataclass(frozen=True)
 class Job:
-    """What run.py is given, and where its results will lie."""
+    """Arguments of run.py and where its results are written."""
 
     overrides: tuple[str, ...]
     name: str
@@ -20,12 +20,12 @@ class Job:
 
     @property
     def is_remote(self) -> bool:
-        """Whether a bucket has the results."""
+        """Return whether the results are written to a bucket."""
         return "://" in self.folder
 
 
 def is_sweep(overrides: Sequence[str]) -> bool:
-    """Whether run.py makes several runs of it, which lie in a folder `sweeps/<name>`."""
+    """Return whether the overrides start a sweep, whose runs are written to `sweeps/<name>`."""
     if "hydra.mode=RUN" in overrides:
         return False
     preset = values_of(overrides).get("sweep", "null")
@@ -33,29 +33,29 @@ def is_sweep(overrides: Sequence[str]) -> bool:
 
 
 def is_grid(overrides: Sequence[str]) -> bool:
-    """Whether the command line says all points of a sweep; a sampler may want more than those that are written down."""
+    """Return whether the command line lists all points; a sampler may add more than are recorded so far."""
     return not any(word.startswith(("sweep=", "hydra/sweeper")) for word in overrides)
 
 
 def points_at_once(overrides: Sequence[str]) -> int:
-    """Points of a sweep that share the machine."""
+    """Return how many points of a sweep share the machine."""
     given = values_of(overrides).get("sweeping.points_at_once", "1")
     return int(given) if given.isdecimal() else 1
 
 
 def values_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Values of the overrides, the last of a key."""
+    """Return the value of each override; the last one of a key wins."""
     return dict(word.split("=", 1) for word in overrides if "=" in word and not word.startswith("-"))
 
 
 def job_of(overrides: list[str], settings: Settings, *, local_file: Path) -> Job:
-    """The job with `hw`, `name` and `output_dir` written out.
+    """Return the job with `hw`, `name` and `output_dir` made explicit.
 
     Args:
-        local_file: conf/local/default.yaml, which the VM lacks, since git ignores it; its output_dir holds there too.
+        local_file: conf/local/default.yaml, which is missing on the VM since git ignores it; its output_dir is applied.
 
     Raises:
-        LaunchError: `hw=` says something else than the slice that is rented; points side by side name their chip.
+        LaunchError: `hw=` differs from the rented slice, unless points run side by side, which name their chip.
     """
     given = values_of(overrides)
     if given.get("hw", settings.hw) != settings.hw and points_at_once(overrides) == 1:
@@ -70,16 +70,16 @@ def job_of(overrides: list[str], settings: Settings, *, local_file: Path) -> Job
 
 
 def name_for(overrides: list[str], hw: str) -> str:
-    """A name where none was given: the experiment's and the slice's."""
+    """Return a default name, made of the experiment and the slice."""
     words = [word.split("=", 1)[1] for word in overrides if word.startswith("experiment=")]
     return f"{(words or ['run'])[-1].replace('_', '-').lower()}-{hw}"
 
 
 def check_outlives(job: Job, settings: Settings, *, num_workers: int) -> None:
-    """A machine that can be taken away, or that deletes itself, must not hold the only copy; a sweep is of one host.
+    """Refuse jobs whose only copy of the results could be lost, and sweeps on several hosts.
 
     Raises:
-        LaunchError
+        LaunchError: a spot or multi-host machine without a remote `output_dir`, or a multi-host sweep.
     """
     if is_sweep(job.overrides) and num_workers > 1:
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""Settings, and the launches that this machine knows."""
+"""Load settings, and the launches recorded on this machine."""
 
 from pathlib import Path
 
@@ -12,7 +12,11 @@ from launch.tpu_vm.state import Record
 
 
 def settings_of(words: list[str]) -> tuple[Settings, dict[str, str]]:
-    """Settings, and the content of the .env file."""
+    """Parse settings from the command line and the .env file; return them with the file's content.
+
+    Raises:
+        LaunchError: `env_file=` names a file that does not exist, or a setting is refused.
+    """
     named = [word.split("=", 1)[1] for word in words if word.startswith("env_file=")]
     file = Path(named[-1] if named else Settings().env_file)
     if named and not file.is_file():
@@ -27,10 +31,10 @@ def require_name(settings: Settings) -> None:
 
 
 def known_record(world: World, settings: Settings) -> Record:
-    """The launch of `name=`.
+    """Return the record of the launch named by `name=`.
 
     Raises:
-        LaunchError: it is not known here.
+        LaunchError: no such launch is recorded here.
     """
     require_name(settings)
     record = world.store(launching.folder_of(settings), settings.name).load()
@@ -40,7 +44,7 @@ def known_record(world: World, settings: Settings) -> Record:
 
 
 def known_driver(world: World, words: list[str]) -> Driver:
-    """Of a launch that is known."""
+    """Return the driver of a recorded launch."""
     settings, _ = settings_of(words)
     record = known_record(world, settings)
     settings, env_file = settings_of([*record.words, *words])

@@ -1,4 +1,4 @@
-"""Makes the record and the driver of a launch: `up`, `run` and `train` differ in their goal alone."""
+"""Create the record and driver of a launch; `up`, `run` and `train` differ only in their goal."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ WATCHDOG = "launch/watchdog.sh"
 
 @dataclass
 class World:
-    """Everything outside: the network, the clock, the user, the environment; replaced in the tests."""
+    """Everything external: network, clock, user and environment; replaced in the tests."""
 
     run: Run
     clock: Clock
@@ -41,10 +41,10 @@ class World:
     new_id: Callable[[], str] = new_id
 
     def confirm(self, question: str, settings: Settings) -> None:
-        """Ask, unless `yes=true`.
+        """Ask the user for confirmation, unless `yes=true`.
 
         Raises:
-            LaunchError: anything but yes.
+            LaunchError: the answer is not yes.
         """
         if settings.yes:
             return
@@ -57,15 +57,15 @@ class World:
 
 
 def folder_of(settings: Settings) -> Path:
-    """Where the state of all launches lies."""
+    """Return the folder with the state of all launches."""
     return Path(settings.results) / "launch"
 
 
 def project_of(world: World, settings: Settings) -> str:
-    """`project=`, else gcloud's own.
+    """Return `project=`, else gcloud's default project.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: neither is set.
     """
     project = settings.project or world.run(commands.project()).out.strip()
     if not project or project == "(unset)":
@@ -76,20 +76,20 @@ def project_of(world: World, settings: Settings) -> str:
 
 
 def secrets_of(world: World, settings: Settings, env_file: Mapping[str, str]) -> dict[str, str]:
-    """Values of the variables named in `secrets=`, of this environment or the .env file."""
+    """Return the values of the variables listed in `secrets=`, from this environment or the .env file."""
     found = {name: world.environ.get(name) or env_file.get(name, "") for name in settings.secrets}
     return {name: value for name, value in found.items() if value}
 
 
 def limits_of(settings: Settings, slice_: Slice, *, zone: str) -> Limits:
-    """From hours and minutes to seconds."""
+    """Return the launch's limits with hours and minutes converted to seconds."""
     price = slice_.usd_per_hour(spot=settings.spot, zone=zone, override=settings.usd_per_chip_hour)
     hours, minutes = settings.queue_hours, settings.zone_minutes
     return Limits(price, settings.max_usd, settings.max_hours, hours * HOUR, minutes * 60)
 
 
 def fresh(world: World, settings: Settings, slice_: Slice, *, project: str, words: tuple[str, ...]) -> Record:
-    """A launch that has done nothing yet."""
+    """Return the record of a launch that has not started."""
     return Record(
         name=settings.name,
         launch_id=world.new_id(),
@@ -102,10 +102,10 @@ def fresh(world: World, settings: Settings, slice_: Slice, *, project: str, word
 
 
 def with_job(record: Record, job: Job, *, then: str) -> Record:
-    """The record of a machine that is to run a job.
+    """Return the record with a job to run.
 
     Raises:
-        LaunchError: it is running another one.
+        LaunchError: the launch is running another job.
     """
     if record.goal == "run" and not record.done and record.overrides != job.overrides:
         was = " ".join(record.overrides)
@@ -138,10 +138,10 @@ def with_job(record: Record, job: Job, *, then: str) -> Record:
 def agree(
     world: World, settings: Settings, slice_: Slice, limits: Limits, job: Job | None, *, project: str, is_planned: bool
 ) -> None:
-    """Plan and question, before the first thing is rented.
+    """Plan the run and ask for confirmation before anything is rented.
 
     Raises:
-        LaunchError: it does not fit, costs more than `max_usd`, or the user says no.
+        LaunchError: it does not fit, costs more than `max_usd`, or the user declines.
     """
     words = f"{slice_.accelerator_type}{' spot' if settings.spot else ''}, up to ${limits.usd_per_hour:.2f}/h"
     if job is not None and is_planned and settings.plan == "first":
@@ -156,10 +156,10 @@ def agree(
 
 
 def check_price(found: Promise, settings: Settings, limits: Limits, *, say: Callable[[str], None]) -> None:
-    """Say what was planned.
+    """Print the plan's estimate.
 
     Raises:
-        LaunchError: it costs more than `max_usd`.
+        LaunchError: the estimate exceeds `max_usd`.
     """
     if found.usd is None and found.hours is not None:
         found = replace(found, usd=found.hours * limits.usd_per_hour)
@@ -169,7 +169,7 @@ def check_price(found: Promise, settings: Settings, limits: Limits, *, say: Call
 
 
 def offer_key(world: World, settings: Settings) -> None:
-    """The deploy key of a private repository, made once and shown until the user has stored it."""
+    """Create the deploy key of a private repository and show it until the user confirms having stored it."""
     if settings.code != "clone" or not code_sync.is_private(settings):
         return
     folder = code_sync.key_folder(folder_of(settings), settings)
@@ -182,7 +182,7 @@ def offer_key(world: World, settings: Settings) -> None:
 
 
 def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict[str, str]) -> Driver:
-    """The driver of a record, with its own hardware and zones whatever the command line says."""
+    """Return the driver of a record, whose hardware and zones override the command line's."""
     settings = replace(settings, name=record.name, hw=record.hw, spot=record.spot, zones=record.zones)
     slice_ = load_slice(record.hw)
     folder = folder_of(settings)
@@ -211,22 +211,22 @@ def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict
 
 
 def _results_of(record: Record, settings: Settings) -> Path:
-    """Here, as run.py would have called it."""
+    """Return the local results folder, with the name that run.py would have used here."""
     name = record.run_folder.rsplit("/", 1)[-1] or record.name
     return Path(settings.results) / ("sweeps" if is_sweep(record.overrides) else "") / name
 
 
 def job_for(overrides: list[str], settings: Settings) -> Job:
-    """The job, with the local settings of this checkout."""
+    """Return the job, with the local settings of this checkout."""
     return job_of(overrides, settings, local_file=code_sync.ROOT / "conf" / "local" / "default.yaml")
 
 
 @contextmanager
 def locked(world: World, settings: Settings) -> Iterator[None]:
-    """One launcher at a time for a name.
+    """Hold the lock of a launch's name, so that only one launcher drives it at a time.
 
     Raises:
-        LaunchError: another one has it.
+        LaunchError: another process holds it.
     """
     folder = folder_of(settings)
     world.files.make_dirs(folder)

@@ -1,7 +1,7 @@
-"""load_data: prepared shards into a bucket, or onto a disk that every VM of a slice mounts read-only.
+"""Upload prepared shards to a bucket, or copy them to a disk shared by a slice's VMs (load_data).
 
-The disk is filled by a small VM in the same zone, which is deleted whatever happens; the disk stays, and costs by its
-size until it is deleted.
+The disk is mounted read-only by every VM. It is filled by a small VM in the same zone, which is always deleted
+afterwards; the disk is kept, and is billed by size until it is deleted.
 """
 
 import shlex
@@ -16,19 +16,19 @@ from launch.tpu_vm.known import settings_of
 from launch.tpu_vm.launching import World
 from launch.tpu_vm.slices import load_slice
 
-VM_TYPE = "c3-standard-4"  # takes Hyperdisk ML and balanced disks alike
+VM_TYPE = "c3-standard-4"  # supports both Hyperdisk ML and balanced disks
 SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 
 
 def create_disk(target: Target, disk_type: str) -> list[str]:
-    """An empty disk."""
+    """Create an empty disk."""
     settings = target.settings
     words = ["gcloud", "compute", "disks", "create", settings.data_disk, *target.place, f"--type={disk_type}"]
     return [*words, f"--size={settings.data_disk_gb}GB", f"--labels={LABEL}={settings.name}", "--quiet"]
 
 
 def create_vm(target: Target, vm: str) -> list[str]:
-    """A VM with the disk attached for writing; it deletes itself after 12 h, should nobody else."""
+    """Create a VM with the disk attached for writing; it deletes itself after 12 h at the latest."""
     words = ["gcloud", "compute", "instances", "create", vm, *target.place, f"--machine-type={VM_TYPE}"]
     words += [f"--labels={LABEL}={target.settings.name}", f"--scopes={SCOPES}", "--image-family=debian-12"]
     words += ["--image-project=debian-cloud", "--max-run-duration=12h", "--instance-termination-action=DELETE"]
@@ -49,23 +49,23 @@ def fill(target: Target, vm: str) -> list[str]:
 
 
 def delete_vm(target: Target, vm: str) -> list[str]:
-    """The VM, not the disk."""
+    """Delete the VM and keep the disk."""
     return ["gcloud", "compute", "instances", "delete", vm, *target.place, "--keep-disks=data", "--quiet"]
 
 
 def share_disk(target: Target) -> list[str]:
-    """From now on many VMs read it and none writes it; Hyperdisk ML has to be told."""
+    """Switch a Hyperdisk ML to READ_ONLY_MANY, so that many VMs can attach it."""
     words = ["gcloud", "compute", "disks", "update", target.settings.data_disk, *target.place]
     return [*words, "--access-mode=READ_ONLY_MANY", "--quiet"]
 
 
 def list_vms(target: Target) -> list[str]:
-    """VMs that load_data made."""
+    """List the VMs that load_data created."""
     return _listing(target, "instances")
 
 
 def list_disks(target: Target) -> list[str]:
-    """Disks that load_data made."""
+    """List the disks that load_data created."""
     return _listing(target, "disks")
 
 
@@ -76,15 +76,15 @@ def _listing(target: Target, kind: str) -> list[str]:
 
 
 def to_bucket(cloud: Cloud, *, source: str, bucket: str) -> None:
-    """Shards of a local folder to a bucket; what is there is not sent again."""
+    """Upload the shards of a local folder to a bucket, skipping what is already there."""
     cloud.call(commands.bucket_fill(source, bucket), timeout=24 * 3600.0)
 
 
 def to_disk(cloud: Cloud, target: Target, *, disk_type: str, say: Callable[[str], None]) -> None:
-    """Shards of a bucket to the disk; its VM is gone afterwards, whatever happened.
+    """Copy the shards of a bucket to the disk, with a VM that is always deleted afterwards.
 
     Raises:
-        CloudError: it could not be filled, or its VM could not be deleted.
+        CloudError: the disk could not be filled, or its VM could not be deleted.
     """
     vm = f"{target.settings.data_disk}-loader"
     _unless_there(cloud, create_disk(target, disk_type))
@@ -108,7 +108,11 @@ def _unless_there(cloud: Cloud, words: list[str]) -> None:
 
 
 def load_data(world: World, words: list[str], overrides: list[str]) -> int:
-    """Prepared shards to a bucket or to a disk."""
+    """Copy prepared shards to a bucket or to a disk.
+
+    Raises:
+        LaunchError: the settings name neither, or lack a part.
+    """
     settings, _ = settings_of(words)
     if not settings.source or not (settings.bucket or settings.data_disk):
         raise LaunchError(

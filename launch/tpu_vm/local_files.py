@@ -1,4 +1,4 @@
-"""What the launcher writes on this machine besides its state; a dry run writes nothing."""
+"""Write the launcher's local files besides its state; a dry run writes none."""
 
 import shutil
 import tarfile
@@ -10,35 +10,35 @@ from launch.tpu_vm.errors import RemoteError
 
 
 class LocalFiles:
-    """For real."""
+    """Access to the file system."""
 
     def archive(self, file: Path) -> str:
-        """The working tree as one file; what it is in words."""
+        """Pack the working tree into one file; return a description with count and size."""
         return code_sync.archive(file)
 
     def make_dirs(self, folder: Path) -> None:
-        """The folder and its parents."""
+        """Create the folder and its parents."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, file: Path, text: str) -> None:
-        """A log."""
+        """Write a text file and create its folder."""
         self.make_dirs(file.parent)
         file.write_text(text, encoding="utf-8")
 
     def deploy_key(self, folder: Path) -> tuple[str, str]:
-        """The private and the public key; made where there is none."""
+        """Return the private and the public key, created if missing."""
         file, public = code_sync.deploy_key(folder)
         return file.read_text(encoding="utf-8"), public
 
     def names(self, folder: Path) -> list[str]:
-        """What is in a folder."""
+        """Return the sorted names in a folder."""
         return sorted(path.name for path in folder.iterdir())
 
     def unpack(self, file: Path, into: Path) -> list[str]:
-        """The results in a tar file, which is then deleted; their names.
+        """Unpack the results from a tar file, delete it, and return their names.
 
         Raises:
-            RemoteError: it is damaged, or holds what no results hold.
+            RemoteError: the file is damaged, or has entries outside `into` or of a special type.
         """
         self.make_dirs(into)
         try:
@@ -50,7 +50,7 @@ class LocalFiles:
 
 
 def _unpacked(file: Path, into: Path) -> list[str]:
-    """Write regular files below `into`, and nothing else: tarfile's own filter is not in Python 3.11.0 to 3.11.3."""
+    """Write only regular files below `into`; tarfile's own filter is missing in Python 3.11.0 to 3.11.3."""
     root, names = into.resolve(), set()
     with tarfile.open(file) as tar:
         for member in tar:
@@ -67,26 +67,26 @@ def _unpacked(file: Path, into: Path) -> list[str]:
 
 
 class NoFiles(LocalFiles):
-    """For --dry-run."""
+    """File access of --dry-run, which writes nothing."""
 
     def archive(self, file: Path) -> str:
-        """Nothing is packed."""
+        """Return a description without packing."""
         return "the files of this working tree"
 
     def make_dirs(self, folder: Path) -> None:
-        """Nothing is made."""
+        """Create nothing."""
 
     def write(self, file: Path, text: str) -> None:
-        """Nothing is written."""
+        """Write nothing."""
 
     def deploy_key(self, folder: Path) -> tuple[str, str]:
-        """None is made."""
+        """Return placeholders for both keys."""
         return "(the private key)\n", "ssh-ed25519 (made when it is no dry run)"
 
     def names(self, folder: Path) -> list[str]:
-        """Nothing came."""
+        """Return no names."""
         return []
 
     def unpack(self, file: Path, into: Path) -> list[str]:
-        """Nothing came."""
+        """Return no names."""
         return []

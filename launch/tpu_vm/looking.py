@@ -15,7 +15,7 @@ from launch.tpu_vm.state import Store
 
 
 def logs(world: World, words: list[str], overrides: list[str]) -> int:
-    """The log from its first line, until the run ends or Ctrl-C."""
+    """Print the log from its first line, until the run ends or Ctrl-C."""
     driver = known_driver(world, words)
     progress, offset = Progress(every=10**9), 0
     progress.show("", bill=driver.record.resource, say=world.say)
@@ -36,7 +36,7 @@ def logs(world: World, words: list[str], overrides: list[str]) -> int:
 
 
 def status(world: World, words: list[str], overrides: list[str]) -> int:
-    """What costs money, everywhere a slice of conf/hw is offered."""
+    """List everything that costs money, in all zones where conf/hw offers a slice."""
     settings, _ = settings_of(words)
     project = launching.project_of(world, settings)
     items, problems = everything(world, settings, project)
@@ -59,7 +59,7 @@ def everything(world: World, settings: Settings, project: str) -> tuple[list[Rem
 
 
 def login(world: World, words: list[str], overrides: list[str]) -> int:
-    """In place of this process: gcloud's ssh."""
+    """Replace this process with gcloud's ssh."""
     driver = known_driver(world, words)
     line = commands.shell(driver.target, worker=driver.settings.worker)
     if isinstance(world.run, dry.DryRun):
@@ -69,7 +69,7 @@ def login(world: World, words: list[str], overrides: list[str]) -> int:
 
 
 def stop(world: World, words: list[str], overrides: list[str]) -> int:
-    """SIGTERM; the run saves and ends with 75, and the launcher that follows it sees that."""
+    """Send SIGTERM to the run, which saves and exits with 75; the launcher following it notices."""
     driver = known_driver(world, words)
     try:
         driver.vm.stop(driver.target)

@@ -1,8 +1,8 @@
-"""From what is seen to what is done next: no clock, no network, nothing but the rules.
+"""Choose the next action from the observed state: pure rules without clock or network.
 
 States are those of a queued resource (CREATING, ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDING,
 SUSPENDED, FAILED, DELETING) and ABSENT. A spot reclaim shows as SUSPENDED, or as ACTIVE over a node that is
-PREEMPTED or gone; neither comes back by itself.
+PREEMPTED or gone; neither recovers by itself.
 """
 
 from dataclasses import dataclass
@@ -18,53 +18,53 @@ UNDELETABLE = ("PROVISIONING", "DELETING", "SUSPENDING")
 LOST_NODE = ("PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "HIDING", "HIDDEN", "DELETING", "ABSENT")
 MAX_SETUP_FAILURES = 2
 MAX_ATTEMPTS = 20
-"""Starts of the run on one machine, after which it has failed."""
+"""Starts of the run on one machine before it counts as failed."""
 SETTLING_SECONDS = 90.0
-"""A resource that was just asked for may not be shown yet, and one that is shown too late would be nobody's."""
+"""A new resource may not be listed yet; treating it as absent would leave it running unowned."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The resource as the API shows it."""
+    """Queued resource as the API shows it."""
 
     state: str
     node: str = "ABSENT"
-    """State of the node; it is looked at only where the resource is ACTIVE."""
+    """State of the node; queried only where the resource is ACTIVE."""
     message: str = ""
-    """Why it FAILED."""
+    """Error message of a FAILED resource."""
     code: int | None = None
 
     @property
     def is_lost(self) -> bool:
-        """Taken away."""
+        """Return whether the machine was taken away."""
         return self.state == "SUSPENDED" or (self.state == "ACTIVE" and self.node in LOST_NODE)
 
     @property
     def costs(self) -> bool:
-        """Whether an hour of it is paid for."""
+        """Return whether the resource is billed in this state."""
         return self.state in ("ACTIVE", "SUSPENDING") and self.node not in LOST_NODE
 
 
 @dataclass(frozen=True)
 class Action:
-    """What to do next, and why."""
+    """Next action, with its reason."""
 
     kind: Literal["create", "delete", "wait", "next_zone", "set_up", "start", "look", "fetch", "close", "end"]
     why: str = ""
     seconds: float = 0.0
-    """Of a wait; 0 is the usual time between two looks."""
+    """Duration of a wait; 0 is `poll_seconds`."""
     outcome: str = ""
-    """Of `close`: how the launch ends."""
+    """Outcome of the launch, for `close`."""
 
 
 def decide(record: Record, seen: Seen, *, now: float, limits: Limits) -> Action:
-    """The next action; repeated until it is `end`."""
+    """Return the next action; called repeatedly until it returns `end`."""
     is_unsettled = record.created_at is not None and not record.is_moving and record.ready_at is None
     if seen.state == "ABSENT" and is_unsettled and now - (record.created_at or now) < SETTLING_SECONDS:
         return Action("wait", why="the request is not shown yet")
     if record.goal == "gone":
         return _towards_nothing(record, seen)
-    if record.outcome:  # of a run whose machine is kept
+    if record.outcome:  # the run has ended and its machine is kept
         return Action("end") if record.is_fetched else Action("fetch")
     if seconds_left(record, now=now, limits=limits) <= 0:
         used = f"{hours_used(record, now=now):.1f} h"
@@ -161,6 +161,6 @@ def _ready(record: Record, now: float, limits: Limits) -> Action:
         return Action("close", why="the run was stopped and saved a checkpoint", outcome="stopped")
     if (
         record.exit_code == STOPPED_EXIT_CODE and record.attempts < MAX_ATTEMPTS
-    ):  # by the machine: a reclaim or maintenance that did not come to pass
+    ):  # stopped by the machine, for a reclaim or maintenance that did not take place
         return Action("start")
     return Action("close", why=f"the run ended with exit code {record.exit_code}", outcome="failed")

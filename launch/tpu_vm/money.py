@@ -1,4 +1,4 @@
-"""What a launch has cost and may still cost; the longer reading wherever a moment was not seen."""
+"""Account for the cost of a launch; unobserved moments are counted as billed."""
 
 from dataclasses import dataclass, replace
 
@@ -6,12 +6,12 @@ from launch.tpu_vm.state import Record
 
 HOUR = 3600.0
 CLOSING_SECONDS = 420.0
-"""Kept back of every limit: a checkpoint after SIGTERM (110 s), fetching, and a deletion."""
+"""Reserve within every limit for a checkpoint after SIGTERM (110 s), fetching and deletion."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a launch may use, and the price of its machine."""
+    """Limits of a launch and the price of its machine."""
 
     usd_per_hour: float
     max_usd: float | None
@@ -20,23 +20,26 @@ class Limits:
     zone_seconds: float
     max_machines: int = 50
     unreachable_seconds: float = 1200.0
-    """A machine that is READY and does not answer so long is replaced."""
+    """Time without an answer after which a READY machine is replaced."""
 
 
 def hours_used(record: Record, *, now: float) -> float:
-    """Hours of all machines so far."""
+    """Return the hours of all machines so far."""
     present = 0.0 if record.ready_at is None else max(0.0, now - record.ready_at) / HOUR
     return record.hours_before + present
 
 
 def usd_used(record: Record, *, now: float, limits: Limits) -> float:
-    """Dollars of all machines so far."""
+    """Return the dollars of all machines so far."""
     present = hours_used(record, now=now) - record.hours_before
     return record.usd_before + present * limits.usd_per_hour
 
 
 def seconds_left(record: Record, *, now: float, limits: Limits) -> float:
-    """Until the first limit is reached, closing included; of a machine that would begin now if there is none."""
+    """Return the seconds until the first limit, less `CLOSING_SECONDS`.
+
+    Without a machine, the limit in dollars is converted at the price of one started now.
+    """
     hours = limits.max_hours - hours_used(record, now=now)
     if limits.max_usd is not None:
         dollars = limits.max_usd - usd_used(record, now=now, limits=limits)
@@ -45,14 +48,14 @@ def seconds_left(record: Record, *, now: float, limits: Limits) -> float:
 
 
 def began(record: Record, *, now: float) -> Record:
-    """The machine costs; since when is not seen, so since the last look that found it costing nothing."""
+    """Mark the machine as billed since the last observation at which it cost nothing."""
     if record.ready_at is not None:
         return record
     return replace(record, ready_at=record.idle_at or record.created_at or now, machines=record.machines + 1)
 
 
 def ended(record: Record, *, now: float, limits: Limits) -> Record:
-    """The machine is gone: what it cost joins what was before, and what was known of it is forgotten."""
+    """Add the deleted machine's cost to the totals and reset its state."""
     return replace(
         record,
         usd_before=usd_used(record, now=now, limits=limits),
@@ -74,7 +77,7 @@ def ended(record: Record, *, now: float, limits: Limits) -> Record:
 
 
 def bill(record: Record, *, now: float, limits: Limits) -> str:
-    """`1.4 h, $3.02 of $60.00 ($14.26/h)`."""
+    """Return a summary such as `1.4 h, $3.02 of $60.00 ($14.26/h)`."""
     cap = "" if limits.max_usd is None else f" of ${limits.max_usd:.2f}"
     used = usd_used(record, now=now, limits=limits)
     return f"{hours_used(record, now=now):.1f} h, ${used:.2f}{cap} (${limits.usd_per_hour:.2f}/h)"

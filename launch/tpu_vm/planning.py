@@ -1,4 +1,4 @@
-"""Before anything is rented: does the run fit, how long does it take, what does it cost?"""
+"""Plan the run before anything is rented: whether it fits, its duration and its cost."""
 
 import json
 import shutil
@@ -14,17 +14,17 @@ from launch.tpu_vm.job import is_sweep, points_at_once
 
 @dataclass(frozen=True)
 class Promise:
-    """What plan.json says."""
+    """Estimate read from plan.json."""
 
     fits: bool
     hours: float | None
     usd: float | None
-    """At the price that was asked for, spot or on demand; null where a length or a price is not known."""
+    """Cost at the requested price, spot or on demand; None where a length or a price is unknown."""
     method: str
 
     @property
     def sentence(self) -> str:
-        """For the question."""
+        """Return the estimate as a sentence to show before the confirmation."""
         if self.hours is None:
             return f"planned ({self.method}): it fits; how long it takes is not known (plan.md says why)"
         money = "" if self.usd is None else f", ${self.usd:.2f}"
@@ -32,17 +32,17 @@ class Promise:
 
 
 def plan_words(overrides: tuple[str, ...], *, results: Path) -> list[str]:
-    """The run's own command as a plan written here; a sweep's are kept apart from the results of its points."""
+    """Return the command that plans the run locally; a sweep's plans are kept apart from its results."""
     kept = [word for word in overrides if not word.startswith(("output_dir=", "task="))]
     folder = results / "plans" if is_sweep(overrides) else results
     return [sys.executable, str(ROOT / "run.py"), "task=plan", *kept, f"output_dir={folder}"]
 
 
 def promise(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> Promise:
-    """Plan in a child, since a plan imports what the launcher never does.
+    """Plan in a child process, since a plan imports torch, which the launcher must not.
 
     Raises:
-        LaunchError: there is no plan, or the run does not fit.
+        LaunchError: planning failed, or the run does not fit.
     """
     folder = results / "plans" / run_name
     if is_sweep(overrides):
@@ -72,7 +72,7 @@ def _read(file: Path, *, spot: bool) -> Promise:
 
 
 def _together(points: list[Promise], *, at_once: int) -> Promise:
-    """The whole sweep; its price is that of the machine, which the points may share."""
+    """Sum the plans of a sweep's points; no price, since the points may share the machine."""
     hours = [point.hours for point in points if point.hours is not None]
     whole = sum(hours) / at_once if len(hours) == len(points) else None
     return Promise(True, whole, None, f"{points[0].method}, {len(points)} points")

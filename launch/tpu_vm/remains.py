@@ -1,4 +1,4 @@
-"""What costs money in the project: queued resources, nodes, VMs and disks of load_data, in every zone looked at."""
+"""List what costs money in the project: queued resources, nodes, and load_data's VMs and disks."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from launch.tpu_vm.slices import hw_of, load_slice
 
 @dataclass(frozen=True)
 class Remaining:
-    """One thing that is there."""
+    """One resource found in the project."""
 
     kind: str
     """queued resource, node, VM or disk."""
@@ -24,17 +24,17 @@ class Remaining:
     zone: str
     state: str
     what: str
-    """Accelerator type, or size."""
+    """Accelerator type, machine type, or size."""
     usd_per_hour: float | None
-    """0 where it costs nothing in this state; null where the price is not known."""
+    """0 where this state costs nothing; None where the price is unknown."""
     launch: str
-    """Name of the launch it is labelled with; empty where somebody else made it."""
+    """Launch in the resource's label; empty where another tool created it."""
 
 
 def remaining(
     cloud: Cloud, settings: Settings, *, project: str, zones: Iterable[str]
 ) -> tuple[list[Remaining], list[str]]:
-    """Everything found, and a sentence for each zone that could not be looked at."""
+    """Return everything found, and a sentence for each listing that failed."""
     targets = [Target(settings, project, zone, "-") for zone in dict.fromkeys(zones)]
     with ThreadPoolExecutor(max_workers=8) as pool:
         found = list(pool.map(lambda target: _in_zone(cloud, target), targets))
@@ -102,7 +102,7 @@ def _price(accelerator_type: str, zone: str, *, is_spot: bool) -> float | None:
 
 
 def table(items: list[Remaining], problems: list[str]) -> str:
-    """Lines for the terminal, with the sum."""
+    """Return lines for the terminal, with the sum in dollars per hour."""
     lines = [f"{'zone':<16} {'what':<16} {'name':<28} {'':<16} {'state':<22} {'$/h':>7}  launch"] if items else []
     for item in items:
         price = "?" if item.usd_per_hour is None else f"{item.usd_per_hour:.2f}"

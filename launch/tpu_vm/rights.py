@@ -1,6 +1,6 @@
-"""May the VM delete itself? Read in the project's policy before anything is rented; the VM is asked when it is there.
+"""Check that the VM may delete itself: in the project's policy before renting, on the VM afterwards.
 
-Without that right the watchdog ends nothing. It is tpu.nodes.delete, for queued resources too
+Without this permission the watchdog cannot end the machine. It is tpu.nodes.delete, for queued resources too
 (docs.cloud.google.com/iam/docs/roles-permissions/tpu).
 """
 
@@ -17,7 +17,7 @@ from launch.tpu_vm.settings import Settings
 
 SUFFICIENT = ("roles/tpu.admin", "roles/tpu.editor", "roles/editor", "roles/owner")
 INSTALLED = "systemctl is-active --quiet tpuexp-watchdog"
-# A start-up script may still be at work when sshd answers.
+# The start-up script may still be running when sshd answers.
 ASK = (
     f"for i in $(seq 45); do {INSTALLED} && break; sleep 2; done; "
     f"if {INSTALLED}; then bash ${{TPUEXP_HOME:-/var/lib/tpu_experiments}}/watchdog.sh check; "
@@ -29,18 +29,18 @@ LINE = re.compile(r"^tpuexp-watchdog=(\w+)(?: account=(\S+) code=(\S+) ?(.*))?$"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the VM may delete itself, as its watchdog found by asking."""
+    """Whether the VM may delete itself, as its watchdog found by asking the API."""
 
     kind: Literal["granted", "unanswered", "absent", "refused"]
     account: str = ""
-    """Of the VM; `none` where it has none."""
+    """Service account of the VM; `none` where it has none."""
     code: str = ""
-    """HTTP code of the answer; 000 where there was none."""
+    """HTTP status of the answer; 000 where there was none."""
     said: str = ""
-    """The API's own words."""
+    """Message of the API."""
 
     def sentence(self, project: str) -> str:
-        """What is missing, and what to do."""
+        """Return what is missing and how to fix it."""
         if self.kind == "absent":
             what = "the VM's watchdog does not run; `journalctl -u google-startup-scripts` there says why"
         elif self.kind == "unanswered":
@@ -60,10 +60,10 @@ ORDER = ("granted", "unanswered", "absent", "refused")
 
 
 def verdict_of(text: str) -> Verdict:
-    """The worst of what the workers printed.
+    """Return the worst of the workers' verdicts.
 
     Raises:
-        ValueError: none has printed a verdict.
+        ValueError: no verdict was printed.
     """
     found = [Verdict(*(part or "" for part in match.groups())) for match in LINE.finditer(text)]  # type: ignore[arg-type]
     if not found:
@@ -72,13 +72,13 @@ def verdict_of(text: str) -> Verdict:
 
 
 def look_ahead(run: Run, settings: Settings, project: str) -> str:
-    """A sentence where the project's policy does not show the right; empty where it does.
+    """Return a warning where the project's policy does not show the permission, else an empty string.
 
-    The policy is what this user can read: it lacks what folders, organisations, groups and custom roles give, so it
-    warns and refuses nothing.
+    The policy that this user can read lacks what folders, organisations, groups and custom roles grant, so a missing
+    role only warns.
     """
     account = settings.service_account
-    if not account:  # Compute Engine's own, which is named after the project's number
+    if not account:  # Compute Engine's default account, named after the project's number
         done = run(commands.project_number(project, settings))
         account = f"{done.out.strip()}-compute@developer.gserviceaccount.com"
         if done.code:
@@ -100,7 +100,7 @@ def look_ahead(run: Run, settings: Settings, project: str) -> str:
 
 
 def _roles(policy: dict[str, list[dict[str, object]]], member: str) -> set[str]:
-    """Without those that hold under a condition."""
+    """Return the unconditional roles of a member."""
     bindings = (binding for binding in policy.get("bindings", []) if not binding.get("condition"))
     return {str(binding["role"]) for binding in bindings if member in list(binding.get("members", []))}  # type: ignore[call-overload]
 

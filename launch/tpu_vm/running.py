@@ -1,4 +1,4 @@
-"""The edge: runs a command line, with a time limit, and never with a secret among its words."""
+"""Run external commands with a time limit; secrets go to stdin, never to the command line."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True)
 class Completed:
-    """What a command said."""
+    """Exit code and output of a command."""
 
     code: int
     out: str = ""
@@ -23,14 +23,18 @@ class Completed:
 
 
 class Run(Protocol):
-    """Runs a command line; the only way to the network."""
+    """Protocol that runs a command line; the only way to the network."""
 
     def __call__(self, words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
-        """`stdin` is where secrets go; after `timeout` seconds the command is ended with code 124."""
+        """Run `words`, with secrets on `stdin`; after `timeout` seconds the command is killed with code 124."""
 
 
 def run(words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
-    """For real, in a session of its own: Ctrl-C is for the launcher, which must not lose a deletion half way."""
+    """Run a command in a session of its own, so that Ctrl-C cannot interrupt a deletion half way.
+
+    Raises:
+        LaunchError: the program is not installed.
+    """
     try:
         process = subprocess.Popen(
             words,
@@ -57,7 +61,7 @@ def run(words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Complet
 
 
 def _end(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """The command with its children; it may have ended by itself."""
+    """Signal the command's process group and wait; it may already have ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
     process.wait()

@@ -1,4 +1,7 @@
-"""Settings of the launcher: `key=value` on the command line, over the lines of a .env file, over the defaults here."""
+"""Parse the launcher's settings.
+
+Precedence: `key=value` on the command line, then the .env file, then the defaults here.
+"""
 
 import difflib
 import re
@@ -11,72 +14,72 @@ from launch.tpu_vm.errors import LaunchError
 
 @dataclass(frozen=True)
 class Settings:
-    """Every key; secrets are none of them (secrets.py)."""
+    """All settings of the launcher. Secrets are not among them: `secrets` lists their names only."""
 
     name: str = ""
-    """Name of the launch: of its state file, its resources and, without `name=` after `--`, of the run."""
+    """Name of the launch: of its state file and resources and, without `name=` after `--`, of the run."""
     hw: str = ""
-    """Slice, one of conf/hw."""
+    """Slice to rent, a file of conf/hw."""
     spot: bool = False
-    """Spot capacity: cheaper, and taken away at any time with 30 s of notice."""
+    """Use spot capacity: cheaper, and reclaimed at any time with 30 s of notice."""
     project: str = ""
-    """Google Cloud project; empty takes gcloud's own."""
+    """Google Cloud project; empty uses gcloud's default."""
     account: str = ""
-    """Account of gcloud; empty takes the active one."""
+    """Account for gcloud; empty uses the active one."""
     service_account: str = ""
-    """Account of the VM; it needs roles/tpu.admin to delete itself and roles/storage.objectUser on the bucket."""
+    """Service account of the VM; needs roles/tpu.admin to delete itself and roles/storage.objectUser on the bucket."""
     zones: tuple[str, ...] = ()
-    """Zones in the order they are tried; empty takes those of conf/hw."""
+    """Zones in the order they are tried; empty uses those of conf/hw."""
     runtime_version: str = ""
-    """Image of the VM; empty takes the one of conf/hw."""
+    """VM image; empty uses the one of conf/hw."""
     network: Literal["external", "internal"] = "external"
-    """`internal`: no external address (16 VMs and more; needs Cloud NAT), ssh through IAP."""
+    """`internal`: no external address (needed from 16 VMs on; needs Cloud NAT), ssh through IAP."""
     max_usd: float | None = None
-    """Most that the TPU may cost, over all its lives."""
+    """Maximum cost of the TPU, over all its machines."""
     max_hours: float = 24.0
-    """Most hours that a TPU may be held, over all its lives."""
+    """Maximum hours that a TPU is held, over all its machines."""
     queue_hours: float = 6.0
     """Longest wait for capacity, in all zones together."""
     zone_minutes: float = 30.0
     """Longest wait in one zone while others are left to try."""
     idle_minutes: float = 30.0
-    """The VM deletes itself after so long without a run, a login or this launcher."""
+    """The VM deletes itself after this time without a run, a login or this launcher."""
     watchdog: Literal["required", "warn"] = "required"
-    """A VM that says that it cannot delete itself: `required` gives it back at once, `warn` says so and goes on."""
+    """If the VM reports that it cannot delete itself: `required` gives it back at once, `warn` continues."""
     usd_per_chip_hour: float | None = None
-    """Price of a chip-hour; null takes the dated one of conf/hw."""
+    """Price of a chip-hour in dollars; null uses the dated one of conf/hw."""
     plan: Literal["first", "skip"] = "first"
-    """`first`: run.py task=plan before anything is rented."""
+    """`first`: run run.py task=plan before anything is rented."""
     code: Literal["archive", "clone"] = "archive"
     """`archive`: the files of this working tree. `clone`: a sparse clone of `repo`, made on the VM."""
     repo: str = ""
-    """Address to clone: https:// of a public repository, git@ of a private one (a deploy key is made)."""
+    """Address to clone: https:// for a public repository, git@ for a private one (a deploy key is created)."""
     ref: str = "main"
     """Branch or tag to clone."""
     folders: tuple[str, ...] = ("conf", "launch", "tpu_experiments")
-    """Folders of a sparse clone; files of the top level are always there."""
+    """Folders of a sparse clone; files of the top level are always included."""
     data_disk: str = ""
-    """Disk attached read-only to every VM (`load_data` fills one); it lies in one zone."""
+    """Disk attached read-only to every VM (`load_data` fills one); it exists in one zone."""
     data_disk_gb: int = 100
-    """Size of the disk that load_data makes."""
+    """Size in GB of the disk that load_data creates."""
     data_mount: str = "/mnt/data"
-    """Where the disk is mounted."""
+    """Mount point of the disk."""
     source: str = ""
     """load_data: local folder, or gs:// address, of the prepared shards."""
     bucket: str = ""
     """load_data: gs:// address to fill."""
     secrets: tuple[str, ...] = ("HF_TOKEN", "WANDB_API_KEY")
-    """Environment variables of this machine that the run gets, where they are set."""
+    """Environment variables of this machine that are passed to the run, where they are set."""
     results: str = "outputs"
-    """Local folder of the fetched results; the state lies in its `launch`."""
+    """Local folder of the fetched results; the launcher's state is in its `launch` subfolder."""
     env_file: str = ".env"
-    """Lines KEY=VALUE, read where the file exists."""
+    """File of KEY=VALUE lines, read where it exists."""
     poll_seconds: float = 20.0
-    """Time between two looks at the machine."""
+    """Time between two checks of the machine."""
     worker: str = "0"
-    """ssh: the VM of a slice of several."""
+    """Worker that `ssh` logs in to, on a slice of several VMs."""
     yes: bool = False
-    """Answers every question with yes."""
+    """Answer every question with yes."""
 
 
 FROM_ENV_FILE = {
@@ -91,15 +94,15 @@ FROM_ENV_FILE = {
     "EXT_MOUNT_POINT": "data_mount",
     "DATA_BUCKET": "source",
 }
-"""Names of a .env file as start_tpu.sh and its like have them; ACCELERATOR_TYPE chooses `hw`."""
+"""Variable names of .env files for start_tpu.sh and similar scripts; ACCELERATOR_TYPE sets `hw`."""
 
 
 def parse(words: list[str], *, env_file: dict[str, str], hw_of: Any) -> Settings:
-    """Settings from `key=value` words.
+    """Parse settings from `key=value` words.
 
     Args:
         env_file: content of the .env file.
-        hw_of: from an accelerator type to a choice of conf/hw.
+        hw_of: maps an accelerator type to a name of conf/hw.
 
     Raises:
         LaunchError: an unknown key, or a value of the wrong type.
@@ -126,10 +129,10 @@ def parse(words: list[str], *, env_file: dict[str, str], hw_of: Any) -> Settings
 
 
 def checked(settings: Settings) -> Settings:
-    """What no type says.
+    """Return the settings, checked for what types do not express.
 
     Raises:
-        LaunchError: a name the API refuses, a limit that is none, or settings that do not go together.
+        LaunchError: a name the API refuses, a limit not above 0, or incompatible settings.
     """
     if settings.name and not re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", settings.name):
         raise LaunchError(
@@ -172,7 +175,7 @@ def _value(key: str, text: str, kind: Any) -> Any:
 
 
 def read_env_file(text: str) -> dict[str, str]:
-    """Lines `KEY=VALUE`, `export KEY='value'`, blank lines and comments; the last of a key wins."""
+    """Parse lines `KEY=VALUE` and `export KEY='value'`, blank lines and comments; the last of a key wins."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         match = re.match(r"\s*(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*?)\s*$", line)

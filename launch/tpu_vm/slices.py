@@ -1,4 +1,4 @@
-"""What conf/hw says of a TPU slice: what to ask for, where, and what an hour of it costs."""
+"""Read TPU slices from conf/hw: accelerator type, zones and price."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ CONF_HW = Path(__file__).parents[2] / "conf" / "hw"
 
 @dataclass(frozen=True)
 class Slice:
-    """One choice of conf/hw that can be rented."""
+    """A rentable slice of conf/hw."""
 
     hw: str
     accelerator_type: str
@@ -26,17 +26,20 @@ class Slice:
 
     @property
     def num_workers(self) -> int:
-        """VMs of the slice."""
+        """Return the number of VMs of the slice."""
         return max(1, self.chips // self.chips_per_host)
 
     def usd_per_hour(self, *, spot: bool, zone: str | None, override: float | None = None) -> float:
-        """Dollars of all chips for one hour.
+        """Return the dollars of all chips for one hour.
 
-        The catalogue's price holds for one region; elsewhere, and where the zone is not known yet, the highest price
-        of all regions is taken, so that a limit in dollars is kept rather than passed.
+        The catalogue's price holds for one region; elsewhere, and where the zone is not known yet, the highest price of
+        all regions is used, so that a limit in dollars is not exceeded.
 
         Args:
             override: dollars of one chip-hour, given by the user.
+
+        Raises:
+            LaunchError: conf/hw has no price.
         """
         if override is not None:
             return override * self.chips
@@ -52,10 +55,10 @@ class Slice:
 
 
 def load_slice(hw: str, *, folder: Path = CONF_HW) -> Slice:
-    """The slice of `hw=`.
+    """Load the slice named by `hw=`.
 
     Raises:
-        LaunchError: there is no such choice, or it is nothing that is rented.
+        LaunchError: conf/hw has no such file, or it cannot be rented.
     """
     node = _composed(hw, folder)
     rent = node.get("rent")
@@ -74,12 +77,16 @@ def load_slice(hw: str, *, folder: Path = CONF_HW) -> Slice:
 
 
 def rentable(folder: Path = CONF_HW) -> list[str]:
-    """Every choice of conf/hw with a `rent`."""
+    """Return the names in conf/hw that have a `rent` section."""
     return sorted(path.stem for path in folder.glob("*.yaml") if _composed(path.stem, folder).get("rent"))
 
 
 def hw_of(accelerator_type: str, *, folder: Path = CONF_HW) -> str:
-    """The choice that asks for `accelerator_type`, which is how a .env file names a slice."""
+    """Return the name in conf/hw with this accelerator type, which is how a .env file names a slice.
+
+    Raises:
+        LaunchError: no file has it.
+    """
     found = [hw for hw in rentable(folder) if load_slice(hw, folder=folder).accelerator_type == accelerator_type]
     if not found:
         raise LaunchError(f"ACCELERATOR_TYPE={accelerator_type}; no file of conf/hw asks for it; give hw= instead.")
@@ -87,7 +94,7 @@ def hw_of(accelerator_type: str, *, folder: Path = CONF_HW) -> str:
 
 
 def _composed(hw: str, folder: Path) -> dict[str, Any]:
-    """A file under its defaults: the one form of Hydra's composition that conf/hw uses, without Hydra."""
+    """Merge a file over its defaults, the one form of Hydra's composition that conf/hw uses."""
     file = folder / f"{hw}.yaml"
     if not file.is_file():
         raise LaunchError(f"hw={hw}; there is no {file}; use one of: {', '.join(rentable(folder))}.")

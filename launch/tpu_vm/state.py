@@ -1,7 +1,7 @@
-"""What a launch has done so far: one small JSON file, written before each thing that cannot be taken back.
+"""Persist the progress of a launch in one small JSON file, written before each irreversible step.
 
-The API holds the truth about machines; the file holds what the API does not know: which of them are ours, what was
-meant to happen, and what was paid. A launcher that is killed anywhere finds both again.
+The API knows the machines; the file records what the API does not know: which of them are ours, what the goal is, and
+what was paid. A launcher killed at any point recovers from the two.
 """
 
 import json
@@ -18,7 +18,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Record:
-    """One launch. Times are seconds since 1970; money is US dollars."""
+    """State of one launch. Times are seconds since 1970; money is US dollars."""
 
     name: str
     launch_id: str
@@ -27,99 +27,99 @@ class Record:
     project: str
     zones: tuple[str, ...]
     overrides: tuple[str, ...] = ()
-    """What run.py is given."""
+    """Arguments of run.py."""
     words: tuple[str, ...] = ()
-    """Settings as they were given, for the commands that follow."""
+    """Settings as given on the command line, for later commands."""
     run_folder: str = ""
-    """Where the run writes, as the VM sees it."""
+    """Folder that the run writes to, as the VM sees it."""
     goal: str = "ready"
-    """`ready`: a machine that is set up. `run`: the run has ended. `gone`: nothing is left."""
+    """`ready`: a machine that is set up. `run`: the run has ended. `gone`: everything is deleted."""
     then: str = "keep"
-    """`keep` the machine when the goal is reached, or let it be `gone`."""
+    """`keep` the machine when the goal is reached, or delete it (`gone`)."""
     outcome: str = ""
-    """finished, failed, stopped, interrupted, budget, capacity, refused or down; empty while it goes on."""
+    """finished, failed, stopped, interrupted, budget, capacity, refused or down; empty while in progress."""
     reason: str = ""
     """The outcome in one sentence."""
     done: bool = False
-    """Nothing is left to do, and nothing costs money unless the machine is kept."""
+    """Whether nothing is left to do; then only a kept machine costs money."""
     zone_index: int = 0
     rounds: int = 0
-    """Times that every zone was without capacity."""
+    """Number of times that every zone was without capacity."""
     round_at: float | None = None
-    """When the last such round ended."""
+    """Time at which the last such round ended."""
     queued_at: float | None = None
-    """When waiting for capacity began, over all zones; null while a machine is there."""
+    """Time at which the wait for capacity began, over all zones; None while there is a machine."""
     created_at: float | None = None
-    """When the present resource was asked for; null where there is none."""
+    """Time at which the present resource was requested; None where there is none."""
     idle_at: float | None = None
-    """Last time the resource was seen and cost nothing."""
+    """Last time the resource was observed at no cost."""
     ready_at: float | None = None
-    """When the present machine began to cost."""
+    """Time from which the present machine is billed."""
     usd_before: float = 0.0
     hours_before: float = 0.0
-    """Of the machines before the present one."""
+    """Hours of the machines before the present one; `usd_before` is their cost."""
     machines: int = 0
-    """How many there were."""
+    """Number of machines so far."""
     is_set_up: bool = False
-    """Of the present machine."""
+    """Whether the present machine is set up."""
     is_started: bool = False
-    """The run was started on the present machine."""
+    """Whether the run was started on the present machine."""
     was_started: bool = False
-    """The run was started on any machine."""
+    """Whether the run was started on any machine."""
     is_moving: bool = False
-    """The resource is deleted to try the next zone."""
+    """Whether the resource is being deleted to try the next zone."""
     is_preempted: bool = False
-    """The machine has said that it is taken away."""
+    """Whether the machine has reported its preemption."""
     is_stop_asked: bool = False
-    """Somebody asked the run to stop (`tpu.py stop`)."""
+    """Whether a stop was requested (`tpu.py stop`)."""
     run_state: str = "none"
-    """As last seen: none, running, lost (its machine was restarted) or exited."""
+    """Last observed state: none, running, lost (its machine was restarted) or exited."""
     exit_code: int | None = None
     ending_since: float | None = None
-    """When a worker of several was first seen to have failed while others ran."""
+    """Time at which one of several workers was first seen to have failed while others ran."""
     attempts: int = 0
-    """Starts of the run on the present machine."""
+    """Number of starts of the run on the present machine."""
     log_offset: int = 0
-    """Bytes of the present machine's log that were shown."""
+    """Bytes of the present machine's log already printed."""
     is_fetched: bool = False
     fetch_failures: int = 0
     unreachable_since: float | None = None
     setup_failures: int = 0
     history: tuple[str, ...] = ()
-    """Lines of what happened, newest last."""
+    """Log of the launch, newest line last."""
 
     @property
     def resource(self) -> str:
-        """Id of the queued resource and of its node; with the launch's id in it, so that it is nobody else's."""
+        """Return the id of the queued resource and its node; the launch id makes it unique."""
         return f"{self.name}-{self.launch_id}"
 
     @property
     def is_remote(self) -> bool:
-        """The run writes to a bucket, which outlives every machine."""
+        """Return whether the run writes to a bucket, which outlives every machine."""
         return "://" in self.run_folder
 
     @property
     def zone(self) -> str:
-        """Where the resource is or will be."""
+        """Return the zone where the resource is or will be."""
         return self.zones[self.zone_index % len(self.zones)]
 
 
 def new_id() -> str:
-    """Six random hexadecimal digits."""
+    """Return six random hexadecimal digits."""
     return secrets.token_hex(3)
 
 
 class Store:
-    """The file of one launch."""
+    """State file of one launch."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.file = folder / f"{name}.json"
 
     def load(self) -> Record | None:
-        """The record; None where there is none.
+        """Return the record, or None if there is no file.
 
         Raises:
-            LaunchError: the file is damaged or of another version.
+            LaunchError: the file is damaged or written by another version.
         """
         if not self.file.is_file():
             return None
@@ -138,12 +138,12 @@ class Store:
         return Record(**values)
 
     def save(self, record: Record) -> None:
-        """Replace the file in one step; a crash leaves the old one or the new one."""
+        """Replace the file atomically: a crash leaves the old record or the new one."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.write(json.dumps({"version": VERSION} | vars(record), indent=1) + "\n")
 
     def write(self, text: str) -> None:
-        """The whole file."""
+        """Write the whole file atomically, synced to disk."""
         fresh = self.file.with_suffix(".json.new")
         with fresh.open("w", encoding="utf-8") as stream:
             stream.write(text)
@@ -153,5 +153,5 @@ class Store:
 
 
 def noted(record: Record, line: str, **changes: Any) -> Record:
-    """The record with changes and one more line of history; the last 200 are kept."""
+    """Return the record with changes and one more line of history; the last 200 are kept."""
     return replace(record, history=(*record.history, line)[-200:], **changes)

@@ -1,6 +1,6 @@
-"""The VMs of a slice over ssh: code, secrets and set-up on, the run started, looked at and stopped, results off.
+"""Control the VMs of a slice over ssh: code transfer, set-up, run, log, stop and results.
 
-Every remote command ends with a line of its own, so that a failing command is told from ssh that failed.
+Every remote command prints its exit code on its last line, which tells a failed command from a failed ssh.
 """
 
 import re
@@ -24,9 +24,9 @@ from launch.tpu_vm.workers import LINE, together, workers_of
 WORKER = f"cd ~/{CHECKOUT} && bash launch/worker.sh"
 SETUP_SECONDS, STOP_SECONDS = 2400.0, 240.0
 MAX_LOG_BYTES = 262144
-"""Of one look, as launch/worker.sh has it."""
+"""Log bytes per call, the same as in launch/worker.sh."""
 MARK = re.compile(r"^tpuexp-code=(\d+)\s*$", re.MULTILINE)
-# A set-up that takes longer than the watchdog waits is no idle machine.
+# Renew the watchdog's lease during a long set-up, which must not count as an idle machine.
 ALIVE = (
     "mkdir -p ~/.tpu_experiments; "
     "(while touch ~/.tpu_experiments/lease; do sleep 60; done) </dev/null >/dev/null 2>&1 & "
@@ -36,27 +36,27 @@ ALIVE = (
 
 @dataclass(frozen=True)
 class Look:
-    """The run on all workers."""
+    """State of the run over all workers."""
 
     state: str
     """running, exited (on all, or with a failure on one), or lost: a machine was restarted."""
     code: int | None
     is_over: bool
-    """No worker runs any more."""
+    """No worker is running any more."""
     why: str
-    """Of several workers, the one that the others cannot go on without."""
+    """Of several workers, the one whose failure ends the run."""
     is_stop_asked: bool
     is_preempted: bool
     offset: int
     """Bytes of worker 0's log up to the end of `text`."""
     is_all: bool
-    """The log has no more for now."""
+    """Whether `text` reaches the present end of the log."""
     text: str
     """New lines of worker 0's log."""
 
 
 class Vm:
-    """One slice; `target` is given with each call, since a launch may move to another zone."""
+    """One slice; `target` is an argument of each call, since a launch may move to another zone."""
 
     def __init__(
         self,
@@ -77,10 +77,11 @@ class Vm:
         self._bucket = Bucket(run, files)
 
     def ask_watchdog(self, target: Target) -> Verdict:
-        """Whether every VM could delete the slice; nothing but the start-up script needs to be there.
+        """Ask every VM whether it could delete the slice; needs only the start-up script there.
 
         Raises:
-            UnreachableError, RemoteError
+            UnreachableError: not every worker answered.
+            RemoteError: the check failed or printed no verdict.
         """
         try:
             return verdict_of(self.remote(target, ASK, timeout=ASK_SECONDS))
@@ -88,10 +89,11 @@ class Vm:
             raise RemoteError(f"the watchdog's check: {error}") from None
 
     def sync(self, target: Target) -> None:
-        """The code, by either way.
+        """Transfer the code, as an archive or by a clone on the VM.
 
         Raises:
-            UnreachableError, RemoteError
+            UnreachableError: not every worker was reached.
+            RemoteError: a command failed on a worker.
         """
         if self._settings.code == "clone":
             if code_sync.is_private(self._settings):
@@ -105,13 +107,14 @@ class Vm:
         self.remote(target, code_sync.unpack_command(file.name), timeout=COPY_SECONDS)
 
     def set_up(self, target: Target, secrets: dict[str, str], where: tuple[str, ...]) -> None:
-        """Secrets, the data disk, and launch/startup.sh; everything may be done again.
+        """Transfer secrets, mount the data disk and run launch/startup.sh; safe to repeat.
 
         Args:
-            where: what startup.sh is told of the run, `hw=` and `output_dir=`.
+            where: arguments of startup.sh, `hw=` and `output_dir=`.
 
         Raises:
-            UnreachableError, RemoteError
+            UnreachableError: not every worker was reached.
+            RemoteError: a command failed on a worker.
         """
         lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in secrets.items())
         self._each_worker(target, f"{WORKER} keep-secrets", stdin=lines)
@@ -124,16 +127,19 @@ class Vm:
         )
 
     def start(self, target: Target, run_id: str, words: tuple[str, ...]) -> None:
-        """run.py on every worker; a run of this id that is there is left alone, one of another id is stopped first."""
+        """Start run.py on every worker.
+
+        A run with this id that exists already is left alone; one with another id is stopped first.
+        """
         if self._settings.data_disk:
-            self._mount(target)  # a VM that was restarted has lost it
+            self._mount(target)  # a restarted VM has lost the mount
         self.remote(target, f"{WORKER} start {shlex.quote(run_id)} {shlex.join(words)}")
 
     def look(self, target: Target, offset: int) -> Look:
-        """State of the run on all workers, and what worker 0's log has after `offset` bytes.
+        """Return the state of the run on all workers, and worker 0's log after `offset` bytes.
 
         Raises:
-            UnreachableError: not every worker has answered.
+            UnreachableError: not every worker answered.
         """
         first = self._run(commands.ssh(target, f"{WORKER} look {offset}", worker="0"), timeout=180.0)
         match = LINE.search(first.out)
@@ -160,17 +166,17 @@ class Vm:
         )
 
     def stop(self, target: Target) -> None:
-        """SIGTERM to the run on every worker; returns when it has saved and ended.
+        """Send SIGTERM to the run on every worker; return when it has saved and ended.
 
-        gcloud is at all workers at once, but for a tunnel, where the ninth waits for the first eight: so all are
-        asked before any is waited for.
+        gcloud reaches all workers at once, except through a tunnel, where the ninth waits for the first eight; there,
+        all are asked to stop before any is waited for.
         """
         if self._num_workers > commands.TUNNELS and self._settings.network == "internal":
             self.remote(target, f"{WORKER} ask-stop")
         self.remote(target, f"{WORKER} stop", timeout=STOP_SECONDS)
 
     def fetch(self, target: Target, record: Record, into: Path) -> list[str]:
-        """Results to a folder here; names of what came.
+        """Copy the results to a local folder; return the names of what was copied.
 
         Raises:
             UnreachableError, RemoteError: nothing was fetched.
@@ -186,11 +192,11 @@ class Vm:
         return self._files.unpack(local, into)
 
     def is_finished(self, record: Record) -> bool:
-        """Whether a bucket has all that the run writes."""
+        """Return whether the bucket has all the results of the run."""
         return record.is_remote and self._bucket.is_finished(record)
 
     def fetch_logs(self, target: Target, into: Path) -> None:
-        """What each worker's run has printed, as `logs/worker-N.log`."""
+        """Save the output of each worker's run as `logs/worker-N.log`."""
         for worker in range(self._num_workers):
             done = self._run(
                 commands.ssh(target, "cat ~/.tpu_experiments/log", worker=str(worker)), timeout=COPY_SECONDS
@@ -201,11 +207,11 @@ class Vm:
     def remote(
         self, target: Target, command: str, *, worker: str = "all", stdin: str = "", timeout: float = 180.0
     ) -> str:
-        """Run a command on one worker or on all; what they printed.
+        """Run a command on one worker or on all, and return their output.
 
         Raises:
-            UnreachableError: fewer workers than asked have run it.
-            RemoteError: one has, and it failed; with its last lines.
+            UnreachableError: fewer workers than requested ran it.
+            RemoteError: it failed on a worker; the message has its last 12 lines.
         """
         marked = f"( {command} ); code=$?; echo; echo tpuexp-code=$code"
         done = self._run(commands.ssh(target, marked, worker=worker), stdin=stdin, timeout=timeout)
@@ -222,7 +228,7 @@ class Vm:
         self.remote(target, f"{WORKER} {words}")
 
     def _each_worker(self, target: Target, command: str, *, stdin: str) -> None:
-        """One after the other: gcloud gives stdin to one ssh alone."""
+        """Run a command on one worker after the other, since gcloud passes stdin to a single ssh only."""
         for worker in range(self._num_workers):
             self.remote(target, command, worker=str(worker), stdin=stdin)
 

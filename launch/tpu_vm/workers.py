@@ -1,4 +1,4 @@
-"""What the workers of a slice say of one run: when it is over, and which of several ends is the one that counts."""
+"""Combine the workers' reports of one run: when it is over, and whose exit code counts."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,16 +7,16 @@ from typing import Literal
 
 STOPPED_EXIT_CODE = 75
 ENDING_SECONDS = 120.0
-"""For the others to end after one has failed: their connection to it breaks at once, but one that compiles is busy."""
+"""Time for the others to end after one has failed: their connection breaks at once, but compilation delays them."""
 LINE = re.compile(
     r"^tpuexp worker=(\d+) run=(\w+) code=(\S+) stop=(\w+) preempted=(\w+) bytes=(\d+) at=(\S+)\s*$", re.MULTILINE
 )
-"""What launch/worker.sh prints at a look."""
+"""Status line printed by `launch/worker.sh look`."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One VM, at one look."""
+    """Status of one VM."""
 
     number: int
     run: str
@@ -25,26 +25,26 @@ class Worker:
     is_stop_asked: bool
     is_preempted: bool
     num_bytes: int
-    """Of its log."""
+    """Size of its log."""
     ended_at: float
-    """Seconds since 1970, by its own clock; 0 where it has not ended."""
+    """Seconds since 1970 on its own clock; 0 while it runs."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The run on all workers."""
+    """State of the run over all workers."""
 
     state: Literal["running", "exited", "lost"]
-    """`exited` and `lost` as soon as one worker has failed or was restarted: the others cannot go on without it."""
+    """`exited` or `lost` as soon as one worker has failed or was restarted: the others cannot continue alone."""
     code: int | None
     is_over: bool
-    """No worker runs any more."""
+    """No worker is running any more."""
     why: str
-    """Which worker it was, of several."""
+    """Which of several workers decided the state."""
 
 
 def workers_of(lines: Iterable["re.Match[str]"]) -> list[Worker]:
-    """From matches of LINE."""
+    """Parse workers from matches of LINE."""
     return [
         Worker(
             number=int(line[1]),
@@ -60,10 +60,10 @@ def workers_of(lines: Iterable["re.Match[str]"]) -> list[Worker]:
 
 
 def together(workers: Sequence[Worker]) -> Verdict:
-    """The exit code is that of the worker that ended first with another than 0: the others ended for want of it.
+    """Combine the workers' states; the first worker to exit with a non-zero code sets the exit code.
 
-    After a request to stop it is the first that did not save, if there is one. A worker that was restarted comes before
-    all: the run goes on from its checkpoint.
+    The others ended because they lost it. After a request to stop, the first that did not save counts, if there is one.
+    A restarted worker takes precedence over all: the run continues from its checkpoint.
     """
     is_over = not any(worker.run == "running" for worker in workers)
     lost = [worker.number for worker in workers if worker.run in ("lost", "none")]

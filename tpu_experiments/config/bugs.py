@@ -27,10 +27,10 @@ NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_a
 
 
 def bug_sentence(error: Exception, *, config: Config | None) -> str:
-    """Write the traceback of `error` into a log and return one sentence with what is at fault and where that log is.
+    """Write the traceback of `error` to a log; return one sentence with the cause and the log's path.
 
     Args:
-        config: of the run, in whose folder run.log lies; None where there is none yet.
+        config: of the run whose folder has run.log; None where there is none yet.
     """
     log = write_traceback(error, config=config)
     if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_SYSTEM:
@@ -56,7 +56,7 @@ def bug_sentence(error: Exception, *, config: Config | None) -> str:
 
 
 def _frame_of(error: Exception, *, plugins: Sequence[str]) -> str | None:
-    """The innermost line of a plugin; None where none was at work, or where it had called this package."""
+    """Return the innermost line of a plugin, or None if no plugin ran or it had called this package."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
@@ -68,7 +68,7 @@ def _frame_of(error: Exception, *, plugins: Sequence[str]) -> str | None:
 
 
 def write_traceback(error: Exception, *, config: Config | None, process: str = "") -> str:
-    """Add the traceback of `error`, the command and the versions to run.log, else to a file of its own; its path."""
+    """Append the traceback, command and versions to run.log, else to a new file; return its path."""
     shown = "".join(traceback.format_exception(error))
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     command = shlex.join(["python", *sys.argv])
@@ -89,7 +89,7 @@ def write_traceback(error: Exception, *, config: Config | None, process: str = "
 
 
 def _run_log(config: Config | None) -> Path | None:
-    """run.log of a local run folder that has begun one."""
+    """Return run.log of a local run folder, if it exists."""
     if config is None or config.name is None or "://" in config.output_dir:
         return None
     log = Path(config.output_dir, config.name, RUN_LOG)

@@ -10,7 +10,7 @@ from tpu_experiments.config.errors import ConfigError, suggest
 
 
 def locate(target: str, *, key: str) -> Any:
-    """Import what `target` (package.module.Name) names; `key` is the config key it came from.
+    """Import the object that `target` (package.module.Name) names; `key` is its config key.
 
     Raises:
         ConfigError: the module has no such name.
@@ -24,7 +24,7 @@ def locate(target: str, *, key: str) -> Any:
 
 
 def target_problems(target: str, *, key: str) -> list[str]:
-    """What is wrong with `target`, found without importing its module (its packages' `__init__` do run)."""
+    """Return what is wrong with `target`, without importing its module (its packages' `__init__` do run)."""
     module_name, _, name = target.rpartition(".")
     try:
         spec = importlib.util.find_spec(module_name)
@@ -41,7 +41,7 @@ def target_problems(target: str, *, key: str) -> list[str]:
 
 
 def _names_of(file: Path) -> tuple[set[str], set[str]]:
-    """Names that a module's source defines at its top level, and those it imports there."""
+    """Return the names that a module's source defines at top level, and those it imports there."""
     defined: set[str] = set()
     imported: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:

@@ -29,10 +29,10 @@ MAX_NAME_LENGTH = 200  # a folder's name may have 255 bytes, and files are calle
 
 
 def check(config: Config) -> None:
-    """Raise one ConfigError that lists every problem found.
+    """Check the whole config and raise one ConfigError that lists every problem found.
 
     Raises:
-        ConfigError: at least one value is out of range or does not go with another.
+        ConfigError: at least one value is out of range or incompatible with another.
     """
     misplaced = list(_kind_problems(config))
     if misplaced:
@@ -47,7 +47,7 @@ def check(config: Config) -> None:
 
 
 def _kind_problems(node: Any, prefix: str = "") -> Iterator[str]:
-    """Items of lists and mappings that are not of the kind which the schema states; OmegaConf lets some pass."""
+    """Yield list and mapping items of another type than the schema's; OmegaConf lets some pass."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _kind_problems(value, f"{prefix}{name}.")
@@ -73,7 +73,7 @@ def _is_of(item: Any, kind: Any) -> bool:
 
 
 def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
-    """Values outside the ranges and choices that the schema states."""
+    """Yield problems of values outside the schema's ranges and choices."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _field_problems(value, f"{prefix}{name}.")
@@ -98,7 +98,7 @@ def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _value_problems(key: str, value: Any) -> Iterator[str]:
-    """What no field may hold at any depth: texts that no file can hold, numbers beyond 64 bits."""
+    """Yield values that no field may have at any depth: unwritable texts, numbers beyond 64 bits."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not dataclasses.is_dataclass(item):
@@ -155,7 +155,7 @@ def _name(config: Config) -> list[str]:
 
 
 def _entries(config: Config) -> list[str]:
-    """Sources and stages give folders of prepared data their names."""
+    """Return problems with names of sources and stages, which are parts of prepared folders' names."""
     names = {f"data.{name}": name for name in config.data}
     names |= {f"curriculum.stages.{name}": name for name in config.curriculum.stages}
     return [
@@ -298,7 +298,10 @@ def _packing(config: Config) -> list[str]:
 
 
 def _targets(config: Config) -> list[str]:
-    """Every `_target_` lies under an allowed prefix; the module is looked up, never imported, here."""
+    """Return problems with every `_target_`: outside the allowed prefixes, or missing.
+
+    Its module is looked up, but never imported, here.
+    """
     swap_points: dict[str, Any] = {"model": config.model, "optim": config.optim, "trainer": config.trainer}
     swap_points |= {f"data.{name}": source for name, source in config.data.items()}
     swap_points |= {f"logger.{name}": logger for name, logger in config.logger.items()}

@@ -20,7 +20,7 @@ MIN_TOKENS = 8
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one global batch is cut: `global_rows = accumulation * micro_rows * num_shards`."""
+    """Division of one global batch: `global_rows = accumulation * micro_rows * num_shards`."""
 
     global_rows: int
     micro_rows: int
@@ -32,7 +32,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage with every value settled; exactly one of `steps`, `tokens` and `epochs` is set."""
+    """One stage with every value resolved; exactly one of `steps`, `tokens` and `epochs` is set."""
 
     name: str
     index: int
@@ -53,12 +53,12 @@ class Stage:
 
     @property
     def watches(self) -> bool:
-        """Whether its evaluations are compared with each other."""
+        """Return whether the stage compares its evaluations with each other."""
         return self.exit.eval_loss is not None or self.exit.patience is not None or self.exit.ends_with == "best"
 
 
 def resolve_stages(config: Config) -> list[Stage]:
-    """Settle every stage that has a source.
+    """Resolve every stage that has a source.
 
     Raises:
         ConfigError: unknown source, no stage left, neither or both of steps and epochs, batch not divisible; all
@@ -78,16 +78,17 @@ def resolve_stages(config: Config) -> list[Stage]:
 
 
 def skipped_stages(config: Config) -> list[str]:
-    """Names of the stages that are left out because no selected source is of their kind."""
+    """Return the names of the stages without a selected source of their kind."""
     return [name for name, stage in config.curriculum.stages.items() if not _stage_sources(config, name, stage)]
 
 
 def batch_geometry(
     config: Config, *, global_rows: int, seq_len: int, key: str, micro_rows: int | None = None
 ) -> Geometry:
-    """Cut a global batch over the devices, a device's share into `micro_rows` (None takes them all at once).
+    """Divide a global batch over the devices, and a device's rows into micro-batches.
 
-    `key` names the setting in an error.
+    `micro_rows` None chooses the largest micro-batch of up to `MICRO_TOKENS` tokens. `key` names the setting in an
+    error.
 
     Raises:
         ConfigError: the batch does not divide by the devices, or a device's rows by the micro-batch.
@@ -210,32 +211,32 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
 
 
 def _lr_of_model(config: Config) -> float:
-    """The peak that suits adapters on the model; of all its pretrained weights, a tenth of that."""
+    """Return the peak learning rate for adapters on the model; a tenth of it for all pretrained weights."""
     trains_pretrained = config.lora.r == 0 and config.model.init == "pretrained" and config.model.size == "full"
     return config.model.lr * FULL_LR if trains_pretrained else config.model.lr
 
 
 def _epochs(config: Config, stage: StageConfig, *, sources: Sequence[str]) -> float | None:
-    """Passes over the rows; of a stage that says nothing of its length, as many as suit the source that asks fewest."""
+    """Return the epochs of a stage; if its length is unset, the fewest that its sources ask for."""
     if stage.epochs is None and stage.steps is None and stage.tokens is None:
         return min(config.data[name].epochs for name in sources)
     return stage.epochs
 
 
 def _schedule(own: ScheduleConfig, of_stage: StageScheduleConfig) -> ScheduleConfig:
-    """The run's schedule with what the stage sets itself."""
+    """Return the run's schedule with the values that the stage sets."""
     return replace(own, **{name: value for name, value in vars(of_stage).items() if value is not None})
 
 
 def _sources_before(name: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Sources of the stages before, each once, without those of the stage itself."""
+    """Return the distinct sources of the earlier stages, without the stage's own."""
     names = list(chosen)
     before = dict.fromkeys(source for other in names[: names.index(name)] for source in chosen[other])
     return tuple(source for source in before if source not in chosen[name])
 
 
 def uneven_rows(stages: Sequence[Stage]) -> list[str]:
-    """A sentence for each row length that a TPU computes more for than the row holds."""
+    """Return a warning for each row length that a TPU pads internally."""
     lengths = dict.fromkeys(stage.geometry.seq_len for stage in stages)
     return [
         f"rows of {length} tokens are no multiple of {LANES}, the width of a TPU's tiles, so they are computed as "

@@ -29,7 +29,7 @@ CHECKS = (
 
 @dataclass
 class DoctorTaskConfig(TaskConfig):
-    """task=doctor."""
+    """Settings of task=doctor."""
 
     checks: list[str] = field(default_factory=list)
     """Names of the checks that are made; empty makes all of them."""
@@ -42,7 +42,7 @@ class DoctorTaskConfig(TaskConfig):
 
 
 def doctoring_problems(task: TaskConfig) -> list[str]:
-    """Settings of task=doctor that name nothing; none of another task."""
+    """Return invalid settings of task=doctor; none for another task."""
     if not isinstance(task, DoctorTaskConfig):
         return []
     problems = [

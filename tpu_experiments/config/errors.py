@@ -6,11 +6,14 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """Something the user can mend: key=value; what is wrong; the numbers; what to do. Exit code 2."""
+    """Error that the user can fix; exit code 2.
+
+    The text has the form: key=value; what is wrong; the numbers; what to do.
+    """
 
 
 def failure_of(error: Exception) -> str:
-    """What went wrong in a module of the user's own when it was imported, and where."""
+    """Return what went wrong, and where, when a module of the user's own was imported."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (place.filename, place.lineno)
     text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
@@ -18,7 +21,7 @@ def failure_of(error: Exception) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`Did you mean X? ` when a known name is close, then the names that exist."""
+    """Return `Did you mean X? ` if a known name is close, then the existing names."""
     names = sorted(known)
     near = nearest(name, names)
     hint = f"Did you mean {near!r}? " if near else ""
@@ -26,7 +29,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str | None:
-    """The likeliest name: alike, the same letters in another order, one that begins the other, or a part of it."""
+    """Return the likeliest name: similar, an anagram, a prefix or a part of the given one."""
     alike = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     swapped = [known for known in names if sorted(known) == sorted(name)]
     begun = [known for known in names if known.startswith(name) or name.startswith(known)] if name else []

@@ -9,7 +9,7 @@ from tpu_experiments.config.planning import TaskConfig
 
 @dataclass
 class EvaluateTaskConfig(TaskConfig):
-    """task=evaluate."""
+    """Settings of task=evaluate."""
 
     split: str = choice("test", "evaluation", default="test")
     """Held-out documents that are evaluated; `evaluation` are those that training looks at."""

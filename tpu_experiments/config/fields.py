@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 
 def choice(*allowed: str, default: str | None = MISSING) -> Any:
-    """A string field that takes one of `allowed` (OmegaConf 2.3 has no Literal)."""
+    """Return a string field restricted to `allowed` (OmegaConf 2.3 has no Literal)."""
     return field(default=default, metadata={"allowed": allowed})
 
 
@@ -24,7 +24,10 @@ def number(
     below: float | None = None,
     word: str | None = None,
 ) -> Any:
-    """A numeric field with bounds; `None` as the value passes (the field says what it means), and so does `word`."""
+    """Return a numeric field with bounds; `None` and `word` are accepted as well.
+
+    The field's docstring says what they mean.
+    """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below, "word": word}
     metadata = {name: value for name, value in bounds.items() if value is not None}
     return field(default=default if default is not NO_DEFAULT else MISSING, metadata=metadata)

@@ -9,7 +9,7 @@ from tpu_experiments.config.planning import TaskConfig
 
 @dataclass
 class ChoiceConfig:
-    """How the next token is chosen; the steps are taken in the order of the keys, as transformers takes them."""
+    """Choice of the next token; steps are applied in the order of the keys, as in transformers."""
 
     repetition_penalty: float = number(default=1.0, above=0)
     """Logits of tokens that occurred are divided by it where positive, else multiplied (arXiv 1909.05858); 1 is off."""
@@ -27,7 +27,7 @@ class ChoiceConfig:
 
 @dataclass
 class GenerateTaskConfig(ChoiceConfig, TaskConfig):
-    """task=generate."""
+    """Settings of task=generate."""
 
     run: str | None = place("folder", default=None)
     """Folder of a run, local or gs://: its model, tokenizer, chat format and what it trained. null is `model`."""
@@ -67,7 +67,7 @@ class GenerateTaskConfig(ChoiceConfig, TaskConfig):
 
 
 def generating_problems(task: GenerateTaskConfig) -> list[str]:
-    """Settings that do not go together."""
+    """Return incompatible settings of task=generate."""
     problems = []
     if task.prompt is not None and task.prompts_file is not None:
         problems.append("task.prompt= and task.prompts_file=; one of them is answered; leave the other out.")

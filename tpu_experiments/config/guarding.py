@@ -7,7 +7,7 @@ from tpu_experiments.config.fields import choice, number
 
 @dataclass
 class GuardConfig:
-    """Steps whose loss or gradient is not finite, and losses that jump.
+    """Reaction to steps whose loss or gradient is not finite, and to losses that jump.
 
     The update of a step that is not finite is left out on the device, whatever is chosen here; what follows is decided
     when values are read, every `trainer.log_every_steps`.
@@ -34,7 +34,7 @@ class GuardConfig:
 
 @dataclass
 class CanaryConfig:
-    """Gradients of the first step on several devices against a float32 reference on the host, before step 1.
+    """Comparison of the first gradients on several devices with a float32 host reference, before step 1.
 
     The training program itself runs once on a few short rows, and what it leaves in the optimizer's state is compared
     with what the same step leaves there in plain torch on one CPU device; then everything is put back.

@@ -56,7 +56,7 @@ class PriceConfig:
 
 @dataclass
 class RentConfig:
-    """What launch/tpu.py asks Google Cloud for; a run itself reads none of it."""
+    """Resources that launch/tpu.py requests from Google Cloud; a run itself reads none of it."""
 
     accelerator_type: str = MISSING
     """The slice as the Cloud TPU API names it, for example `v5litepod-8`."""
@@ -74,7 +74,7 @@ class RentConfig:
 
 @dataclass
 class CalibrationConfig:
-    """How the planned time of a chip generation is corrected by what was measured on it."""
+    """Correction of a chip generation's planned time by measurements on it."""
 
     factor: float = number(above=0)
     """Measured step seconds divided by planned ones; the plan multiplies by it."""
@@ -88,7 +88,7 @@ class CalibrationConfig:
 
 @dataclass
 class HwConfig:
-    """One machine and one way to use its chips."""
+    """One machine, and how its chips are used."""
 
     name: str = MISSING
     """Name of the machine; the file name in conf/hw."""

@@ -7,7 +7,7 @@ NEED_ONE_HOST = ("resume_check", "evaluate", "generate")
 
 
 def hardware_problems(config: Config) -> list[str]:
-    """Sentences on what does not go together in `hw`, and with the task."""
+    """Return incompatible settings of `hw`, by themselves and with the task."""
     hw = config.hw
     problems = _block(hw.attention_block)
     if hw.runtime == "xla" and hw.device == "cuda":
@@ -35,7 +35,7 @@ def hardware_problems(config: Config) -> list[str]:
 
 
 def _hosts(config: Config) -> list[str]:
-    """What several hosts cannot do."""
+    """Return what several hosts cannot run."""
     hw, problems = config.hw, []
     if hw.device == "tpu" and hw.num_devices > CHIPS_OF_A_HOST * hw.num_hosts:
         problems.append(

@@ -62,12 +62,12 @@ Exit codes:
 
 
 def choices(group: str) -> list[str]:
-    """Names of the files in conf/<group>; none when there is no such group."""
+    """Return the names of the files in conf/<group>; empty if there is no such group."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def help_text() -> str:
-    """Everything `--help` prints."""
+    """Return the text of `--help`."""
     width = max(map(len, GROUPS)) + 2
     lines = []
     for group, meaning in GROUPS.items():

@@ -46,7 +46,7 @@ MAY_CHANGE = (
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """One `key.sub: value` per leaf; empty dicts and lists are leaves."""
+    """Return one `key.sub: value` per leaf; empty dicts and lists are leaves."""
     if dataclasses.is_dataclass(node):
         node = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
     if isinstance(node, dict) and node:
@@ -58,10 +58,10 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """The flattened config without the keys that may change; what JSON has no number for (`inf`) as its name.
+    """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
-    Secrets are left out of it: another token for the same data is the same run. So are `questions` where none are
-    asked, which runs of before there were any do not have.
+    Secrets are left out: another token for the same data is the same run. So is `questions` where it is empty, since
+    older runs lack the key.
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
     kept = {key: value for key, value in kept.items() if not (key.endswith(".questions") and value == {})}
@@ -76,13 +76,13 @@ def _named(value: Any) -> Any:
 
 
 def config_hash(config: Config) -> str:
-    """First 16 hex digits of the SHA-256 of the identity."""
+    """Return the first 16 hex digits of the SHA-256 of the identity."""
     text = json.dumps(identity(config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def job_hash(config: Config) -> str:
-    """The same for plans of one job on other machines, or with other ways to compute it."""
+    """Return a hash equal for plans of one job on other machines or with other ways to compute it."""
     free = ("name", "task.", "model.remat", "model.attention")
     job = {key: value for key, value in identity(config).items() if not key.startswith(free)}
     return hashlib.sha256(json.dumps(job, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -11,7 +11,10 @@ ASKED_EVERY = 50
 
 @dataclass(frozen=True)
 class Intervals:
-    """Steps between two of each; 0 of evaluations and checkpoints makes none between the first step and the last."""
+    """Steps between log records, evaluations and checkpoints.
+
+    For evaluations and checkpoints, 0 means none between the first step and the last.
+    """
 
     log: int
     evaluate: int
@@ -19,7 +22,7 @@ class Intervals:
 
 
 def intervals_of(config: Config, *, total_steps: int) -> Intervals:
-    """The configured intervals, and round numbers of steps for those that are null."""
+    """Return the configured intervals, with round numbers of steps in place of null."""
     log, evaluate, save = config.trainer.log_every_steps, config.trainer.eval_every_steps, config.checkpoint.every_steps
     evaluated = max(ASKED_EVERY if config.questions else 1, _round(total_steps / 10, at_most=1000))
     return Intervals(
@@ -30,6 +33,6 @@ def intervals_of(config: Config, *, total_steps: int) -> Intervals:
 
 
 def _round(steps: float, *, at_most: int) -> int:
-    """The largest of 1, 2, 5, 10, 20, 50, ... that is not above both."""
+    """Return the largest of 1, 2, 5, 10, 20, 50, ... that exceeds neither limit, at least 1."""
     limit = max(1.0, min(steps, at_most))
     return max(n * 10**power for n in ROUND for power in range(7) if n * 10**power <= limit)

@@ -18,10 +18,10 @@ PROMPT = "Hello! What can you help me with?"
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Typed, checked and named.
+    """Convert Hydra's composed config to a typed, checked and named Config.
 
     Raises:
-        ConfigError: a value is missing, of the wrong type, out of range or does not go with another.
+        ConfigError: a value is missing, of the wrong type, out of range or incompatible with another.
     """
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
@@ -48,7 +48,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _prompt(config: Config) -> str:
-    """What the model is asked, in the language of the data."""
+    """Return the sample prompt, in the language of the data."""
     sources = sorted(config.data.values(), key=lambda source: source.kind != "chat")
     return next((source.prompt for source in sources[:1] if source.prompt), PROMPT)
 
@@ -78,7 +78,7 @@ def _missing(key: str) -> str:
 
 
 def _unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
-    """Keys that `+key=value` put where the schema has none; they would change nothing."""
+    """Yield keys that `+key=value` added outside the schema, where they would have no effect."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _unknown_keys(value, f"{prefix}{name}.")
@@ -93,7 +93,7 @@ def _unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _wrong_types(node: Any, prefix: str = "") -> Iterator[str]:
-    """Values of another type than their key's: OmegaConf lets an interpolation put any node where a list stands."""
+    """Yield values of a wrong type: OmegaConf lets an interpolation put any node in place of a list."""
     hints = typing.get_type_hints(type(node))
     for field in dataclasses.fields(node):
         value, hint = getattr(node, field.name), hints[field.name]
@@ -110,7 +110,7 @@ def _wrong_types(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type that the schema uses: a class, a union, or a list or dict of them."""
+    """Return whether a value has a type of the schema: a class, a union, or a list or dict of them."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

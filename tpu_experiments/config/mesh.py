@@ -21,7 +21,7 @@ whole."""
 
 @dataclass(frozen=True)
 class Split:
-    """How the devices hold a tensor: `tiles` parts of every dimension, each part on `copies` devices."""
+    """Division of a tensor over devices: `tiles` parts of every dimension, each part on `copies` devices."""
 
     tiles: tuple[int, ...]
     copies: int
@@ -33,7 +33,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices along each axis."""
+    """Number of devices along each axis."""
 
     data: int = 1
     fsdp: int = 1
@@ -41,30 +41,30 @@ class Mesh:
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """Return the number of all devices."""
         return self.data * self.fsdp * self.tensor
 
     @property
     def num_shards(self) -> int:
-        """Parts that the rows of a batch are split into."""
+        """Return the number of parts that the rows of a batch are split into."""
         return self.data * self.fsdp
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Axes that split anything, and `fsdp`."""
+        """Return the axes of more than one device, and `fsdp`."""
         return tuple(name for name in AXES if name == "fsdp" or self.size(name) > 1)
 
     def size(self, axis: str | tuple[str, ...] | None) -> int:
-        """Parts along an axis, or along several together."""
+        """Return the number of parts along an axis, or along several together."""
         names = (axis,) if isinstance(axis, str) else axis or ()
         return math.prod(int(getattr(self, name)) for name in names)
 
     def parts(self, axes: Axes) -> int:
-        """That a tensor is cut into."""
+        """Return the number of parts that a tensor is split into."""
         return math.prod(self.size(axis) for axis in axes)
 
     def named(self, axes: Sequence[str | Sequence[str] | None]) -> Axes:
-        """`axes` without those along which the mesh has one device."""
+        """Return `axes` without those along which the mesh has one device."""
         found: list[str | tuple[str, ...] | None] = []
         for axis in axes:
             given = (axis,) if isinstance(axis, str) else axis or ()
@@ -73,7 +73,7 @@ class Mesh:
         return tuple(found)
 
     def split(self, axes: Axes, *, ndim: int) -> Split:
-        """Of a tensor with `ndim` dimensions."""
+        """Return how a tensor with `ndim` dimensions is split."""
         groups = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
         groups += [()] * (ndim - len(groups))
         order = [name for group in groups for name in group]
@@ -84,7 +84,7 @@ class Mesh:
         return Split(tiles, copies, tuple(self._walk(order)), is_whole)
 
     def _walk(self, order: Sequence[str]) -> list[int]:
-        """Numbers of the devices, the last axis of `order` fastest."""
+        """Return the device numbers in the order of the axes, the last axis fastest."""
         devices = [0]
         for name in order:
             later = math.prod(self.size(other) for other in AXES[AXES.index(name) + 1 :])
@@ -93,10 +93,10 @@ class Mesh:
 
 
 def mesh_of(hw: HwConfig, sharding: ShardingConfig) -> Mesh:
-    """Of a run: the configured one in `spmd`; elsewhere nothing is split, and the devices count as `fsdp`.
+    """Return the configured mesh in `spmd`; otherwise nothing is sharded, and all devices count as `fsdp`.
 
     Raises:
-        ConfigError: the sizes do not come to the number of devices.
+        ConfigError: the sizes do not multiply to the number of devices.
     """
     if hw.parallel != "spmd":
         return Mesh(fsdp=hw.num_devices)
@@ -104,10 +104,10 @@ def mesh_of(hw: HwConfig, sharding: ShardingConfig) -> Mesh:
 
 
 def resolved(mesh: MeshConfig, *, num_devices: int) -> Mesh:
-    """With a number in place of -1.
+    """Return the mesh with -1 replaced by the remaining number of devices.
 
     Raises:
-        ConfigError: a size is 0 or below -1, there are several -1, or the sizes do not come to `num_devices`.
+        ConfigError: a size is 0 or below -1, several are -1, or the sizes do not multiply to `num_devices`.
     """
     sizes = {name: int(getattr(mesh, name)) for name in AXES}
     shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -128,10 +128,10 @@ def resolved(mesh: MeshConfig, *, num_devices: int) -> Mesh:
 
 
 def num_shards(config: Config) -> int:
-    """Devices, or groups of `sharding.mesh.tensor` devices, that the rows of a batch are split over."""
+    """Return the devices, or groups of `sharding.mesh.tensor` devices, that batch rows are split over."""
     return mesh_of(config.hw, config.sharding).num_shards
 
 
 def row_axes(mesh: Mesh) -> Axes:
-    """Of a tensor whose first dimension is rows."""
+    """Return the mesh axes of a tensor whose first dimension is rows."""
     return mesh.named((ROWS,))

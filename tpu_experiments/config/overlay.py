@@ -16,12 +16,12 @@ OPTION = re.compile(r"\+{0,2}plan=(.+)")
 
 
 def override_of(key: str, value: Any) -> str:
-    """`key=value` as Hydra's command line reads it."""
+    """Return `key=value` in Hydra's command line syntax."""
     return f"{key}={_written(value)}"
 
 
 def overlay_file(arguments: list[str]) -> str | None:
-    """The FILE of `+plan=FILE` among the arguments of the command line.
+    """Return the FILE of `+plan=FILE` among the arguments, or None.
 
     Raises:
         ConfigError: there are two.
@@ -33,7 +33,7 @@ def overlay_file(arguments: list[str]) -> str | None:
 
 
 def with_overlay(arguments: list[str], *, text: str, file: str) -> list[str]:
-    """The arguments with the overlay's overrides in place of `+plan=FILE`; what else stands there wins over them.
+    """Replace `+plan=FILE` by the overlay's overrides; other arguments take precedence over them.
 
     Raises:
         ConfigError: the text is no overlay.

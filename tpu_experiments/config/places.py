@@ -23,12 +23,12 @@ SUPPORTED = {"folder": "gs://bucket/folder", "file": "gs://bucket/file", "input"
 
 
 def place(kind: Kind, *, default: Any = MISSING) -> Any:
-    """A field that holds a path or URL; what it may look like is checked with the config."""
+    """Return a field for a path or URL, whose form is checked with the config."""
     return field(default=default, metadata={"place": kind})
 
 
 def place_problem(key: str, value: str, *, kind: Kind) -> str | None:
-    """What is wrong with a path or URL, as one sentence; None where nothing is."""
+    """Return what is wrong with a path or URL, as one sentence; None if nothing is."""
     shown = value.encode("utf-8", "backslashreplace").decode()
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
     shown = shown if len(shown) <= 200 else f"{shown[:200]}... ({len(shown)} characters)"
@@ -111,7 +111,7 @@ def _is_known(scheme: str) -> bool:
 
 
 def _missing_package(scheme: str) -> str | None:
-    """The package that a file system comes from, where it is not installed."""
+    """Return the package that a file system needs, if it is not installed."""
     from fsspec.registry import known_implementations, registry
 
     if scheme in registry or scheme not in known_implementations:

@@ -11,7 +11,7 @@ from tpu_experiments.config.places import place
 
 @dataclass
 class TaskConfig:
-    """What the command does."""
+    """Selected task, what the command does."""
 
     name: str = MISSING
     """Name of the task; a module of tpu_experiments/tasks."""
@@ -19,7 +19,7 @@ class TaskConfig:
 
 @dataclass
 class SearchConfig:
-    """What `explore: search` tries: every combination of the axes under the configured global batch."""
+    """Search space of `explore: search`: every combination of the axes under the configured global batch."""
 
     axes: dict[str, list[Any]] = field(default_factory=dict)
     """Key or group of the command line to the values it takes, none leaves it alone. A combination that the checks
@@ -35,7 +35,7 @@ class SearchConfig:
 
 @dataclass
 class PlanTaskConfig(TaskConfig):
-    """task=plan."""
+    """Settings of task=plan."""
 
     method: str = choice("auto", "compiled", "analytic", default="auto")
     """`compiled`: by the TPU's own compiler. `analytic`: from formulas, anywhere. `auto`: the compiler where libtpu is

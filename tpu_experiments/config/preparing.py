@@ -8,7 +8,7 @@ from tpu_experiments.config.places import place
 
 @dataclass
 class PrepareConfig:
-    """From documents to shuffled rows of one length; done once, on a CPU machine."""
+    """Preparation of documents as shuffled rows of one length; done once, on a CPU machine."""
 
     folder: str | None = place("folder", default=None)
     """Where prepared data lies, local or gs://; null is `<output_dir>/prepared`. Its folders are named by a hash of all
@@ -41,7 +41,7 @@ class PrepareConfig:
 
 @dataclass
 class LoaderConfig:
-    """From rows on disk to batches on the device."""
+    """Loading of rows from disk into batches on the device."""
 
     order: str = choice("permutation", "written", default="permutation")
     """`permutation`: rows are read in a random order that (seed, stage, epoch) decide. `written`: the shuffled epochs

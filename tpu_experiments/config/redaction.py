@@ -37,7 +37,7 @@ TOKEN_SHAPES = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting or environment variable of this name holds a secret.
+    """Return whether a setting or environment variable of this name holds a secret.
 
     >>> [is_secret_name(name) for name in ("HF_TOKEN", "api_key", "tokenizer", "max_tokens", "pad_token", "key")]
     [True, True, False, False, False, False]
@@ -58,11 +58,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def redacted(value: Any, *, name: str = "", is_below_secret: bool = False) -> Any:
-    """A copy of dicts, lists and plain values without what looks like a secret; `name` is what `value` is called,
-    dotted perhaps.
+    """Return a copy of dicts, lists and plain values with secrets replaced.
 
-    All text below a secret's name goes, and numbers below a name other than a token's. Of other text, see
-    `redacted_text`.
+    `name` is the possibly dotted name of `value`. All text below a secret's name is replaced, and numbers below a name
+    other than a token's. For other text, see `redacted_text`.
     """
     is_secret = is_below_secret or any(is_secret_name(part) for part in name.split("."))
     if isinstance(value, dict):
@@ -75,12 +74,12 @@ def redacted(value: Any, *, name: str = "", is_below_secret: bool = False) -> An
 
 
 def redacted_text(text: str) -> str:
-    """Text without the user names and signed parameters of its URLs, and without tokens of known services."""
+    """Return the text without secrets: user names and signed parameters of URLs, known services' tokens."""
     return TOKEN_SHAPES.sub(REDACTED, URL.sub(lambda found: _redacted_url(found[0]), text))
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line, `key=value` each, without its secrets."""
+    """Return a command line of `key=value` words without its secrets."""
     return [_redacted_argument(argument) for argument in arguments]
 
 

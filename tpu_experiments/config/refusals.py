@@ -30,7 +30,7 @@ COMPLAINTS = {
 
 
 def sentence(error: HydraException | OmegaConfBaseException) -> str:
-    """One sentence for what Hydra or OmegaConf refused."""
+    """Return one sentence for what Hydra or OmegaConf refused."""
     if isinstance(error, MissingConfigException):
         return _unknown_choice(error)
     if isinstance(error, OverrideParseException):
@@ -54,20 +54,20 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
 
 
 def unreadable_yaml(error: MarkedYAMLError) -> str:
-    """A YAML file with a mistake in its syntax, or a key that comes twice."""
+    """Return a sentence for a YAML file with a syntax error or a duplicate key."""
     mark = error.problem_mark or error.context_mark
     place = f"line {mark.line + 1} of {mark.name}" if mark else "a YAML file"
     return f"{place} cannot be read: {error.problem}; mend it."
 
 
 def is_of_composition(error: Exception) -> bool:
-    """Whether Hydra raised it over the command line and its YAML files: no line of this package was at work."""
+    """Return whether Hydra's composition raised the error, without code of this package involved."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     return not any(Path(file).is_relative_to(PACKAGE) for file in files)
 
 
 def uncomposable(error: Exception, overrides: list[str]) -> str:
-    """What Hydra answers with Python's own exceptions, some without a text."""
+    """Return a sentence for Python exceptions raised by Hydra, some of which have no text."""
     if "Config group override must be" in str(error):
         return _null_group(overrides)
     said = "it is nested too deeply" if isinstance(error, RecursionError) else _plain(error).rstrip(".")
@@ -81,20 +81,20 @@ def uncomposable(error: Exception, overrides: list[str]) -> str:
 
 
 def _null_group(overrides: list[str]) -> str:
-    """`lora=null`, which Hydra answers with a ValueError."""
+    """Return a sentence for `lora=null`, for which Hydra raises a ValueError."""
     given = [o for o in overrides if re.fullmatch(r"[a-z_]+=(null|~|)", o, re.IGNORECASE)] or ["GROUP=null"]
     group = given[0].partition("=")[0]
     return f"{given[0]}; a group cannot be null; leave it out, or name a choice: {', '.join(choices(group))}."
 
 
 def _override_of(error: Exception) -> str:
-    """The override that Hydra was at work on, empty when it came from a YAML file."""
+    """Return the override that Hydra was processing, empty when it came from a YAML file."""
     found = re.search(r"(?:Error merging override |To append to your config use \+)(.+)", str(error))
     return found[1] if found else ""
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
-    """`model=mistrl7b`: name the file, the near miss and what exists."""
+    """Return a sentence for `model=mistrl7b`, with the missing file, the near miss and what exists."""
     missing = error.missing_cfg_file or ""
     name = missing[0] if isinstance(missing, list | tuple) else str(missing)
     group, _, wanted = name.rpartition("/")
@@ -139,7 +139,7 @@ def _refused_value(error: OmegaConfBaseException, *, override: str, file: str) -
 
 
 def _hint(key: str, siblings: dict[str, Any]) -> str:
-    """The places where a key of that name does exist, else a near miss beside it."""
+    """Return the places where a key of that name exists, else a near miss among its siblings."""
     parent, _, leaf = key.rpartition(".")
     homes = [known for known in dict.fromkeys(known_keys()) if known.rpartition(".")[2] == leaf]
     if not homes:
@@ -149,7 +149,7 @@ def _hint(key: str, siblings: dict[str, Any]) -> str:
 
 
 def _unknown_entry(shown: str, *, key: str, parent_node: DictConfig) -> str:
-    """A name that a mapping (the selected sources, stages, arch values) does not have."""
+    """Return a sentence for a name missing in a mapping (selected sources, stages, arch values)."""
     parent, _, leaf = key.rpartition(".")
     entries = [str(name) for name in parent_node]
     if parent in ("data", "logger"):
@@ -163,7 +163,7 @@ def _unknown_entry(shown: str, *, key: str, parent_node: DictConfig) -> str:
 
 
 def known_keys(kind: Any = Config, prefix: str = "") -> Iterator[str]:
-    """Every key of the schema, dotted; `<name>` stands for a source, stage or logger."""
+    """Yield every dotted key of the schema; `<name>` stands for a source, stage or logger."""
     for name, hint in get_type_hints(kind).items():
         yield f"{prefix}{name}"
         inner = f"{prefix}{name}.<name>." if get_origin(hint) is dict else f"{prefix}{name}."
@@ -174,7 +174,7 @@ def known_keys(kind: Any = Config, prefix: str = "") -> Iterator[str]:
 
 
 def _plain(error: Exception) -> str:
-    """The library's own words on one line, without paths and OmegaConf's trailer."""
+    """Return the library's own message on one line, without paths and OmegaConf's trailer."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     said = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|To append)", line)]
     text = " ".join(said[:2]) or type(error).__name__

@@ -7,14 +7,14 @@ from tpu_experiments.config.errors import ConfigError
 
 
 def require_no_code(values: Mapping[str, Any], *, source: str, remote_code: str) -> None:
-    """Look into a config.json or tokenizer_config.json for the names of code beside it; nothing is imported.
+    """Refuse a config.json or tokenizer_config.json that names Python code; nothing is imported.
 
     Args:
         source: key=value of the folder or Hub id that the file comes from.
         remote_code: `model.remote_code`.
 
     Raises:
-        ConfigError: there is such code, and it is neither to be ignored nor to be run.
+        ConfigError: code is named, and `remote_code` is `refuse`.
     """
     named = values.get("auto_map")
     if named and remote_code == "refuse":

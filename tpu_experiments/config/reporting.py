@@ -7,7 +7,7 @@ from tpu_experiments.config.planning import TaskConfig
 
 @dataclass
 class ReportTaskConfig(TaskConfig):
-    """task=report."""
+    """Settings of task=report."""
 
     runs: list[str] = field(default_factory=list, metadata={"place": "folder"})
     """Run folders, folders of runs such as a sweep's, or patterns of either (`outputs/tiny_*`), local or URLs; empty

@@ -8,7 +8,7 @@ from tpu_experiments.config.planning import TaskConfig
 
 @dataclass
 class ResumeCheckTaskConfig(TaskConfig):
-    """task=resume_check."""
+    """Settings of task=resume_check."""
 
     steps: int = number(at_least=4)
     """Optimizer steps that every stage of the curriculum is cut to, as `trainer.max_stage_steps` does; a stage that is

@@ -24,7 +24,7 @@ STEPS_OF_AN_EPOCH = 40
 
 @dataclass(frozen=True)
 class Lengths:
-    """What is known of the documents of a source, in tokens of the model's tokenizer."""
+    """Known lengths of a source's documents, in tokens of the model's tokenizer."""
 
     p95: int | None
     """That 95 % of them do not exceed."""
@@ -33,22 +33,22 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of a row, and rows of an optimizer step over all devices."""
+    """Tokens per row, and rows per optimizer step over all devices."""
 
     seq_len: int
     global_rows: int
 
 
 def is_open(config: Config) -> bool:
-    """Whether rows or steps are left to the data."""
+    """Return whether row length or rows per step are left to the data."""
     return config.trainer.seq_len == AUTO or config.trainer.global_batch_rows is None
 
 
 def rows_of(config: Config, measured: Mapping[str, Lengths] | None = None) -> Rows:
-    """The rows of a run; where they are open, by the lengths of its sources.
+    """Return the rows of a run, by the lengths of its sources where they are open.
 
     Args:
-        measured: lengths by source; by default what `data.<name>` says is known.
+        measured: lengths by source; by default those given in `data.<name>`.
     """
     lengths = _known(config) if measured is None else measured
     trainer = config.trainer
@@ -57,13 +57,13 @@ def rows_of(config: Config, measured: Mapping[str, Lengths] | None = None) -> Ro
 
 
 def settled(config: Config, measured: Mapping[str, Lengths] | None) -> Config:
-    """The config with nothing left open; arguments as of `rows_of`."""
+    """Return the config with all open values set; arguments as of `rows_of`."""
     rows = rows_of(config, measured)
     return replace(config, trainer=replace(config.trainer, seq_len=rows.seq_len, global_batch_rows=rows.global_rows))
 
 
 def fitting_rows(per_device: int, *, seq_len: int, at_most: int = MICRO_TOKENS) -> int:
-    """Rows of a micro-batch: the most that divide a device's and make `at_most` tokens or fewer, at least one."""
+    """Return the largest divisor of a device's rows with at most `at_most` tokens, at least 1."""
     return max(n for n in range(1, per_device + 1) if per_device % n == 0 and (n == 1 or n * seq_len <= at_most))
 
 
@@ -74,7 +74,7 @@ def _known(config: Config) -> dict[str, Lengths]:
 
 
 def _row_tokens(config: Config, lengths: Mapping[str, Lengths]) -> int:
-    """A multiple of `LANES` that holds 95 % of every source's documents, at most what suits the model."""
+    """Return a multiple of `LANES` that holds 95 % of every source's documents, limited by the model."""
     known = [lengths[name].p95 if name in lengths else None for name in config.data]
     longest = None if None in known else max((n for n in known if n is not None), default=None)
     limits = [config.model.row_tokens, *_position_limits(config)]
@@ -89,7 +89,7 @@ def _position_limits(config: Config) -> list[int]:
 
 
 def _global_rows(config: Config, lengths: Mapping[str, Lengths], *, seq_len: int) -> int:
-    """A power of two for each of the devices that rows are split over, so that micro-batches of any size divide it."""
+    """Return a power of two per data shard, so that micro-batches of any size divide it."""
     tokens = config.model.step_tokens
     if tokens > SMALL_STEP_TOKENS:
         totals = [found.total for found in lengths.values() if found.total is not None]

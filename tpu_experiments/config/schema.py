@@ -33,7 +33,7 @@ from tpu_experiments.config.sweeping import SweepingConfig
 
 @dataclass
 class OptimConfig:
-    """Settings every optimizer has."""
+    """Settings common to all optimizers."""
 
     _target_: str = MISSING
     """Swap point: class with `init(params)` and `update(params, grads, state, lr)`."""
@@ -75,7 +75,7 @@ class AdafactorConfig(OptimConfig):
 
 @dataclass
 class ProfileConfig:
-    """A profile of some steps, for TensorBoard's profiler (xprof)."""
+    """Profile of some steps, for TensorBoard's profiler (xprof)."""
 
     start_step: int | None = number(default=None, at_least=1)
     """First step that is profiled, counted from 1 over the whole run; null profiles none. Step 1 compiles."""
@@ -85,7 +85,7 @@ class ProfileConfig:
 
 @dataclass
 class TrainerConfig:
-    """The training loop."""
+    """Settings of the training loop."""
 
     _target_: str = "tpu_experiments.training.trainer.Trainer"
     """Swap point: a subclass of Trainer."""
@@ -137,7 +137,7 @@ class TrainerConfig:
 
 @dataclass
 class SampleConfig:
-    """Text written by the model before, during and after training."""
+    """Text generated before, during and after training."""
 
     prompt: str | None = None
     """Prompt; rendered with the chat template when a chat source is selected. null takes `data.<name>.prompt` of the
@@ -155,14 +155,14 @@ class SampleConfig:
 
     @property
     def all_prompts(self) -> list[str]:
-        """`prompt` and the further ones."""
+        """Return `prompt` and the further prompts."""
         assert self.prompt is not None, "to_config gives it"
         return [self.prompt, *self.prompts]
 
 
 @dataclass
 class LoggerConfig:
-    """A place metrics are written to."""
+    """One metric logger and its options."""
 
     _target_: str = MISSING
     """Swap point: a class with `scalars`, `text`, `finish` (logging/base.py)."""
@@ -172,7 +172,7 @@ class LoggerConfig:
 
 @dataclass
 class Config:
-    """One run."""
+    """Configuration of one run."""
 
     name: str | None = None
     """Name of the run and of its folder; null derives it from model, data and hw."""
@@ -208,7 +208,7 @@ class Config:
 
     @property
     def questions(self) -> dict[str, tuple[str, str]]:
-        """Key and file of every set of questions by its name, in the order of the sources."""
+        """Return key and file of every question set by its name, in the order of the sources."""
         return {
             each: (f"data.{name}.questions.{each}", path)
             for name, source in self.data.items()

@@ -42,7 +42,7 @@ ROWS = ("data", "fsdp")
 
 @dataclass
 class ModelConfig:
-    """A decoder of transformers: where its weights come from and how it computes."""
+    """A transformers decoder: the source of its weights and how it computes."""
 
     _target_: str = "tpu_experiments.models.huggingface.HuggingFaceModel"
     """Swap point: class that gives the empty module and its weights one by one (models/huggingface.py)."""
@@ -132,7 +132,7 @@ class CleanConfig:
 
 @dataclass
 class DuplicatesConfig:
-    """What happens to a document that was there before, anywhere in its source; the first one stays."""
+    """Handling of documents that occurred before anywhere in their source; the first one is kept."""
 
     exact: str = choice("drop", "keep", default="drop")
     """Same words: letters case-folded, runs of blanks made one."""
@@ -270,7 +270,7 @@ class MeshConfig:
 
 @dataclass
 class ShardingConfig:
-    """Which dimension of which parameter is split over the devices in `hw.parallel: spmd`."""
+    """Mapping of parameter dimensions to mesh axes in `hw.parallel: spmd`."""
 
     name: str = MISSING
     """Name of the table; the file name in conf/sharding."""

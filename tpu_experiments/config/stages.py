@@ -37,7 +37,7 @@ class StageScheduleConfig:
 
 @dataclass
 class ExitTestConfig:
-    """When a stage ends before its last step; looked at after every evaluation (`trainer.eval_every_steps`).
+    """Test that ends a stage early, after every evaluation (`trainer.eval_every_steps`).
 
     Its loss is the mean over `sources` of each one's held-out loss, nats per token.
     """

@@ -49,10 +49,10 @@ INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...] = MODEL_KEYS + DATA_KEYS) -> Config:
-    """`config` with the values of `keys` from a run's config.yaml; arguments as of `values_of_run`.
+    """Return `config` with the values of `keys` from a run's config.yaml; arguments as of `values_of_run`.
 
     Raises:
-        ConfigError: it is not what this program writes, names code, or does not go with the command's hardware.
+        ConfigError: it is invalid, names code, or does not fit the command's hardware.
     """
     values = values_of_run(config, text=text, place=place, keys=keys)
     found = dataclasses.replace(config, **values)
@@ -63,16 +63,16 @@ def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
 
 
 def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """The values of `keys` in a run's config.yaml, as the fields of a Config.
+    """Return the values of `keys` in a run's config.yaml, as the fields of a Config.
 
-    Where prepared data lies and what prepares it is the command's: a stored config names no place that is written to.
+    Where and how data is prepared is the command's: a stored config names no place that is written to.
 
     Args:
         config: that of the command, which alone may name plugins and classes of its own.
-        text: content of that file, which lies at `place`.
+        text: content of the file at `place`.
 
     Raises:
-        ConfigError: it is not what this program writes, or it names code, an interpolation or a secret.
+        ConfigError: it is invalid, or it names code, an interpolation or a secret.
     """
     require_bounded(text, place=place)
     try:
@@ -97,7 +97,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
 
 
 def _doors(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """What in a stored config would run code, or read what is not in it."""
+    """Yield what in a stored config would run code, or read values from outside of it."""
     plugins = stored.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
         if plugin not in config.plugins:
@@ -125,7 +125,7 @@ def _doors(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def _is_allowed(group: str, target: str, config: Config) -> bool:
-    """Whether a stored config may name `target` at the swap point `group`."""
+    """Return whether a stored config may name `target` at the swap point `group`."""
     point, _, name = group.partition(".")
     if target in OWN_TARGETS.get(f"{point}.*" if name and "." not in name else group, ()):
         return True
@@ -134,7 +134,7 @@ def _is_allowed(group: str, target: str, config: Config) -> bool:
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of all that is below, lists included."""
+    """Yield dotted keys and values of all leaves, in lists too."""
     if isinstance(node, dict | list):
         pairs = node.items() if isinstance(node, dict) else enumerate(node)
         for name, value in pairs:
@@ -146,10 +146,10 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _with_secrets_of(chosen: dict[str, Any], config: Config, *, place: str) -> dict[str, Any]:
-    """The values with those that were not written, being secrets, from the command's own config.
+    """Return the values with redacted secrets filled in from the command's own config.
 
     Raises:
-        ConfigError: it has none for one of them.
+        ConfigError: the command has no value for one of them.
     """
     now = flatten(config)
     written = redacted(now)
@@ -170,7 +170,7 @@ def _with_secrets_of(chosen: dict[str, Any], config: Config, *, place: str) -> d
 
 
 def _with_places_of(stored: PrepareConfig, own: PrepareConfig, *, place: str) -> PrepareConfig:
-    """How a run's rows were made, with the folder, engine and processes of this command."""
+    """Return a run's preparation settings, with this command's folder, engine and processes."""
     if stored.folder is not None and stored.folder != own.folder:
         log.info(
             "%s names prepare.folder=%s; the rows are looked for in this command's own: prepare.folder= changes that",
@@ -182,7 +182,7 @@ def _with_places_of(stored: PrepareConfig, own: PrepareConfig, *, place: str) ->
 
 
 def _new_urls(values: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str]]:
-    """URLs that the command itself does not name."""
+    """Yield URLs that the command itself does not name."""
     known = {str(value) for value in flatten(config).values()}
     for name, value in values.items():
         for key, text in flatten(value, name).items():
@@ -199,5 +199,5 @@ def _not_ours(place: str, error: Exception) -> ConfigError:
 
 
 def _plain(node: Any) -> Any:
-    """Dataclasses and builtins, nothing of OmegaConf."""
+    """Convert OmegaConf nodes to dataclasses and builtins."""
     return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node

@@ -7,7 +7,7 @@ from tpu_experiments.config.fields import choice, number
 
 @dataclass
 class SweepingConfig:
-    """How the points of a sweep are run."""
+    """Settings that control how the points of a sweep are run."""
 
     points_at_once: int = number(default=1, at_least=1)
     """Points that run side by side on this host. On a TPU each has one chip to itself, so `hw` is a machine of one chip

@@ -19,12 +19,15 @@ SPEED = (*KEPT, "sharding", "hw.attention_block", "trainer.micro_batch_rows")
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of one of `SPEED`; of the sharding its name."""
+    """Return the value of one of `SPEED`; for sharding, its name."""
     return config.sharding.name if key == "sharding" else flatten(config).get(key)
 
 
 def given(config: Config) -> set[str]:
-    """Those of `SPEED` that the command names, or that one of its files sets to another value than the shipped one."""
+    """Return the keys of `SPEED` that the command or one of its files sets to another value than shipped.
+
+    A key named on the command line counts with any value.
+    """
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     named = {word.partition("=")[0].lstrip("+~") for word in words}
     try:
@@ -35,7 +38,7 @@ def given(config: Config) -> set[str]:
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """The config with other values of `group.key`."""
+    """Return the config with other values of `group.key`."""
     for key, value in values.items():
         group, _, name = key.partition(".")
         config = replace(config, **{group: replace(getattr(config, group), **{name: value})})

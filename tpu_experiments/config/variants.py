@@ -22,7 +22,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def variant(*overrides: str) -> Config:
-    """The config of this command with further overrides, which win.
+    """Compose this command's config again with further overrides, which take precedence.
 
     Raises:
         ConfigError: the checks or Hydra refuse them.
@@ -32,7 +32,7 @@ def variant(*overrides: str) -> Config:
 
 @cache
 def machine(name: str) -> HwConfig:
-    """A choice of conf/hw as its file has it.
+    """Return a machine of conf/hw as its file defines it.
 
     Raises:
         ConfigError: there is no such file.
@@ -42,7 +42,7 @@ def machine(name: str) -> HwConfig:
 
 @cache
 def shipped(model: str, hw: str) -> Config:
-    """The config of a model of conf/model on a machine of conf/hw, with nothing else said.
+    """Return the config of a model of conf/model on a machine of conf/hw, without other overrides.
 
     Raises:
         ConfigError: there is no such file.
@@ -52,7 +52,7 @@ def shipped(model: str, hw: str) -> Config:
 
 @cache
 def sharding_table(name: str) -> ShardingConfig:
-    """A choice of conf/sharding as its file has it.
+    """Return a table of conf/sharding as its file defines it.
 
     Raises:
         ConfigError: there is no such file.

@@ -26,7 +26,7 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass
 class _Open:
-    """A list or mapping whose end has not come."""
+    """A list or mapping that has not been closed yet."""
 
     anchor: str | None
     nodes: int = 1
@@ -34,10 +34,10 @@ class _Open:
 
 
 def require_bounded(text: str, *, place: str) -> None:
-    """Check size, depth and the number of nodes with all aliases written out; mistakes in the syntax are let through.
+    """Check size, depth and the number of nodes with all aliases expanded; syntax errors are let through.
 
     Raises:
-        ConfigError: there is more of one than a config has, or an alias stands inside what it names.
+        ConfigError: one exceeds the limits, or an alias is inside the node it refers to.
     """
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_BYTES:

@@ -1,6 +1,6 @@
-"""What a metric logger is, what it is built from, and the fan-out the trainer holds.
+"""Interface and context of metric loggers, and the fan-out that the trainer holds.
 
-A logger receives host numbers only; nothing here reads from a device.
+Loggers receive host values only; nothing here reads from a device.
 """
 
 import logging
@@ -15,27 +15,27 @@ log = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """A place metrics are written to.
+    """Destination of metrics.
 
-    A class may have `image(step, *, tag, png)`: pictures of the run, as PNG files.
+    Optional members of a class:
 
-    A class may have `rows(step, labels)` too: it is given `source:row` of every row of the global batch when a step is
-    queued, which may be repeated when the run is killed before its next checkpoint.
-
-    A class may set `on_error = "drop"`: its errors are logged, it is dropped, and the run goes on.
+    * `image(step, *, tag, png)` receives pictures of the run, as PNG files.
+    * `rows(step, labels)` receives `source:row` of every row of the global batch when a step is queued. A step may
+      be repeated when the run is killed before its next checkpoint.
+    * `on_error = "drop"`: a logger that raises is logged and dropped, and the run continues.
     """
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Values after optimizer step `step`, by name: `train/loss`, `perf/tokens_per_second`."""
+        """Log values after optimizer step `step`, by name: `train/loss`, `perf/tokens_per_second`."""
 
     def text(self, step: int, *, tag: str, text: str) -> None:
-        """A piece of text, such as a sample of the model."""
+        """Log a text, such as a sample of the model."""
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """The run's settings (flat) and what came of them; once, at the end."""
+        """Log the run's settings (flat) and its final metrics; called once, at the end."""
 
     def finish(self) -> None:
-        """Bring everything to its place; nothing is written afterwards."""
+        """Flush and close everything; nothing is logged afterwards."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class LoggerContext:
     total_steps: int
     """Optimizer steps of the whole run, over all stages."""
     resume_step: int
-    """Optimizer steps already done and kept; 0 starts afresh."""
+    """Optimizer steps already done and kept; 0 for a fresh start."""
 
 
 class Loggers:
-    """Fans out to several loggers; on processes that log nothing, `Loggers({})`."""
+    """Fan-out to several loggers; empty on processes that log nothing."""
 
     def __init__(self, loggers: dict[str, MetricLogger]) -> None:
         self._loggers = dict(loggers)
@@ -69,7 +69,7 @@ class Loggers:
         self._each(lambda logger: logger.hparams(values, metrics))
 
     def takes_images(self) -> bool:
-        """Whether any of them shows pictures."""
+        """Return whether any logger accepts pictures."""
         return any(hasattr(logger, "image") for logger in self._loggers.values())
 
     def image(self, step: int, *, tag: str, png: bytes) -> None:
@@ -91,7 +91,7 @@ class Loggers:
             self._loggers.clear()
 
     def _each(self, call: Callable[[MetricLogger], None]) -> None:
-        """Every logger gets the call; the first error of one that must not fail is raised last."""
+        """Call every logger; raise the first error of those that are not dropped, after all were called."""
         first: Exception | None = None
         for name, logger in list(self._loggers.items()):
             try:

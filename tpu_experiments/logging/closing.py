@@ -1,4 +1,7 @@
-"""The closing lines of a run on the terminal, from its result.json. Loads no torch: a finished run is told at once."""
+"""Format the closing lines of a run from its result.json.
+
+No torch is loaded, so that a finished run is reported at once.
+"""
 
 import re
 import shlex
@@ -14,14 +17,14 @@ from tpu_experiments.logging.promise import promise_line
 from tpu_experiments.metrics.goodput import goodput_lines
 
 OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*)=")
-"""Words of a command that another run of the same settings does not take over."""
+"""Arguments of a command that a follow-up run with the same settings does not repeat."""
 
 
 def told_finished(config: Config) -> bool:
-    """Whether the run of this config is finished; its closing lines are then printed.
+    """Return whether the run of this config is finished, and print its closing lines if so.
 
     Raises:
-        ConfigError: the folder belongs to another config, or its result is none that a run writes.
+        ConfigError: the folder belongs to another config, or its result.json is invalid.
     """
     with told(config.output_dir):
         folder = open_run(continued(config))
@@ -35,10 +38,10 @@ def told_finished(config: Config) -> bool:
 
 
 def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[str] | None = None) -> str:
-    """The closing lines: what came out, where it lies, what to do next.
+    """Return the closing lines: results, paths and next commands.
 
     Args:
-        arguments: the words of the command that trained it; by default this process's own.
+        arguments: arguments of the command that trained it; by default this process's own.
     """
     before, after = result["eval_loss_before"], result["eval_loss"]
     sources = result["eval_sources"].items() if len(result["eval_sources"]) > 1 else ()
@@ -68,7 +71,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
 
 
 def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[str]) -> list[str]:
-    """Commands that go on from this very run: look, ask, evaluate, and the same settings at other ranks."""
+    """Return commands for this run: TensorBoard, generate, evaluate, and the same settings at other ranks."""
     run, own = shlex.quote(f"task.run={folder.path()}"), [word for word in arguments if not OF_ONE_RUN.match(word)]
     several, one = _hardware(result["hw"])
     lines = [
@@ -83,18 +86,18 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
 
 
 def _is_adapter(result: dict[str, Any]) -> bool:
-    """Whether the run trained a LoRA adapter, and not the model's own weights."""
+    """Return whether the run trained a LoRA adapter rather than the model's own weights."""
     return str(result["adapter_path"]).endswith("/adapter")
 
 
 def _hardware(name: str) -> tuple[str, str]:
-    """The words for the same hardware and for one chip of it; none for the CPU, which is the default."""
+    """Return `hw=` for the same hardware and for one chip of it; empty for the CPU, the default."""
     one = re.sub(r"^(v\d+[a-z]+)\d+$", r"\g<1>1", name)
     return ("", "") if name == "cpu" else (f" hw={name}", f" hw={one}")
 
 
 def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
-    """The score of every set of questions, some of the first set's beside what was expected, and what it is not."""
+    """Return every question set's score, some examples of the first set, and how to read the scores."""
     if skill is None:
         return []
     lines = [
@@ -118,12 +121,12 @@ def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
 
 
 def _score(score: dict[str, float], when: str) -> str:
-    """A share of the questions in numbers."""
+    """Format a share of the questions as counts and percent."""
     return f"{round(score[when] * score['asked'])} of {score['asked']} ({100 * score[when]:.0f} %)"
 
 
 def _stage_lines(stage: dict[str, Any]) -> list[str]:
-    """What became of a stage, and why it ended where that was not its last step."""
+    """Return a stage's line, and notes where it was ended early or restored to an earlier step."""
     line = (
         f"  stage {stage['name']:<10} {stage['steps']} steps, {stage['tokens']:,} tokens, train loss "
         f"{_loss(stage['first_train_loss'])} -> {_loss(stage['last_train_loss'])}, held-out {_loss(stage['eval_loss'])}"
@@ -134,14 +137,14 @@ def _stage_lines(stage: dict[str, Any]) -> list[str]:
 
 
 def _measure_lines(result: dict[str, Any]) -> list[str]:
-    """Accuracy and bits per byte, where they are known."""
+    """Return accuracy and bits per byte, where they are known."""
     before, after = result.get("eval_measures_before", {}), result.get("eval_measures", {})
     parts = [f"{name.replace('_', ' ')} {_loss(before.get(name))} -> {_loss(value)}" for name, value in after.items()]
     return [f"    {', '.join(parts)}"] if parts else []
 
 
 def _step_lines(meters: dict[str, float | None]) -> list[str]:
-    """Where the time of a step went, and the share of the peak where the hardware has one."""
+    """Return the breakdown of a step's time, and MFU and HFU where the hardware's peak is known."""
     seconds = meters["step_seconds"]
     if not seconds:
         return []
@@ -154,7 +157,7 @@ def _step_lines(meters: dict[str, float | None]) -> list[str]:
 
 
 def _guard_lines(guard: dict[str, Any]) -> list[str]:
-    """Steps that came to nothing, where there were any."""
+    """Return the skipped and rolled-back steps, where there were any."""
     parts = []
     if guard["skipped"]:
         parts.append(f"{guard['skipped']} updates left out, their loss or gradient was not finite")
@@ -165,7 +168,7 @@ def _guard_lines(guard: dict[str, Any]) -> list[str]:
 
 
 def _logdir(folder: RunFolder) -> str:
-    """Where TensorBoard finds the run, under the run's name where that can be said: commas separate several."""
+    """Return TensorBoard's log directory flag, under the run's name unless a comma in the path forbids it."""
     place = paths.join(folder.path(), "tensorboard")
     if "," in place:
         return f"--logdir {shlex.quote(place)}"
@@ -173,7 +176,10 @@ def _logdir(folder: RunFolder) -> str:
 
 
 def _remote_flag(folder: RunFolder) -> str:
-    """TensorBoard's fast loader has a client for gs:// of its own; the slow one reads through fsspec, as we do."""
+    """Return the flag that disables TensorBoard's fast loader for remote folders.
+
+    The fast loader has its own client for gs://; the slow one reads through fsspec, as this project does.
+    """
     return " --load_fast=false" if paths.is_remote(folder.path()) else ""
 
 
@@ -185,5 +191,5 @@ def _cache_text(cache: dict[str, Any] | None) -> str:
 
 
 def _loss(value: float | None, *, digits: int = 4) -> str:
-    """A figure; result.json has null in the place of one that is not finite."""
+    """Format a figure; result.json has null in place of a non-finite one."""
     return "-" if value is None else f"{value:.{digits}f}"

@@ -1,7 +1,7 @@
-"""Progress on stderr: a bar on a terminal, one fixed-width line per record elsewhere.
+"""Show progress on stderr: a bar on a terminal, elsewhere one fixed-width line per record.
 
-run.log gets the lines in both cases: those the bar stands for carry `shown_by_bar`, and the console
-handler of runlog.py leaves them out.
+run.log receives the lines in both cases: those that the bar replaces are marked `shown_by_bar`, and the console
+handler of runlog.py omits them.
 """
 
 import logging
@@ -17,11 +17,11 @@ from tpu_experiments.logging.base import LoggerContext
 
 log = logging.getLogger(__name__)
 FOR_FILES = ("eval/accuracy_", "eval/bits_per_byte_")
-"""Of each source: more than a line holds."""
+"""Prefixes of per-source values, too many for a line."""
 
 
 class ConsoleLogger:
-    """Loss, learning rate, speed and time left; evaluations and samples in full."""
+    """Show loss, learning rate, speed and time left; evaluations and samples in full."""
 
     def __init__(self, context: LoggerContext, *, style: Literal["auto", "bar", "lines"] = "auto") -> None:
         self._total = context.total_steps
@@ -37,7 +37,7 @@ class ConsoleLogger:
             )
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """A training record moves the bar or prints a line; an evaluation prints a line."""
+        """Advance the bar or print a line for a training record; print a line for an evaluation."""
         if "train/loss" in values:
             self._pace.advance(step)
             log.info(self._line(step, values), extra={"shown_by_bar": self._bar is not None})
@@ -50,13 +50,13 @@ class ConsoleLogger:
             log.info("step %d/%d  %s", step, self._total, shown)
 
     def text(self, step: int, *, tag: str, text: str) -> None:
-        """Nothing: the trainer logs samples itself, so that run.log has them with any logger."""
+        """Do nothing: the trainer logs samples itself, so that run.log has them with any logger."""
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Nothing: the end of the run prints its result."""
+        """Do nothing: the end of the run prints its result."""
 
     def finish(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
 
@@ -78,9 +78,9 @@ class ConsoleLogger:
 
 
 class Pace:
-    """Seconds per step on the wall clock, of the last record and since the first one.
+    """Wall-clock seconds per step, of the last record and since the first one.
 
-    The time before the first record holds the compilation, so it counts only until there is a second.
+    The time before the first record includes compilation, so it counts only until there is a second record.
     """
 
     def __init__(self, step: int) -> None:
@@ -89,7 +89,7 @@ class Pace:
         self.seconds_per_step = self.last_seconds_per_step = math.nan
 
     def advance(self, step: int) -> None:
-        """A record at `step` was made now."""
+        """Note a record at `step`, made now."""
         now = (step, time.monotonic())
         self.last_seconds_per_step = _slope(self._last, now)
         self.seconds_per_step = _slope(self._first, now)
@@ -105,7 +105,7 @@ def _slope(start: tuple[int, float], end: tuple[int, float]) -> float:
 
 
 def _number(values: dict[str, float], key: str, spec: str) -> str:
-    """The value in the format `spec`, or a dash of the same width."""
+    """Format the value by `spec`, or return a dash of the same width."""
     return format(values[key], spec) if key in values else f"{'-':>{spec[0]}}"
 
 

@@ -1,9 +1,9 @@
-"""metrics.jsonl: one JSON object a line, `{"step", "time", ...}`; `time` in unix seconds.
+"""Log to metrics.jsonl: one JSON object per line, `{"step", "time", ...}`; `time` in unix seconds.
 
-A run that was killed and resumed leaves one curve: records after the checkpoint it resumed from are
-dropped before the first new one, and a record of that very step which is there already (the evaluation
-behind the last checkpoint, when what follows it was killed) is not written again. Lines that cannot be
-read go to metrics.bad.jsonl. Non-finite values are written as null.
+A run that was killed and resumed leaves one curve: records after the checkpoint it resumed from are dropped before the
+first new one. A record of that very step that exists already (the evaluation after the last checkpoint, when the kill
+came later) is not written again. Unreadable lines are moved to metrics.bad.jsonl. Non-finite values are written as
+null.
 """
 
 import errno
@@ -20,13 +20,13 @@ from tpu_experiments.logging.base import LoggerContext
 
 METRICS_FILE = "metrics.jsonl"
 MAX_WAITING = 10_000
-"""Records that are kept while the disk is full; older ones are dropped."""
+"""Records kept in memory while the disk is full; older ones are dropped."""
 
 log = logging.getLogger(__name__)
 
 
 class JsonlLogger:
-    """Appends to <run>/metrics.jsonl, flushed per record."""
+    """Append to `<run>/metrics.jsonl`, unbuffered."""
 
     def __init__(self, context: LoggerContext) -> None:
         self._mirror = Mirror.of_file(context.run_folder.path(METRICS_FILE))
@@ -34,21 +34,21 @@ class JsonlLogger:
         self._resume_step, self._kept = context.resume_step, set[frozenset[str]]()
         if paths.exists(local):
             kept = _keep_until(local, step=context.resume_step, place=context.run_folder.path(METRICS_FILE))
-            self._mirror.upload()  # without what was dropped: then what is there is the beginning of what will be
+            self._mirror.upload()  # truncated as the local file, so that the remote copy is a prefix of it
             self._kept = {frozenset(record) for record in kept if record["step"] == context.resume_step}
         self._file = self._mirror.local.open("ab", buffering=0)
         self._waiting: list[bytes] = []
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """One line."""
+        """Write one line with the values."""
         self._write({"step": step, "time": time.time(), **values})
 
     def text(self, step: int, *, tag: str, text: str) -> None:
-        """One line, the text under its tag."""
+        """Write one line with the text under its tag."""
         self._write({"step": step, "time": time.time(), tag: text})
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Nothing: config.yaml and result.json hold them."""
+        """Do nothing: config.yaml and result.json hold them."""
 
     def finish(self) -> None:
         """Close the file and upload it where the run folder is remote."""
@@ -74,7 +74,7 @@ class JsonlLogger:
         self._mirror.upload_if_due()
 
     def _append(self, line: bytes) -> None:
-        """The whole line or nothing of it."""
+        """Append the whole line or, on an error, nothing."""
         end = self._file.seek(0, os.SEEK_END)
         try:
             written = self._file.write(line)
@@ -86,7 +86,7 @@ class JsonlLogger:
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without lines that cannot be read; none where there is no file."""
+    """Return the records of a metrics.jsonl, skipping unreadable lines; empty if there is no file."""
     if not paths.exists(path):
         return []
     found = (_record(line) for line in paths.read_bytes(path).split(b"\n"))
@@ -94,7 +94,9 @@ def read_records(path: str) -> list[dict[str, Any]]:
 
 
 def _keep_until(path: str, *, step: int, place: str) -> list[dict[str, Any]]:
-    """Keep the records up to `step`, and return them; a start from 0 keeps none, for it writes step 0 again.
+    """Truncate the file to the records up to `step` and return them.
+
+    A start from step 0 keeps none, since it writes step 0 again.
 
     Args:
         place: the path or URL that `path` is the local copy of.
@@ -115,7 +117,7 @@ def _keep_until(path: str, *, step: int, place: str) -> list[dict[str, Any]]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None where it is none that this logger writes."""
+    """Parse a line; None unless it is an object with an integer `step`."""
     try:
         record = strict_json.loads(line)
     except ValueError:  # UnicodeDecodeError is one

@@ -1,4 +1,4 @@
-"""What a run does, step by step, in a local file; and a kill after a chosen step: the witness of task=resume_check."""
+"""Witness of task=resume_check: record a run's steps in a local file, and kill it after a chosen step."""
 
 import json
 import os
@@ -14,15 +14,15 @@ WAIT_SECONDS = 120.0
 
 
 class Probe:
-    """One JSON object a line, flushed: `start`, `rows` when a step is queued, `read` when its loss has arrived.
+    """Logger of flushed JSON lines: `start`, `rows` when a step is queued, `read` when its loss arrives.
 
     Args:
         context: of the run.
         path: a local file; every start of the run appends to it.
-        kill_after: SIGKILL the whole run when the loss of this step arrives; null never. A run logs a step before it
+        kill_after: SIGKILL the whole run when the loss of this step arrives; None never. A run logs a step before it
             writes a checkpoint of it or of a later one, so what is lost is known.
-        marker: a file below the run folder that must be there before: that of a checkpoint, which may be written in the
-            background, says that it is complete.
+        marker: a file below the run folder to wait for before the kill: a checkpoint written in the background is
+            complete once its marker exists.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Probe:
         self._write({"event": "start", "resume_step": context.resume_step})
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """A training record; other records are passed over."""
+        """Record a training loss; other records are ignored."""
         if "train/loss" not in values:
             return
         self._write({"event": "read", "step": step, "loss": values["train/loss"], "lr": values["train/lr"]})
@@ -41,14 +41,14 @@ class Probe:
             self._kill()
 
     def rows(self, step: int, labels: list[str]) -> None:
-        """`source:row` of every row of the global batch."""
+        """Record `source:row` of every row of the global batch."""
         self._write({"event": "rows", "step": step, "rows": labels})
 
     def text(self, step: int, *, tag: str, text: str) -> None:
-        """Nothing."""
+        """Ignore texts."""
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Nothing."""
+        """Ignore the final metrics."""
 
     def finish(self) -> None:
         """Close the file."""
@@ -59,7 +59,7 @@ class Probe:
         self._file.flush()
 
     def _kill(self) -> None:
-        """End this process and, where others run beside it, the one that started them all, who takes them along."""
+        """Kill this process and, with `spawn`, its parent first, whose end takes the other processes along."""
         self._wait_for_marker()
         if self._context.config.hw.parallel == "spawn":
             os.kill(os.getppid(), signal.SIGKILL)

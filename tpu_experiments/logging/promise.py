@@ -1,4 +1,4 @@
-"""What a plan promised beside what the run measured, for result.json."""
+"""Compare a plan's estimates with the run's measurements, for result.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,44 +7,44 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Promise:
-    """What a plan says of a run before it starts."""
+    """Estimates of a plan, made before the run starts."""
 
     source: str | None = None
     """`compiled` or `analytic`; None without a plan."""
     file: str | None = None
-    """The plan.json; None where the formulas were asked for this run."""
+    """Path of plan.json; None where the formulas were evaluated for this run."""
     step_seconds: dict[str, float] = field(default_factory=dict)
-    """Of one optimizer step, by the name of the stage; a stage may be missing."""
+    """Seconds of one optimizer step by stage name; a stage may be missing."""
     hbm_gib: float | None = None
-    """What stays on a chip between steps."""
+    """GiB that stay allocated on a chip between steps."""
     compile_seconds: float | None = None
-    """Of all programs of a run, on the machine that planned."""
+    """Seconds to compile all programs of a run, on the machine that planned."""
     reason: str = ""
     """Why there is no plan, or no time in it."""
     compile_reason: str = ""
-    """Why there are no compile seconds."""
+    """Why compile seconds are unknown."""
     tuned: dict[str, Any] | None = None
-    """The line of conf/tuned.yaml that the run has its settings from; None where it has none."""
+    """Line of conf/tuned.yaml that the run takes its settings from; None without one."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run found, in one life of its process."""
+    """Measurements of one start of a run."""
 
     steps: Mapping[str, int]
-    """Optimizer steps by the name of the stage."""
+    """Optimizer steps by stage name."""
     step_tokens: Mapping[str, int]
-    """Tokens of one step of every stage, padding counted, as a plan counts them."""
+    """Tokens of one step by stage name, including padding, as a plan counts them."""
     train_seconds: float | None
-    """Of those steps, compilation taken off."""
+    """Seconds of those steps without compilation."""
     hbm_gib: float | None
-    """In use on one chip when the run ends; None where the device does not tell."""
+    """GiB in use on one chip when the run ends; None where the device does not report it."""
     compile_seconds: float
     num_devices: int
 
 
 def held_against(promise: Promise, measured: Measured) -> dict[str, Any]:
-    """The field `plan`: of every figure planned, measured and measured / planned; null with a reason."""
+    """Return the field `plan`: planned, measured and their ratio for every figure; null with a reason."""
     steps = sum(measured.steps.values())
     tokens = sum(count * measured.step_tokens[stage] for stage, count in measured.steps.items())
     is_timed = steps > 0 and all(stage in promise.step_seconds for stage in measured.steps)
@@ -74,7 +74,7 @@ def held_against(promise: Promise, measured: Measured) -> dict[str, Any]:
 
 
 def promise_line(plan: Mapping[str, Any] | None) -> list[str]:
-    """The line of the closing summary; none where one side is not known."""
+    """Return the line of the closing summary; empty where either side is unknown."""
     step = plan["step_seconds"] if plan else {}
     if plan is None or step["ratio"] is None:
         return []

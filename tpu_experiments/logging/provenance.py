@@ -1,4 +1,4 @@
-"""Where a run comes from: code, versions, machine, seeds."""
+"""Record the provenance of a run: code, versions, machine and seeds."""
 
 import datetime
 import hashlib
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def provenance(config: Config, *, device: str, argv: list[str]) -> dict[str, Any]:
-    """Facts for provenance.json; null where the machine does not tell."""
+    """Return the facts for provenance.json; null where the machine does not report one."""
     return {
         **git_state(REPOSITORY),
         "versions": versions(),
@@ -47,14 +47,14 @@ def provenance(config: Config, *, device: str, argv: list[str]) -> dict[str, Any
 
 
 def write_provenance(folder: RunFolder, facts: dict[str, Any]) -> None:
-    """provenance.json; a resumed run adds its life to the list."""
+    """Append the facts of this start to provenance.json."""
     path = folder.path("provenance.json")
     lives = _stored_lives(path) if paths.exists(path) else []
     paths.write_text_atomic(path, json.dumps({"lives": [*lives, facts]}, indent=1) + "\n")
 
 
 def _stored_lives(path: str) -> list[Any]:
-    """The lives so far; what cannot be read is put aside and named in the log."""
+    """Return the earlier starts; an unreadable file is moved aside and named in the log."""
     content = paths.read_bytes(path)
     try:
         stored = strict_json.loads(content)
@@ -67,9 +67,9 @@ def _stored_lives(path: str) -> list[Any]:
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """Commit, whether files differ from it (new ones too), and a hash of how; null outside a checkout.
+    """Return the commit, whether files (new ones too) differ from it, and a hash of the difference.
 
-    launch/tpu.py sends files without a checkout, and the commit they stand on as `.commit`.
+    All are null outside a checkout. launch/tpu.py sends files without a checkout, and their base commit as `.commit`.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.decode().strip()) != root.resolve():  # installed below another checkout
@@ -86,7 +86,7 @@ def git_state(root: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed version of everything that decides a result."""
+    """Return the installed version of every package that affects results."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -97,7 +97,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """Standard output; None when git is missing or refuses."""
+    """Return git's standard output, or None when git is missing or refuses."""
     try:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

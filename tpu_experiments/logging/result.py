@@ -1,4 +1,4 @@
-"""result.json: written last and atomically, so that its presence means a finished run."""
+"""Write result.json last and atomically, so that its presence means a finished run."""
 
 import resource
 from typing import Any
@@ -15,21 +15,21 @@ FIELDS = (
 
 
 def write_result(folder: RunFolder, result: dict[str, Any]) -> None:
-    """Write it; a number that is not finite becomes null, since JSON has none."""
+    """Write result.json; non-finite numbers become null, since JSON has none."""
     require_fields(result)
     paths.write_text_atomic(folder.path(RESULT), strict_json.dumps(result, indent=1) + "\n")
 
 
 def require_fields(result: dict[str, Any]) -> None:
-    """Every field of `FIELDS` is there.
+    """Require every field of `FIELDS`.
 
     Raises:
-        AssertionError: one is missing, which only the code can mend.
+        AssertionError: one is missing, which is a bug.
     """
     missing = [name for name in FIELDS if name not in result]
     assert not missing, f"result.json lacks {missing}"
 
 
 def peak_host_rss_gib() -> float:
-    """Largest resident set of this process so far, GiB (ru_maxrss is in KiB on Linux)."""
+    """Return the peak resident set size of this process in GiB (ru_maxrss is in KiB on Linux)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

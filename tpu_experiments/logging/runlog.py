@@ -1,7 +1,7 @@
-"""Python logging of a run: to the terminal through tqdm, so that bars survive, and on rank 0 to run.log.
+"""Set up Python logging of a run: to the terminal, above progress bars, and on rank 0 to run.log.
 
-`start_run_log(None, ...)` comes first and keeps records in memory, because a refused config must write
-nothing; `start_run_log(folder, ...)` writes them to run.log once the run folder exists.
+`start_run_log(None, ...)` comes first and keeps records in memory, because a refused config must write nothing;
+`start_run_log(folder, ...)` writes them to run.log once the run folder exists.
 """
 
 import atexit
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 class TerminalHandler(logging.Handler):
-    """Prints above a running progress bar, and leaves out the records the bar itself shows."""
+    """Print records above a running progress bar, without those that the bar itself shows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[logging.LogRecord] | None = None
-        """Records that wait for the end of a line that something else is writing (`held_back`)."""
+        """Records that wait until another writer has finished its line (`held_back`)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record to stderr."""
@@ -47,28 +47,28 @@ class TerminalHandler(logging.Handler):
 
 
 class Formatter(logging.Formatter):
-    """Leaves out what looks like a secret: an error of a client quotes the URL it asked for."""
+    """Formatter that redacts secrets, since a client's error message quotes the requested URL."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line with its traceback."""
+        """Return the redacted line with its traceback."""
         return redacted_text(super().format(record))
 
 
 class TerminalFormatter(Formatter):
-    """`HH:MM:SS message`; a rank other than 0 and a level above INFO are named."""
+    """Format as `HH:MM:SS message`, naming a rank other than 0 and a level above INFO."""
 
     def __init__(self, *, rank: int) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
         self._rank = "" if rank == 0 else f"rank {rank}: "
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         return f"{record.asctime} {self._rank}{level}{record.message}"
 
 
 class RunLogHandler(logging.FileHandler):
-    """Appends to run.log."""
+    """Append to run.log and upload it where it is remote."""
 
     def __init__(self, path: str) -> None:
         self._mirror = Mirror.of_file(path)
@@ -77,12 +77,12 @@ class RunLogHandler(logging.FileHandler):
         self._has_complained = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, flushed."""
+        """Write and flush one record."""
         super().emit(record)
         self._mirror.upload_if_due()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
-        """Say once that a disk refuses lines, where logging would print a traceback for each."""
+        """Warn once when the disk refuses lines, instead of logging's traceback for each."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -100,19 +100,19 @@ OURS = (TerminalHandler, RunLogHandler, logging.handlers.MemoryHandler)
 
 
 def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
-    """Set up the root logger; None keeps the records for a folder that does not exist yet."""
+    """Set up the root logger; with `folder` None, records are kept in memory."""
     root = logging.getLogger()
     kept = _kept_records()
     stop_run_log()
     for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
-        root.removeHandler(handler)  # a library's logging.warning(...) adds one, and every line would come twice
+        root.removeHandler(handler)  # added by a library's logging.warning(...); it would repeat every line
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     terminal = TerminalHandler()
     terminal.setFormatter(TerminalFormatter(rank=rank))
     root.addHandler(terminal)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # a trace for each error; who asked says it in a sentence
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that the caller reports
     logging.captureWarnings(True)
     if folder is None:
         root.addHandler(_memory_handler(kept))
@@ -127,7 +127,7 @@ def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Keep records from the terminal until the block ends: they would cut the line that it writes."""
+    """Hold terminal records back until the block ends, so that they do not cut the line it writes."""
     terminals = [handler for handler in logging.getLogger().handlers if isinstance(handler, TerminalHandler)]
     for terminal in terminals:
         terminal.held = []
@@ -141,7 +141,7 @@ def held_back() -> Iterator[None]:
 
 
 def stop_run_log() -> None:
-    """Take the handlers off the root logger, close run.log and upload it where it is remote."""
+    """Remove the handlers from the root logger, close run.log and upload it where it is remote."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, OURS)]:
         root.removeHandler(handler)

@@ -1,7 +1,7 @@
-"""TensorBoard event files in <run>/tensorboard, one per start of the run.
+"""Write TensorBoard event files to `<run>/tensorboard`, one per start of the run.
 
-A resumed run opens with a purge event, so TensorBoard shows one curve. For a remote run folder the
-files are written locally and uploaded: on gs:// the writer would overwrite the file per record.
+A resumed run opens with a purge event, so that TensorBoard shows one curve. For a remote run folder the files are
+written locally and uploaded: on gs:// the writer would overwrite the file with every record.
 """
 
 import logging
@@ -15,13 +15,13 @@ from tpu_experiments.io.mirror import Mirror
 from tpu_experiments.io.retry import kind_of, shown
 from tpu_experiments.logging.base import LoggerContext
 
-FULL_SECONDS = 60.0  # a full disk is tried again no more often
+FULL_SECONDS = 60.0  # period between retries on a full disk
 
 log = logging.getLogger(__name__)
 
 
 class TensorBoardLogger:
-    """Scalars, text, pictures, the config, and one row of the HPARAMS tab."""
+    """Log scalars, text, pictures, the config, and one row of the HPARAMS tab."""
 
     def __init__(self, context: LoggerContext) -> None:
         self._mirror = Mirror.of_folder(context.run_folder.path("tensorboard"))
@@ -35,7 +35,7 @@ class TensorBoardLogger:
             self.text(0, tag="config", text=f"```yaml\n{config_yaml(context.config)}```")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """One scalar per value."""
+        """Add one scalar per value."""
         self._last_step = step
 
         def add(writer: Any) -> None:
@@ -45,20 +45,20 @@ class TensorBoardLogger:
         self._write(add)
 
     def text(self, step: int, *, tag: str, text: str) -> None:
-        """Shown as Markdown under the TEXT tab."""
+        """Add a Markdown text for the TEXT tab."""
         self._write(lambda writer: writer.add_text(tag, text, step))
 
     def image(self, step: int, *, tag: str, png: bytes) -> None:
-        """Shown under the IMAGES tab."""
+        """Add a picture for the IMAGES tab."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        width, height = struct.unpack(">II", png[16:24])  # of the IHDR chunk, which is the first (PNG, 11.2.2)
+        width, height = struct.unpack(">II", png[16:24])  # of the first chunk, IHDR (PNG, 11.2.2)
         image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=4)
         summary = Summary(value=[Summary.Value(tag=tag, image=image)])
         self._write(lambda writer: writer._get_file_writer().add_summary(summary, step))
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """One row of the HPARAMS tab, in this run (`add_hparams` would make a sub-run of it)."""
+        """Add this run's row of the HPARAMS tab (`add_hparams` would create a sub-run)."""
         from torch.utils.tensorboard.summary import hparams
 
         shown_values = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
@@ -80,13 +80,16 @@ class TensorBoardLogger:
         self._mirror.close()
 
     def _opened(self, *, purge_step: int | None) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # seconds, and not every run wants it
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         return SummaryWriter(str(self._mirror.local), purge_step=purge_step)
 
     def _write(self, add: Callable[[Any], None]) -> None:
-        """Add a record and bring it to disk. Where that is full it is dropped (metrics.jsonl keeps it): the file's
-        thread has died of it, so a new file is begun once there is room."""
+        """Add a record and flush it; on a full disk, drop it.
+
+        metrics.jsonl keeps dropped records. The writer's thread dies of the error, so a new file is opened once there
+        is room.
+        """
         if self._full_since is not None and time.monotonic() - self._full_since < FULL_SECONDS:
             self._num_dropped += 1
             return

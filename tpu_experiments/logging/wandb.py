@@ -1,4 +1,4 @@
-"""Weights & Biases, off by default. Offline unless WANDB_MODE or `mode` says otherwise."""
+"""Log to Weights & Biases; off by default, and offline unless WANDB_MODE or `mode` says otherwise."""
 
 import html
 import io
@@ -14,7 +14,7 @@ from tpu_experiments.logging.base import LoggerContext
 
 
 class WandbLogger:
-    """One W&B run whose id is the run's name, so that a resumed run continues it."""
+    """W&B run whose id is the run's name, so that a resumed run continues it."""
 
     on_error: Literal["raise", "drop"] = "drop"
 
@@ -36,32 +36,32 @@ class WandbLogger:
             mode=mode,  # type: ignore[arg-type]
             resume="allow" if mode == "online" else None,  # offline it only warns
             config=redacted(flatten(context.config)),
-            settings=wandb.Settings(console="off"),  # run.log has the text; it would wrap the bar
+            settings=wandb.Settings(console="off"),  # run.log has the text, and capturing would wrap the bar
         )
-        # W&B drops a step lower than its last one, which a resumed run has; an axis of our own goes.
+        # W&B drops steps below its last one, which a resumed run repeats; a step metric of our own is kept.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """One history row."""
+        """Log one history row."""
         self._run.log({"step": step, **values})
 
     def text(self, step: int, *, tag: str, text: str) -> None:
-        """Shown as a media panel."""
+        """Log a media panel with preformatted text."""
         self._run.log({"step": step, tag: self._html(f"<pre>{html.escape(text)}</pre>")})
 
     def image(self, step: int, *, tag: str, png: bytes) -> None:
-        """Shown as a media panel."""
+        """Log a media panel with the picture."""
         from PIL import Image
 
         self._run.log({"step": step, tag: self._image(Image.open(io.BytesIO(png)))})
 
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Settings to the run's config, results to its summary."""
+        """Write settings to the run's config and results to its summary."""
         self._run.config.update(values, allow_val_change=True)
         self._run.summary.update(metrics)
 
     def finish(self) -> None:
-        """End the W&B run; a remote run folder gets the files."""
+        """End the W&B run and upload its files to a remote run folder."""
         self._run.finish()
         self._mirror.close()

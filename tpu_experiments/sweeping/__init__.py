@@ -1,1 +1,1 @@
-"""A sweep: every point a process of its own, resumed, placed, pruned, and ranked as it goes."""
+"""Sweeps: every point is a process of its own, resumed, placed on devices, pruned and ranked."""

@@ -1,7 +1,8 @@
-"""A sweep for TensorBoard's HPARAMS tab (table, parallel coordinates, scatter plots): a session per finished point.
+"""Write a sweep's finished points as sessions of TensorBoard's HPARAMS tab.
 
-The events are made from TensorBoard's own messages: `torch.utils.tensorboard` would load torch into a process that
-only waits for others, and `tensorboard.plugins.hparams.summary` loads TensorFlow.
+The tab shows them as a table, parallel coordinates and scatter plots. The events are built from TensorBoard's own
+messages: `torch.utils.tensorboard` would load torch into a process that only waits for others, and
+`tensorboard.plugins.hparams.summary` loads TensorFlow.
 """
 
 import tempfile
@@ -18,7 +19,7 @@ PLUGIN = "hparams"
 
 
 def write_session(row: Row, *, folder: str) -> None:
-    """`<sweep>/tensorboard/<point>`; nothing where the point has not come to an end, or is there already."""
+    """Write `<sweep>/tensorboard/<point>` once; nothing for a point that is not finished or pruned."""
     place = paths.join(folder, FOLDER, row.name)
     if row.status not in (FINISHED, PRUNED) or paths.list_names(place):
         return
@@ -36,7 +37,7 @@ def write_session(row: Row, *, folder: str) -> None:
 
 
 def summaries(row: Row) -> list[Any]:
-    """What the tab reads: the experiment, the start with the values, the end, and the metrics as scalars."""
+    """Return the tab's records: experiment, session start with its values, session end, metrics."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 

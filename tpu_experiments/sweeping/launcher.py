@@ -1,7 +1,7 @@
-"""Hydra's launcher of a sweep: gets the points of whichever sweeper is configured, and runs each as a process.
+"""Launch the points of any Hydra sweeper, each as a process of its own.
 
-A process can initialise its devices once only, and the environment they read cannot change afterwards. Hydra imports
-this with every command (plugin/hydra_plugins), so what only a sweep needs is imported when there is one.
+A process can initialise its devices only once, and the environment they read cannot change afterwards. Hydra imports
+this module with every command (plugin/hydra_plugins), so imports that only a sweep needs are local.
 """
 
 import copy
@@ -30,16 +30,16 @@ class PointFailed(Exception):
 
 
 class PointLauncher(Launcher):
-    """Every point of a sweep as a process of its own."""
+    """Hydra launcher that runs every point of a sweep as a process of its own."""
 
     latest: "PointLauncher | None" = None
-    """Of this process; `finish` is called when the sweeper has no more points."""
+    """The launcher of this process; `finish` is called on it when the sweeper has no more points."""
 
     def __init__(self) -> None:
         self.sweep: Sweep | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by the sweeper; what the sweeper itself writes, of which we use nothing, goes where it is removed."""
+        """Prepare the launcher; the sweeper's own output is unused and goes to a temporary folder."""
         PointLauncher.latest = self
         self.context, self.config = hydra_context, config
         self._scratch = tempfile.TemporaryDirectory(prefix="tpu_experiments_sweep_")
@@ -61,7 +61,7 @@ class PointLauncher(Launcher):
         return [self._returned(sweep, point if isinstance(point, str) else point.name) for point in points]
 
     def finish(self) -> int:
-        """Say what came out; the exit code of the sweep, 1 where a point failed."""
+        """Print the sweep's result; return its exit code, 1 where a point failed."""
         sweep = self.sweep
         if sweep is None or not sweep.points:
             return 0
@@ -72,7 +72,7 @@ class PointLauncher(Launcher):
             print(*totals.total_lines(points, points_at_once=points[0].config.sweeping.points_at_once), sep="\n")
             print(f"sweep: {totals.write_total(points, folder=sweep.folder)}")
         elif points[0].config.task.name == "train":
-            if not sweep.has_run:  # else the last point that ended has shown it
+            if not sweep.has_run:  # else printed when the last point ended
                 print(*leaderboard.lines(sweep.rows.values()), sep="\n")
             print(*leaderboard.best(sweep.rows.values(), name=sweep.name), sep="\n")
             print(*leaderboard.after(sweep.name, folder=sweep.folder), sep="\n")
@@ -82,7 +82,7 @@ class PointLauncher(Launcher):
         return 1 if sweep.failed else 0
 
     def _opened(self, overrides: Sequence[str]) -> "Sweep":
-        """The sweep's folder, called after its first point where no name is given."""
+        """Open the sweep's folder, named after its first point where no name is given."""
         from tpu_experiments.sweeping.sweep import Sweep
 
         first = self._config_of(self._split(overrides)[0])
@@ -90,7 +90,7 @@ class PointLauncher(Launcher):
         return Sweep(folder, name=str(first.name), output_dir=first.output_dir)
 
     def _point(self, overrides: Sequence[str], sweep: "Sweep") -> Point | str:
-        """Compose and check one point; its name where it is refused and was drawn by a sampler.
+        """Compose and check one point; return its name if a sampler drew it and it is refused.
 
         Raises:
             ConfigError: a point of a grid is refused.
@@ -111,7 +111,7 @@ class PointLauncher(Launcher):
         return Point(name, changed, tuple(own), config)
 
     def _split(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-        """All overrides of a point, what the command line gives first; and those that vary."""
+        """Return all overrides of a point, the command line's first, and those that vary."""
         parsed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
         swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
         swept |= {str(key) for key in self.config.hydra.sweeper.get("params") or {}}
@@ -131,7 +131,10 @@ class PointLauncher(Launcher):
         sys.exit(STOPPED_EXIT_CODE)
 
     def _returned(self, sweep: "Sweep", name: str) -> JobReturn:
-        """The held-out loss; a grid's sweeper only asks whether it may go on, and it may."""
+        """Return the held-out loss as Hydra's job result, a failed one for a sampler without a loss.
+
+        A grid's sweeper only checks that the job has completed.
+        """
         row = sweep.rows[name]
         ended = JobReturn(overrides=list(row.overrides), status=JobStatus.COMPLETED)
         ended.return_value = float("nan") if row.eval_loss is None else row.eval_loss

@@ -1,4 +1,4 @@
-"""The points of a sweep in their order, as CSV, Markdown and lines on the terminal."""
+"""Render the ranked points of a sweep as CSV, Markdown and lines for the terminal."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ NAME = "leaderboard"
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a row."""
+    """One figure of a row: its title, its field in `Row` and its format."""
 
     title: str
     field: str
@@ -34,7 +34,7 @@ PRICES = ("usd_on_demand", "usd_spot")
 
 
 def cells(rows: Iterable[Row]) -> list[list[str]]:
-    """The table: a line of titles, then one per point; prices only where there are any."""
+    """Return the table: a line of titles, then one line per point; price columns only if a price is known."""
     rows = ranked(rows)
     keys = list(dict.fromkeys(key for row in rows for key in row.changed))
     figures = [c for c in FIGURES if c.field not in PRICES or any(getattr(row, c.field) is not None for row in rows)]
@@ -47,14 +47,14 @@ def cells(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """The table with aligned columns."""
+    """Return the table as lines with aligned columns."""
     table = cells(rows)
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
 def markdown(rows: Sequence[Row], *, name: str, folder: str) -> str:
-    """A page: the table, the best point and what to do with it."""
+    """Return a page with the table, the best point and commands to continue with it."""
     table = cells(rows)
     text = [f"# Sweep {name}", "", _line(table[0]), _line(["---:"] * (len(table[0]) - 1) + ["---"])]
     text += [_line(line) for line in table[1:]]
@@ -64,7 +64,7 @@ def markdown(rows: Sequence[Row], *, name: str, folder: str) -> str:
 
 
 def best(rows: Iterable[Row], *, name: str) -> list[str]:
-    """The best point's folder and the command that runs its settings on their own."""
+    """Return lines with the best point's folder and the command that runs its settings on their own."""
     row = best_of(rows)
     if row is None:
         return ["No point has finished yet."]
@@ -80,13 +80,13 @@ def best(rows: Iterable[Row], *, name: str) -> list[str]:
 
 
 def after(name: str, *, folder: str) -> list[str]:
-    """Commands that look at the whole sweep."""
+    """Return the commands that compare all points of the sweep."""
     compare = f"python run.py task=report 'task.runs=[{folder}]' name={name}"
     return [compare, f"tensorboard --logdir {folder}/tensorboard"]
 
 
 def csv_text(rows: Iterable[Row]) -> str:
-    """One line per point, figures in full."""
+    """Return one line per point, with figures in full precision."""
     rows = ranked(rows)
     keys = list(dict.fromkeys(key for row in rows for key in row.changed))
     text = io.StringIO()
@@ -102,7 +102,7 @@ def csv_text(rows: Iterable[Row]) -> str:
 
 
 def write(rows: Sequence[Row], *, name: str, folder: str) -> None:
-    """Replace leaderboard.csv and leaderboard.md."""
+    """Write leaderboard.csv and leaderboard.md, replacing earlier ones."""
     paths.make_dirs(folder)
     paths.write_text_atomic(paths.join(folder, f"{NAME}.csv"), csv_text(rows))
     paths.write_text_atomic(paths.join(folder, f"{NAME}.md"), markdown(rows, name=name, folder=folder))

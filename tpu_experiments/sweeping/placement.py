@@ -1,4 +1,4 @@
-"""Points side by side on one host: a chip each on a TPU, a share of the cores each on the CPU."""
+"""Place parallel points on one host: one chip each on a TPU, a share of the cores each on the CPU."""
 
 import os
 from dataclasses import dataclass, field
@@ -8,27 +8,33 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
 from tpu_experiments.runtime.env import compile_cache_folder, num_chips_present
 
-FIRST_PORT = 8476  # libtpu's own, torch_xla 2.9 _internal/tpu.py
+FIRST_PORT = 8476  # libtpu's default, torch_xla 2.9 _internal/tpu.py
 ONE_CHIP = "1,1,1"
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a point gets of the host."""
+    """Environment, cores and overrides assigned to a point."""
 
     env: dict[str, str] = field(default_factory=dict)
     cores: frozenset[int] | None = None
-    """CPU cores it may use; None for all."""
+    """CPU cores that it may use; None for all."""
     overrides: tuple[str, ...] = ()
 
 
 def slots(config: Config) -> int:
-    """Points at once; a plan takes the host's memory and cores by itself (`task.workers`)."""
+    """Return how many points run at once.
+
+    It is 1 for plans, each of which uses the host's memory and cores by itself (`task.workers`).
+    """
     return 1 if config.task.name == "plan" else config.sweeping.points_at_once
 
 
 def place_of(slot: int, config: Config) -> Place:
-    """The place of the point in `slot`, 0 to `sweeping.points_at_once` - 1; the whole host where they go one by one."""
+    """Return the place of the point in `slot`, 0 to `sweeping.points_at_once` - 1.
+
+    It is the whole host where points run one at a time.
+    """
     count = slots(config)
     if count == 1:
         return Place()
@@ -38,12 +44,13 @@ def place_of(slot: int, config: Config) -> Place:
 
 
 def chip_variables(chip: int) -> dict[str, str]:
-    """The environment of a process that has one chip of the host and speaks to no other process.
+    """Return the environment of a process that has one chip of the host and no peers.
 
     Skye Wanderman-Milne, https://gist.github.com/skye/f82ba45d2445bb19d53545538754f9a3: bounds 1,1,1 and a port of its
-    own ("non-communicating processes"). Without the bounds libtpu holds the lock of the whole host. A container's names
-    of the same settings (`HOST` for `PROCESS`, `DEVICES` for `CHIPS`: Kaggle, Colab, GKE) are set alike where they are
-    there. torch_xla's own `configure_one_chip_topology` sets the first three by setdefault, so these stay.
+    own ("non-communicating processes"). Without the bounds libtpu locks the whole host. The former names of the
+    settings (`HOST` for `PROCESS`, `DEVICES` for `CHIPS`), which containers export (Kaggle, Colab, GKE), are set as
+    well where they exist. torch_xla's own `configure_one_chip_topology` sets the first three by setdefault, which
+    keeps these values.
     """
     port = str(FIRST_PORT + chip)
     values = {
@@ -65,15 +72,15 @@ def chip_variables(chip: int) -> dict[str, str]:
 
 
 def own_cache(slot: int, config: Config) -> tuple[str, ...]:
-    """A folder of compiled programs for each slot, as each process of `spawn` has its own."""
+    """Return the override for a compile cache of its own, as each process of `spawn` has."""
     folder = compile_cache_folder(config, process=0)
     return () if folder is None else (f"hw.compile_cache='{paths.join(folder, f'slot_{slot}')}'",)
 
 
 def share_of_cores(slot: int, *, count: int, usable: set[int]) -> frozenset[int]:
-    """An equal part of the usable cores, one where there are fewer cores than points.
+    """Return an equal part of the usable cores, or one core if there are more points than cores.
 
-    torch and XLA both make as many threads as the process may use cores.
+    torch and XLA both start as many threads as the process may use cores.
     """
     cores = sorted(usable)
     share = len(cores) // count
@@ -83,10 +90,10 @@ def share_of_cores(slot: int, *, count: int, usable: set[int]) -> frozenset[int]
 
 
 def check_places(config: Config) -> None:
-    """Refuse points that have no place on this host, alone or side by side.
+    """Refuse points that cannot run on this host, alone or side by side.
 
     Raises:
-        ConfigError: a point trains on several hosts, takes more than a chip, the host has fewer, or it is a GPU.
+        ConfigError: a point trains on several hosts, needs more than one chip or a GPU, or the host has too few chips.
     """
     hw, count = config.hw, slots(config)
     if hw.num_hosts > 1 and config.task.name == "train":

@@ -1,4 +1,4 @@
-"""The points of a sweep: what each changes, what it is called, and the command that runs it."""
+"""Points of a sweep: their overrides, names and commands."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ from tpu_experiments.io.folder import RunFolder
 
 RUN = Path(__file__).parents[2] / "run.py"
 SWEEPS = "sweeps"
-MAX_NAME = 120  # characters; a file system takes 255 bytes, and files of a run hang more on it
+MAX_NAME = 120  # characters; file systems allow 255 bytes, and a run's files append suffixes to the name
 OF_THE_SWEEP = ("name=", "output_dir=", "sweep=", "sweeping.", "hydra.", "hydra/")
 
 
@@ -25,19 +25,22 @@ class Point:
 
     name: str
     changed: Mapping[str, str]
-    """Swept key to its value here, as on the command line."""
+    """Value of each swept key, as on the command line."""
     overrides: tuple[str, ...]
-    """All of the command line for this point, without what the sweep gives itself."""
+    """Command line of this point, without the overrides that the sweep sets itself."""
     config: Config
 
     @property
     def folder(self) -> RunFolder:
-        """Where it runs."""
+        """Return the point's run folder."""
         return RunFolder(self.config.output_dir, self.name)
 
 
 def point_name(overrides: Sequence[str]) -> str:
-    """The overrides as the name of a folder: `lora.r=8,lora.alpha=16`; a long one ends in a hash of the whole."""
+    """Return the overrides as a folder name, `lora.r=8,lora.alpha=16`.
+
+    A name above 120 characters is cut and ends in a hash of the whole.
+    """
     plain = re.sub(r"[\[\]{}'\" ]", "", ",".join(overrides))
     name = re.sub(r"[^A-Za-z0-9._+=,-]+", "-", plain).strip("._+=,-") or "base"
     if len(name) <= MAX_NAME:
@@ -46,19 +49,19 @@ def point_name(overrides: Sequence[str]) -> str:
 
 
 def without_own(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a point without those that the sweep gives itself."""
+    """Return a point's overrides without those that the sweep sets itself."""
     return [o for o in overrides if not o.startswith(("name=", "output_dir="))]
 
 
 def sweep_folder(output_dir: str, name: str) -> str:
-    """`<output_dir>/sweeps/<name>`, which holds a run folder per point."""
+    """Return `<output_dir>/sweeps/<name>`, the parent of the points' run folders."""
     return paths.join(output_dir, SWEEPS, name)
 
 
 def command_of(point: Point, *, given: str) -> list[str]:
-    """The child's command; `given` is the output_dir of the sweep's command line.
+    """Return the point's command; `given` is the output_dir of the sweep's command line.
 
-    A preset of conf/sweep turns multirun on, and the child is one run.
+    `hydra.mode=RUN` is added, since a preset of conf/sweep would turn on multirun again.
     """
     command = [sys.executable, str(RUN), *point.overrides, f"name='{point.name}'"]
     command += [f"output_dir='{point.config.output_dir}'", "hydra.mode=RUN"]
@@ -69,6 +72,6 @@ def command_of(point: Point, *, given: str) -> list[str]:
 
 
 def shown_command(overrides: Sequence[str], *, name: str) -> str:
-    """What a person types to run a point's settings on their own."""
+    """Return the command that runs a point's settings on their own, for the user to type."""
     kept = [o for o in overrides if not o.startswith(OF_THE_SWEEP)]
     return " ".join(["python run.py", *(shlex.quote(o) for o in kept), f"name={name}"])

@@ -1,9 +1,9 @@
-"""Which points are not worth their time: held-out losses on the way, and the median rule over them.
+"""Prune points early by the median rule over intermediate held-out losses.
 
 After Optuna's MedianPruner (optuna/pruners/_median.py, _percentile.py; Akiba et al., arXiv 1907.10902): a point is
 stopped at a step where its best intermediate value so far is worse than the median of the others' values at that step.
-Optuna counts finished trials alone; here points that were pruned or still run count too, as far as they have come, so
-that points which run side by side can be told apart.
+Optuna counts finished trials only; here, pruned and running points count too, up to their last evaluation, so that
+points that run side by side can be compared.
 """
 
 import json
@@ -17,14 +17,14 @@ from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.io.shapes import RECORD, shaped
 
 Losses = Mapping[int, float]
-"""Step to held-out loss."""
+"""Held-out loss by step."""
 
 
 def step_to_prune_at(own: Losses, others: Sequence[Losses], settings: SweepingConfig) -> int | None:
-    """The first step at which the rule stops a point, None where it goes on.
+    """Return the first step at which the rule stops a point, or None.
 
     Args:
-        own: its evaluations so far.
+        own: the point's evaluations so far.
         others: those of every other point, empty where it has none.
     """
     for step in sorted(own):
@@ -38,7 +38,7 @@ def step_to_prune_at(own: Losses, others: Sequence[Losses], settings: SweepingCo
 
 
 class Evaluations:
-    """Held-out losses of a run that writes metrics.jsonl; reads on where it stopped."""
+    """Held-out losses of a run, read from its metrics.jsonl."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = folder.path("metrics.jsonl")
@@ -47,9 +47,9 @@ class Evaluations:
         self.last_train_loss: float | None = None
 
     def refresh(self) -> None:
-        """Read what is there; a line that is not whole yet, or null, is passed over.
+        """Read the file again, skipping records that are incomplete or null.
 
-        The file is read anew: a run that goes on from a checkpoint cuts it first.
+        It is read from the start, since a run resumed from a checkpoint truncates it first.
         """
         try:
             text = paths.read_text(self._file)
@@ -68,7 +68,7 @@ class Evaluations:
 
 
 def why_nothing_is_pruned(config: Config) -> str | None:
-    """A sentence where `sweeping.prune` can have no effect."""
+    """Return a warning where `sweeping.prune` can have no effect, else None."""
     if config.sweeping.prune == "none" or config.task.name != "train":
         return None
     if config.trainer.eval_every_steps == 0:

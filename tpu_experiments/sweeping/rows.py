@@ -1,4 +1,4 @@
-"""What is known of a sweep's points: a row each, kept in `<sweep>/sweep.json` so that a kill loses nothing of it."""
+"""State of a sweep's points: one row each, kept in `<sweep>/sweep.json` so that a kill loses nothing."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -13,12 +13,12 @@ from tpu_experiments.sweeping.points import Point
 RECORD = "sweep.json"
 WAITING, RUNNING, FINISHED, PRUNED, FAILED, STOPPED = "waiting", "running", "finished", "pruned", "failed", "stopped"
 ORDER = (FINISHED, RUNNING, PRUNED, STOPPED, WAITING, FAILED)
-"""As the leaderboard has them."""
+"""Order of the statuses in the leaderboard."""
 
 
 @dataclass
 class Row:
-    """One point; what is not known is None."""
+    """State of one point; what is unknown is None."""
 
     name: str
     changed: dict[str, str] = field(default_factory=dict)
@@ -27,31 +27,31 @@ class Row:
     status: str = WAITING
     exit_code: int | None = None
     step: int | None = None
-    """Of a pruned point: where it was stopped; of one that runs: its newest record."""
+    """Step at which a pruned point was stopped; newest record of a running one."""
     eval_loss_before: float | None = None
     eval_loss: float | None = None
     """Nats per token on the held-out rows, after training or where it was pruned."""
     tokens_per_second: float | None = None
     num_trainable: int | None = None
     seconds: float | None = None
-    """Wall seconds over all lives of the point."""
+    """Wall seconds over all starts of the point."""
     usd_on_demand: float | None = None
     usd_spot: float | None = None
     adapter_path: str | None = None
 
     @classmethod
     def of(cls, point: Point) -> "Row":
-        """A point of which nothing is known yet."""
+        """Return the row of a point that has not started."""
         return cls(point.name, redacted(dict(point.changed)), redacted_arguments(point.overrides), point.folder.path())
 
     def take_result(self, result: dict[str, Any]) -> None:
-        """Fill in what result.json says, as far as it is what a run writes."""
+        """Fill in the fields from a result.json; values of the wrong type are ignored."""
         result = shaped(result, RESULT)
         self.status, self.exit_code, self.step = FINISHED, 0, None
         names = ("eval_loss_before", "eval_loss", "tokens_per_second", "num_trainable", "adapter_path")
         for name in names:
             setattr(self, name, result.get(name))
-        self.tokens_per_second = self.tokens_per_second or None  # 0: a life that found all steps done
+        self.tokens_per_second = self.tokens_per_second or None  # 0: a restart with no step left to train
         account = (result.get("goodput") or {}).get("run") or {}
         self.seconds = account.get("wall_seconds", self.seconds)
         usd = account.get("usd") or {}
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def state(self) -> str:
-        """The status with its figure."""
+        """Return the status with its exit code or step."""
         if self.status == FAILED:
             return f"failed (exit code {self.exit_code})"
         if self.step is not None and self.status in (PRUNED, RUNNING):
@@ -68,7 +68,7 @@ class Row:
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """The best finished point first; those that are not comparable behind, by what became of them."""
+    """Sort by status in the order of `ORDER`, then by held-out loss, best first."""
 
     def place(row: Row) -> tuple[int, float]:
         return ORDER.index(row.status), float("inf") if row.eval_loss is None else row.eval_loss
@@ -77,13 +77,13 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
 
 
 def best_of(rows: Iterable[Row]) -> Row | None:
-    """The finished point with the lowest held-out loss."""
+    """Return the finished point with the lowest held-out loss, or None."""
     first = next(iter(ranked(rows)), None)
     return first if first is not None and first.status == FINISHED and first.eval_loss is not None else None
 
 
 def read_rows(folder: str) -> dict[str, Row]:
-    """The rows that earlier commands left, by name.
+    """Return the rows of earlier commands by name; empty where there are none.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -106,7 +106,7 @@ def read_rows(folder: str) -> dict[str, Row]:
 
 
 def write_rows(folder: str, rows: Iterable[Row]) -> None:
-    """Replace sweep.json."""
+    """Write sweep.json, replacing an earlier one."""
     points = [asdict(row) for row in rows]
     paths.make_dirs(folder)
     paths.write_text_atomic(paths.join(folder, RECORD), strict_json.dumps({"points": points}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep, some at once, and writes down what became of each as it goes."""
+"""Run the points of a sweep, several at once, and record the outcome of each."""
 
 import subprocess
 import sys
@@ -23,12 +23,12 @@ from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 REFUSED_EXIT_CODE = 2
 LOOK_SECONDS = 0.2
 READ_SECONDS = 1.0
-READ_REMOTE_SECONDS = 30.0  # metrics.jsonl is uploaded no more often (io/mirror.py)
+READ_REMOTE_SECONDS = 30.0  # shortest period between uploads of metrics.jsonl (io/mirror.py)
 
 
 @dataclass
 class Running:
-    """A point's process."""
+    """Process of a running point."""
 
     point: Point
     process: "subprocess.Popen[bytes]"
@@ -38,13 +38,13 @@ class Running:
 
 
 class Sweep:
-    """One sweep's folder; `run` may be called several times, as a sampler asks for more points."""
+    """One sweep's folder and points; `run` is called again whenever a sampler asks for more points."""
 
     def __init__(self, folder: str, *, name: str, output_dir: str) -> None:
-        """`output_dir` is that of the command line.
+        """Read the rows of earlier commands; `output_dir` is that of the command line.
 
         Raises:
-            ConfigError: what an earlier command left cannot be read.
+            ConfigError: sweep.json cannot be read.
         """
         self.folder, self.name, self.output_dir = folder, name, output_dir
         self.points: dict[str, Point] = {}
@@ -59,19 +59,19 @@ class Sweep:
 
     @property
     def left(self) -> list[str]:
-        """Names of the points of this command that have not come to an end."""
+        """Return the names of this command's points that are not finished, pruned or failed."""
         return [name for name in self.points if self.rows[name].status not in (FINISHED, PRUNED, FAILED)]
 
     @property
     def failed(self) -> list[str]:
-        """Names of the points of this command that failed."""
+        """Return the names of this command's points that failed."""
         return [name for name in self.points if self.rows[name].status == FAILED]
 
     def run(self, points: Sequence[Point]) -> None:
-        """Run those that are not done; returns when all have ended, or a request to stop has ended those that ran.
+        """Run the points that are not done, until all have ended or a stop request has ended those running.
 
         Raises:
-            ConfigError: a point's folder was made by another config; nothing was started.
+            ConfigError: a point's folder was created with another config; nothing was started.
         """
         waiting = [point for point in {point.name: point for point in points}.values() if not self._is_done(point)]
         self._write()
@@ -96,13 +96,13 @@ class Sweep:
         self.screen.close(leaderboard.lines(self.rows.values()))
 
     def refuse(self, name: str, *, changed: dict[str, str], why: str) -> None:
-        """Note a point that a sampler drew and the checks refuse."""
+        """Record a point that a sampler drew and the checks refuse."""
         self.rows[name] = Row(name, changed, status=FAILED, exit_code=REFUSED_EXIT_CODE)
         self._say(f"sweep point {name} is refused: {why}")
         self._write(self.rows[name])
 
     def _is_done(self, point: Point) -> bool:
-        """Whether the point has come to an end before, by its own folder or as one that was pruned; notes its row."""
+        """Return whether the point was finished or pruned before, and update its row."""
         before = self.rows.get(point.name)
         row = before if before is not None and before.status == PRUNED else Row.of(point)
         result = self._opened(point) if point.config.task.name == "train" else None
@@ -120,7 +120,7 @@ class Sweep:
     def _opened(self, point: Point) -> dict[str, Any] | None:
         try:
             return open_run(point.config).finished()
-        except ConfigError as error:  # it is the sweep whose name is chosen
+        except ConfigError as error:  # the user chose the sweep's name, not the point's
             raise ConfigError(str(error).replace(f"name={point.name};", f"name={self.name};", 1)) from error
 
     def _start(self, point: Point, slot: int) -> None:
@@ -141,7 +141,7 @@ class Sweep:
         self.has_run = True
 
     def _ended(self, running: Running) -> None:
-        """Note what became of a point, and write it down."""
+        """Record the outcome of a point whose process has ended."""
         point, row, code = running.point, self.rows[running.point.name], running.process.returncode
         row.exit_code, row.seconds = code, time.monotonic() - running.started
         if running.output is not None:
@@ -157,14 +157,14 @@ class Sweep:
             row.eval_loss = self._evaluations_of(point).losses.get(running.pruned_at)
         elif code == STOPPED_EXIT_CODE or self.relay.asked:
             row.status = STOPPED
-            self.relay.ask()  # it was asked by somebody else: that is a request to all
+            self.relay.ask()  # a stop signal sent to one point stops the whole sweep
         else:
             row.status = FAILED
             self._say(f"sweep point {point.name} ended with exit code {code}; the sweep goes on")
         self._write(row)
 
     def _look(self) -> None:
-        """Read how far the points are, and stop those that the median rule gives up."""
+        """Read the points' progress and prune those that the median rule gives up."""
         period = READ_REMOTE_SECONDS if paths.is_remote(self.folder) else READ_SECONDS
         if time.monotonic() - self._read_at < period:
             return
@@ -195,7 +195,7 @@ class Sweep:
         return self._evaluations.setdefault(point.name, Evaluations(point.folder))
 
     def _write(self, ended: Row | None = None) -> None:
-        """The record, the leaderboard and TensorBoard's session; a table on the terminal when a point has ended."""
+        """Write the record, leaderboard and, for an ended point, its TensorBoard session and the table."""
         rows = list(self.rows.values())
         write_rows(self.folder, rows)
         if not all(point.config.task.name == "train" for point in self.points.values()):

@@ -1,4 +1,4 @@
-"""What a sweep comes to before anything is rented: the plans of its points, added up."""
+"""Sum the plans of a sweep's points: total hours and dollars before anything is rented."""
 
 import json
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ Cells = Sequence[str]
 
 
 def plan_of(point: Point) -> dict[str, Any] | None:
-    """The content of the point's plan.json; None where there is no plan."""
+    """Return the content of the point's plan.json, or None if there is none."""
     file = paths.join(point.config.output_dir, "plans", point.name, "plan.json")
     return json.loads(paths.read_text(file)) if paths.exists(file) else None
 
 
 def total_table(points: Sequence[Point]) -> list[Cells]:
-    """A line of titles, one per point, and the sum; an unknown figure is empty and makes its sum one of the others."""
+    """Return a line of titles, one per point, and the sums over the known figures; unknown ones are empty."""
     keys = list(dict.fromkeys(key for point in points for key in point.changed))
     figures: list[tuple[float | None, ...]] = []
     titles = [*(keys or ["point"]), *([] if "hw" in keys else ["hw"])]
@@ -38,7 +38,7 @@ def total_table(points: Sequence[Point]) -> list[Cells]:
 
 
 def total_lines(points: Sequence[Point], *, points_at_once: int) -> list[str]:
-    """What the terminal shows behind the last plan."""
+    """Return the table as lines with aligned columns, for the terminal."""
     table = total_table(points)
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     shown = ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in table]
@@ -49,7 +49,7 @@ def total_lines(points: Sequence[Point], *, points_at_once: int) -> list[str]:
 
 
 def write_total(points: Sequence[Point], *, folder: str) -> str:
-    """Write the table as a page; returns its path."""
+    """Write the table as a Markdown page and return its path."""
     titles, *rows = total_table(points)
     text = [_line(titles), _line(["---:"] * len(titles)), *map(_line, rows)]
     paths.make_dirs(folder)

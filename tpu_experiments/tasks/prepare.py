@@ -1,4 +1,4 @@
-"""task=prepare: every selected source to rows on disk, and an audit of them as a table, JSON and a page to look at."""
+"""task=prepare: write every selected source as rows on disk, with an audit as table, JSON and HTML."""
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.page import audit_page
@@ -14,11 +14,11 @@ from tpu_experiments.training.sources import prepare_sources, prepared_folder, s
 
 
 def run(config: Config) -> None:
-    """Prepare, audit, print the table; the same command again finds everything as it is.
+    """Prepare, audit and print the table; a repeated command reuses what is on disk.
 
     Raises:
-        ConfigError: something the user can mend.
-        StorageFailed: the disk filled on the way.
+        ConfigError: something the user can fix.
+        StorageFailed: the disk is full.
     """
     start_run_log(None, rank=0)
     folder = prepared_folder(config)
@@ -32,9 +32,9 @@ def run(config: Config) -> None:
 
 
 def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], list[Manifest], str]:
-    """Sources, manifests and where the audit's page lies."""
+    """Return the sources, their manifests and the path of the audit's page."""
     if config.prepare.engine == "local":
-        start_server()  # imports while the tokenizer is loaded here
+        start_server()  # its imports overlap with loading the tokenizer here
     config = settle(config)
     stages = stages_of(config)
     tokenizer = tokenizer_for(config)

@@ -1,4 +1,4 @@
-"""What a command leaves to its data and to the table of plans: rows, and the settings that only change speed."""
+"""Settle what a command leaves open: the rows that fit its data, and the fastest known settings."""
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.tuned import tuned
@@ -6,14 +6,14 @@ from tpu_experiments.training.row_lengths import settled_with_totals
 
 
 def settled_run(config: Config, *, is_lookup: bool = False, is_begun: bool = False) -> Config:
-    """The config with the rows that its data asks for, and the fastest known settings for them (conf/tuned.yaml).
+    """Return the config with rows that fit its data and the fastest known settings (conf/tuned.yaml).
 
     Args:
-        is_lookup: tokenises nothing; what is not there is counted with what is known of the source beforehand.
-        is_begun: the run goes on, and keeps the settings that belong to its identity.
+        is_lookup: tokenise nothing; for sources that are not prepared, use what is known of them beforehand.
+        is_begun: the run is resumed, and keeps the settings that belong to its identity.
 
     Raises:
-        ConfigError: a source that cannot be read, or is empty; with `is_lookup` none.
+        ConfigError: a source cannot be read, or is empty; never with `is_lookup`.
     """
     found, totals = settled_with_totals(config, is_lookup=is_lookup)
     return tuned(found, totals=totals, is_begun=is_begun)

@@ -1,4 +1,4 @@
-"""What task=train makes and checks before the run folder is made and before a device is touched."""
+"""Build and check a training run's inputs before the run folder is created or a device is used."""
 
 import importlib.util
 import inspect
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 def set_up(config: Config, folder: RunFolder) -> RunInputs:
-    """Everything of a run but its devices.
+    """Return everything a run needs but its devices, checked.
 
     Raises:
-        ConfigError: something the user can mend; nothing was written.
+        ConfigError: something the user can fix; nothing was written.
     """
     check_targets(config)
     check_loggers(config)
@@ -55,14 +55,14 @@ SWAPPED: dict[str, tuple[str, ...]] = {
     "optim": ("init", "update"),
     "trainer": ("run",),
 }
-"""Methods that what a `_target_` names must have."""
+"""Methods required of the class that each `_target_` names."""
 
 
 def check_targets(config: Config) -> None:
-    """Refuse a `_target_` that is nothing of the kind that stands there, before anything is written.
+    """Refuse a `_target_` of the wrong kind, before anything is written.
 
     Raises:
-        ConfigError: it is no class, or one without the methods of its place.
+        ConfigError: it is no class, or lacks a method of `SWAPPED`.
     """
     named = {f"data.{name}": source._target_ for name, source in config.data.items()}
     named |= {f"logger.{name}": logger._target_ for name, logger in config.logger.items()}
@@ -83,10 +83,10 @@ def check_targets(config: Config) -> None:
 
 
 def _imported(target: str, *, key: str) -> Any:
-    """What a `_target_` names.
+    """Import the object that a `_target_` names.
 
     Raises:
-        ConfigError: there is none, or a module of the user's own fails when it is imported.
+        ConfigError: it does not exist, or importing a module of the user's own fails.
     """
     try:
         return locate(target, key=key)
@@ -99,7 +99,11 @@ def _imported(target: str, *, key: str) -> Any:
 
 
 def check_loggers(config: Config) -> None:
-    """Refuse a logger whose package is missing or whose options it does not take, before anything is written."""
+    """Refuse a logger whose package is missing or whose options it does not accept.
+
+    Raises:
+        ConfigError: either; nothing was written.
+    """
     for name, logger in config.logger.items():
         kind = locate(logger._target_, key=f"logger.{name}")
         package = getattr(kind, "package", None)
@@ -112,7 +116,7 @@ def check_loggers(config: Config) -> None:
 
 
 def make_inputs(config: Config) -> RunInputs:
-    """Tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
+    """Return the tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
     stages = stages_of(config)
     tokenizer = tokenizer_for(config)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
@@ -127,10 +131,10 @@ def make_inputs(config: Config) -> RunInputs:
 
 
 def check_model(config: Config) -> int:
-    """What only the model's own config can tell: lengths, adapter targets, sharding rules; returns its vocabulary.
+    """Check lengths, adapter targets and sharding against the model's config; return its vocabulary size.
 
     Raises:
-        ConfigError: one of them does not go with the model.
+        ConfigError: one of them does not fit the model.
     """
     source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
     limit = getattr(source.config, "max_position_embeddings", None)
@@ -158,7 +162,7 @@ def check_model(config: Config) -> int:
 
 
 def check_hosts(config: Config, table: ShardingTable, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse to split what is trained over several hosts: a host saves what its own chips hold.
+    """Refuse to shard trained tensors over several hosts, since a checkpoint is written from one host.
 
     Raises:
         ConfigError: a rule of `sharding` splits a trained tensor.
@@ -173,10 +177,10 @@ def check_hosts(config: Config, table: ShardingTable, *, shapes: Mapping[str, tu
 
 
 def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
-    """Refuse rows with a token the model has no embedding for: on XLA it would be read as another one, silently.
+    """Refuse rows with a token id without an embedding, which XLA would silently read as another one.
 
     Raises:
-        ConfigError: tokenizer and model do not belong together.
+        ConfigError: tokenizer and model do not match.
     """
     for name, source in inputs.sources.items():
         if source.max_token_id >= vocab_size:
@@ -187,10 +191,10 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
 
 
 def check_findings(config: Config, inputs: RunInputs) -> None:
-    """Stop at what the audit of the prepared data calls an error, or tell it; its warnings are in audit.html.
+    """Refuse prepared data with errors in its audit, or log them; warnings are in audit.html.
 
     Raises:
-        ConfigError: there is one, and `prepare.on_finding` is stop.
+        ConfigError: there is an error, and `prepare.on_finding` is stop.
     """
     for finding in audit_findings(manifests_of(inputs)):
         if finding.severity != "error":
@@ -201,11 +205,10 @@ def check_findings(config: Config, inputs: RunInputs) -> None:
 
 
 def check_data(folder: RunFolder, inputs: RunInputs, *, config: Config) -> None:
-    """Refuse to go on from a place that no run is at, or with other data than the newest checkpoint was trained on.
+    """Refuse to resume from an invalid position, or with other data than the newest checkpoint's.
 
     Raises:
-        ConfigError: progress.json is not what this program writes, or the audit hash of a source differs from the one
-            in it.
+        ConfigError: progress.json is invalid, or the audit hash of a source differs from the one in it.
     """
     checkpoints = folder.path("checkpoints")
     found = latest_progress(checkpoints)
@@ -224,7 +227,7 @@ def check_data(folder: RunFolder, inputs: RunInputs, *, config: Config) -> None:
 
 
 def require_same_data(hosts: Hosts, inputs: RunInputs) -> None:
-    """Refuse hosts that have prepared other rows: each feeds its chips from its own.
+    """Refuse hosts that have prepared different rows, since each feeds its own chips from its own.
 
     Raises:
         ConfigError: the audit hash of a source differs.
@@ -240,10 +243,10 @@ def require_same_data(hosts: Hosts, inputs: RunInputs) -> None:
 
 
 def require_shared(folder: RunFolder, hosts: Hosts) -> None:
-    """Refuse an output_dir that the first host alone sees: each host reads the checkpoints itself.
+    """Refuse an output_dir that only the first host sees, since each host reads the checkpoints itself.
 
     Raises:
-        ConfigError: the folder that the first host has made is not here.
+        ConfigError: the folder that the first host created is missing here.
     """
     if not folder.exists():
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""task=train: prepare the inputs, start the processes, train, report.
+"""task=train: prepare the inputs, start the processes, train, and report.
 
-Everything a user can get wrong is found before the run folder is made and before a device is touched.
+User errors are found before the run folder is created and before a device is used.
 """
 
 import logging
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Train; exit code 0 finished, 2 refused, 75 stopped on request (the same command goes on), 1 failed.
+    """Train; exit code 0 finished, 2 refused, 75 stopped on request (the same command resumes), 1 failed.
 
     Raises:
-        ConfigError: something the user can mend; nothing was written.
+        ConfigError: something the user can fix; nothing was written.
     """
     hosts = Hosts()
     try:
@@ -55,7 +55,7 @@ def run(config: Config) -> None:
     except HostLost as error:
         print(f"error: {error} The same command, on every host, goes on.", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(1)  # a program that runs over all hosts would be waited for
+        os._exit(1)  # a regular exit would wait for programs that run over all hosts
     except ConfigError:
         hosts.part()
         raise
@@ -67,14 +67,14 @@ def run(config: Config) -> None:
 
 
 def train(config: Config, hosts: Hosts) -> None:
-    """On every host the same; only the first writes."""
+    """Train on every host; only the first one writes."""
     watch = Stopwatch()
     start_run_log(None, rank=hosts.rank)
     with watch.measure("setup"), told(prepared_folder(config), full="failed"):
         config = hosts.together(lambda: with_rows(config))
     with told(config.output_dir):
         folder = hosts.together(lambda: open_run(config))
-        if folder.finished() is not None:  # of one host run.py has looked before
+        if folder.finished() is not None:  # with one host, run.py has checked this before
             hosts.on_first(lambda: told_finished(config))
             return
         hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
@@ -98,11 +98,13 @@ def train(config: Config, hosts: Hosts) -> None:
 
 
 def with_rows(config: Config) -> Config:
-    """The config with rows and settings of the run that it goes on; else with rows that suit its data and the fastest
-    known settings for them, where the command leaves them open.
+    """Return the config with its rows and speed settings.
+
+    A resumed run keeps its own. Otherwise, where the command leaves them open, the rows fit the data and the settings
+    are the fastest known for them.
 
     Raises:
-        ConfigError: a source that cannot be read, or rows that are known not to fit into the chips.
+        ConfigError: a source cannot be read, or the rows are known not to fit into the chips' memory.
     """
     with told(config.output_dir):
         found, is_begun = continued(config), has_begun(config)
@@ -115,18 +117,21 @@ def with_rows(config: Config) -> Config:
 
 
 def begin(folder: RunFolder, config: Config) -> None:
-    """Make the run folder, or bring it what a life that was killed in an outage had left on this machine."""
+    """Create the run folder, and upload what an earlier process spilled to this machine.
+
+    A spill is left here by a process that was killed during a storage outage.
+    """
     folder.create(config)
     spool_of(folder).deliver()
 
 
 def end_at_once() -> None:
-    """The run belongs to another process: nothing more may be written, not even a checkpoint."""
+    """Exit immediately: another process owns the run, so nothing may be written, not even a checkpoint."""
     os._exit(1)
 
 
 def spool_of(folder: RunFolder) -> Spool:
-    """Where the checkpoints of the run are kept while its folder is out of reach."""
+    """Return the local spill of the run's checkpoints, used while its folder is unreachable."""
     key = key_of(folder.path(), identity=folder.identity_path)
     return Spool(folder.path("checkpoints"), key=key, marker=COMMIT)
 
@@ -134,7 +139,7 @@ def spool_of(folder: RunFolder) -> Spool:
 def train_process(
     runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, seconds: dict[str, float], began: float
 ) -> None:
-    """What every process of the run does; `began`: when the first of them did, in seconds since the boot."""
+    """Train in one process of the run; `began` is the start of the first one, in seconds since boot."""
     watch = Stopwatch()
     watch.seconds.update(seconds)
     outputs: RunOutputs | None = None
@@ -160,7 +165,7 @@ def train_process(
 
 
 def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ended: str = "failed") -> None:
-    """Close everything that is open; storage that is out of reach even now is told in one sentence."""
+    """Close all outputs; storage that is still unreachable is reported in one sentence."""
     grace.leave()
     told_of: list[str] = []
     closing = [] if outputs is None else [lambda: outputs.close(ended)]
@@ -180,7 +185,7 @@ def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ende
 def make_outputs(
     runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, *, watch: Stopwatch, began: float
 ) -> RunOutputs:
-    """Loggers, ledger and what the run is told before it begins; only rank 0 writes."""
+    """Return loggers, ledger, provenance and plan of the run; only rank 0 writes."""
     facts = provenance(config, device=str(runtime.device), argv=sys.argv)
     promise = promised(config, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
@@ -204,7 +209,7 @@ def make_outputs(
 
 
 def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: Stopwatch, began: float) -> Ledger:
-    """The account of this life's wall time."""
+    """Return the ledger of this start's wall time."""
 
     def compile_seconds() -> float:
         return runtime.counters().compile_seconds
@@ -213,7 +218,7 @@ def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: S
 
 
 def promised(config: Config, *, rank: int) -> Promise:
-    """What is planned of this run; a machine without a chip to plan for loads nothing for it."""
+    """Return the plan's estimates; without a chip to plan for, nothing is imported for them."""
     if config.hw.chip is None or rank > 0:
         return Promise(reason=f"hw={config.hw.name} has no chip to plan for")
     from tpu_experiments.planning.promising import promise_of
@@ -228,7 +233,7 @@ def say(runtime: Runtime, text: str) -> None:
 
 
 def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Loggers:
-    """Every selected logger, told how long the run is and where it resumes."""
+    """Return every selected logger, initialised with the run's length and resume step."""
     total = sum(num_steps(inputs, stage, config=config) for stage in inputs.stages)
     context = LoggerContext(run_folder=folder, config=config, total_steps=total, resume_step=resume_step(folder))
     return Loggers(
@@ -240,5 +245,5 @@ def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Logger
 
 
 def resume_step(folder: RunFolder) -> int:
-    """Step of the newest complete checkpoint, 0 without one."""
+    """Return the step of the newest complete checkpoint, 0 without one."""
     return latest_step(folder.path("checkpoints"))

@@ -48,7 +48,7 @@ SMALL = 1e-3
 
 @dataclass
 class Findings:
-    """How far the devices are from the reference."""
+    """Differences between the devices' step and the reference step."""
 
     loss: float
     """Relative difference of the loss."""
@@ -63,11 +63,11 @@ class Findings:
 
     @property
     def smallest(self) -> float:
-        """The smallest cosine of all."""
+        """Return the smallest cosine of all groups."""
         return min(self.cosine.values())
 
     def exceeds(self, *, cosine: float, ratio: float) -> bool:
-        """Whether something is further off; what is no number is."""
+        """Return whether a difference exceeds the limits; NaN does."""
         return not (self.smallest >= cosine and max(self.loss, self.grad_norm) <= ratio)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Report:
-    """What one run of the step leaves, on the host and under Hugging Face's names."""
+    """Loss, gradient norm and optimizer state after one step, on the host under Hugging Face's names."""
 
     loss: float
     grad_norm: float
@@ -89,7 +89,7 @@ class Report:
 
 
 def sing(parts: Parts) -> dict[str, Any] | None:
-    """Compare, log, and warn; None where the canary stays silent.
+    """Compare the first gradients with the host's reference, and log or warn; None if not compared.
 
     Raises:
         TrainingStopped: devices and reference are far apart.
@@ -116,7 +116,7 @@ def sing(parts: Parts) -> dict[str, Any] | None:
 
 
 def why_not(parts: Parts) -> str | None:
-    """Why nothing is compared; None where it is."""
+    """Return why the canary does not run, or None if it does."""
     config, settings = parts.config, parts.config.trainer.canary
     if settings.when == "never":
         return "trainer.canary.when=never"
@@ -135,7 +135,7 @@ def why_not(parts: Parts) -> str | None:
 
 
 def canary_rows(parts: Parts) -> tuple[Batch, Batch]:
-    """A global batch (G, T) that is padding but for one short row on every device, and these rows alone."""
+    """Return a global batch (G, T) of padding with one short row per device, and these rows alone."""
     stage, (_, world) = parts.inputs.stages[0], parts.runtime.share
     geometry = stage.geometry
     batch = stage_rows(parts.inputs, stage, config=parts.config).batch(0, global_rows=geometry.global_rows)
@@ -155,7 +155,7 @@ def canary_rows(parts: Parts) -> tuple[Batch, Batch]:
 
 
 def places_of(geometry: Geometry, *, world_size: int) -> list[int]:
-    """One row of the global batch for every device along the rows, in one micro-batch after the other."""
+    """Return one row index of the global batch per data shard, cycling through the micro-batches."""
     per_process = geometry.num_shards // world_size
     micro = geometry.micro_rows * per_process
     places = []
@@ -167,7 +167,7 @@ def places_of(geometry: Geometry, *, world_size: int) -> list[int]:
 
 
 def nudged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host parameters under Hugging Face's names with small numbers in adapters that are zero."""
+    """Return host parameters under Hugging Face's names, with small random values in zero adapters."""
     found = {}
     for name, tensor in parameters.items():
         found[name] = tensor
@@ -179,7 +179,7 @@ def nudged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def on_devices(parts: Parts, batch: Batch) -> Report:
-    """The run's own program on its own devices, and everything put back."""
+    """Run the run's own program once on its devices, then restore parameters and state."""
     runtime, stage = parts.runtime, parts.inputs.stages[0]
     before = to_host(parts.parameters)
     put_back(parts, nudged(before))
@@ -196,14 +196,14 @@ def on_devices(parts: Parts, batch: Batch) -> Report:
 
 
 def put_back(parts: Parts, tensors: Mapping[str, Tensor]) -> None:
-    """Host tensors under Hugging Face's names to where the run's own parameters are."""
+    """Write host tensors under Hugging Face's names into the run's own parameters."""
     for name in parts.parameters:
         # A copy: in plain torch the step would write into the tensor itself.
         parts.parameters[name] = parts.runtime.place(stacked(tensors, name).clone(), name=name)
 
 
 def on_host(parts: Parts, rows: Batch) -> Report:
-    """The same step in plain torch and float32 on the CPU, of a model that is loaded anew."""
+    """Run the same step in plain torch and float32 on the CPU, on a freshly loaded model."""
     host = copy.copy(parts)
     host.runtime = copy.copy(parts.runtime)
     host.runtime.loop, host.runtime.lay, host.runtime.device = python_loop, as_it_lies, torch.device("cpu")
@@ -233,13 +233,13 @@ def on_host(parts: Parts, rows: Batch) -> Report:
 
 
 def first_slot(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first tensor that an optimizer keeps of a parameter."""
+    """Return the first tensor that an optimizer keeps for a parameter."""
     name = next(iter(slots))
     return {"first": slots[name]}
 
 
 def compare(found: Report, expected: Report) -> Findings:
-    """Cosine and relative difference of every tensor, the worst of each group of modules."""
+    """Return cosine and relative difference of every tensor, as the worst of each group of modules."""
     findings = Findings(_off(found.loss, expected.loss), _off(found.grad_norm, expected.grad_norm))
     names = {name.removesuffix("/first"): name for name in expected.state}
     smallest = 2.0

@@ -22,14 +22,14 @@ CARD = "README.md"
 
 
 def write_card(folder: RunFolder, result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> None:
-    """`<run>/README.md` and the same beside what was exported."""
+    """Write `<run>/README.md`, and the same next to the export."""
     text = card(result, config, stages)
     for place in (folder.path(CARD), paths.join(result["adapter_path"], CARD)):
         paths.write_text_atomic(place, text)
 
 
 def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> str:
-    """The page; `result` has the fields of result.json."""
+    """Return the page; `result` has the fields of result.json."""
     sections = {
         "Use": _use(result, config),
         "Results": _results(result, config),
@@ -46,7 +46,7 @@ def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> 
 
 
 def _metadata(result: Mapping[str, Any], config: Config) -> str:
-    """The Hub's metadata, with held-out losses as results."""
+    """Return the Hub's metadata, with held-out losses as results."""
     is_adapter = config.lora.r > 0
     hub_ids = [source.path for source in config.data.values() if _is_hub_id(source.path) and config.data_size == "full"]
     results = [
@@ -66,7 +66,7 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
 
 
 def _is_hub_id(path: str) -> bool:
-    """`organisation/name`, as opposed to a file, a folder or a URL."""
+    """Return whether a path is `organisation/name`, rather than a file, a folder or a URL."""
     try:
         validate_repo_id(path)
     except HFValidationError:
@@ -145,7 +145,7 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
 
 
 def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:
-    """The lineage: what was trained on what was there, in this order."""
+    """Return the lineage: the stages in order, with their data, settings and losses."""
     rows, notes = [], []
     for record, stage in zip(result["stages"], stages, strict=False):
         replayed = f", {100 * stage.replay:g} % of {', '.join(stage.replay_sources)}" if stage.replay else ""

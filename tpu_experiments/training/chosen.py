@@ -18,13 +18,13 @@ TRAINS = "trains"
 
 
 def choice_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
-    """What every batch holds besides its rows; nothing in a run where every stage trains all."""
+    """Return the trainable mask of every batch; empty where every stage trains all parameters."""
     trains = trains_of(patterns, names, stages=stages)
     return {} if trains is None else {TRAINS: trains}
 
 
 def trains_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> Tensor | None:
-    """The numbers, float32 (N,), of parameters `names` for a stage; None in a run where every stage trains all."""
+    """Return the trainable mask, float32 (N,), of a stage; None where every stage trains all parameters."""
     if not any(stage.trainable for stage in stages):
         return None
     parts = [part for name in names for part in hugging_face_names(name)]
@@ -32,7 +32,7 @@ def trains_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable
 
 
 def require_choices(stages: Iterable[Stage], names: Sequence[str]) -> None:
-    """Every pattern of a stage matches one of `names`, the run's trainable parameters by Hugging Face's names.
+    """Require every pattern of a stage to match a trainable parameter by its Hugging Face name.
 
     Raises:
         ConfigError: one matches none.
@@ -47,7 +47,7 @@ def require_choices(stages: Iterable[Stage], names: Sequence[str]) -> None:
 
 
 def by_parameter(trains_N: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers of each parameter as booleans that broadcast with it and with what an optimizer keeps of it."""
+    """Return boolean masks per parameter that broadcast with it and its optimizer state."""
     masks, start = {}, 0
     for name, parameter in parameters.items():
         count = len(hugging_face_names(name))

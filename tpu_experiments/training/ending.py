@@ -14,7 +14,7 @@ from tpu_experiments.training.progress import Progress
 
 @dataclass(frozen=True)
 class Ending:
-    """What the trainer knows when it is done."""
+    """Facts that the trainer knows at the end of a run."""
 
     progress: Progress
     evaluation: Evaluation
@@ -36,7 +36,7 @@ class Ending:
 
 
 def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any]) -> dict[str, Any]:
-    """The content of result.json, without what only the writer of the adapter knows."""
+    """Return the content of result.json, except what only the adapter's writer knows."""
     progress, counters = ending.progress, ending.counters
     return {
         "status": "finished",
@@ -70,7 +70,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
 
 
 def _quality(ending: Ending) -> dict[str, Any]:
-    """Held-out losses and samples, before and after."""
+    """Return held-out losses and samples, before and after training."""
     progress, evaluation = ending.progress, ending.evaluation
     return {
         "eval_loss_before": progress.eval_loss_before,

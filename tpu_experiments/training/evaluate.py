@@ -28,7 +28,7 @@ MORE_MEASURES = ("accuracy", "bits_per_byte")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per supervised token, over all sources and for each."""
+    """Held-out results: mean loss in nats per supervised token, over all sources and for each."""
 
     loss: float
     num_tokens: int
@@ -40,12 +40,15 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinity where that overflows."""
+        """Return exp(loss); infinity where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 class Evaluator:
-    """One program of one shape; the last batch is padded with rows of zero weight."""
+    """Compute held-out results with one program of one shape.
+
+    The last batch is padded with rows of zero weight.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Evaluator:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """What the program takes, (rows, T) int32 each."""
+        """Return the names of the program's inputs, (rows, T) int32 each."""
         return ROW_TENSORS if self.token_scores is None else (*ROW_TENSORS, TEXT)
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
@@ -90,7 +93,7 @@ class Evaluator:
         )
 
     def sums_of(self, batch: HostBatch) -> tuple[float, float]:
-        """Loss sum in nats and supervised tokens of one batch; all processes take part."""
+        """Return loss sum in nats and supervised tokens of one batch; all processes take part."""
         self.module.eval()
         sums = self.program(self._send(batch))
         self.module.train()
@@ -106,16 +109,16 @@ class Evaluator:
         return self.runtime.put(tensors, rows_dim=0)
 
     def _bytes(self, batch: HostBatch) -> int:
-        """Of the text that is predicted; 0 where the tokenizer does not tell."""
+        """Return the bytes of the predicted text; 0 where the tokenizer has no known widths."""
         if self.widths is None:
             return 0
         return int(self.widths.of(batch.ids_GT)[batch.learn_GT > 0].sum())
 
     def sums(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The program: sums of one batch over all processes, as `next_token_loss` has them.
+        """Return the sums of one batch over all processes; the compiled program.
 
-        Loss in nats and supervised tokens, shape (2,); with `token_scores` also hits, and the loss of tokens that stand
-        for text, shape (4,).
+        Loss in nats and supervised tokens, shape (2,); with `token_scores` also hits, and the loss of tokens that are
+        text, shape (4,).
         """
         with torch.no_grad():
             if self.token_scores is None:
@@ -129,7 +132,7 @@ class Evaluator:
 
 
 def _more(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
-    """`MORE_MEASURES` from the sums of the program."""
+    """Compute `MORE_MEASURES` from the program's sums."""
     if len(sums) == 2:
         return {}
     nats, tokens, hits, text_nats = sums.tolist()
@@ -138,7 +141,10 @@ def _more(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
 
 
 def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
-    """`ids`, `learn`, `positions`, `segments`, each (rows, T) int32, and `noise` (rows,) where the batch has it."""
+    """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each.
+
+    `noise` (rows,) is added where the batch has it.
+    """
     tensors = {
         "ids": torch.from_numpy(batch.ids_GT),
         "learn": torch.from_numpy(batch.learn_GT),

@@ -25,7 +25,7 @@ from tpu_experiments.training.saving import on_first, stopping
 
 
 class Export:
-    """What a run exported, read back through the safetensors library."""
+    """A run's exported adapter or model, read back through the safetensors library."""
 
     def __init__(
         self, folder: str, *, digests: Mapping[str, str], model: BuiltModel, start: Start, max_held_bytes: float
@@ -35,10 +35,10 @@ class Export:
         self._max_held_bytes = max_held_bytes
 
     def proof(self, progress: Progress, *, answers: Answers, runtime: Runtime) -> dict[str, Any]:
-        """The verdict, for result.json; every process takes part.
+        """Verify the export and return the verdict for result.json; every process takes part.
 
         Raises:
-            TrainingStopped: the file is not what was trained.
+            TrainingStopped: the export differs from what was trained.
         """
         found = on_first(runtime, lambda: self._looked_at(progress)) or {}
         dtype = str(self._model.source.dtype).removeprefix("torch.")
@@ -52,7 +52,7 @@ class Export:
         return found
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is in the files, under the names that the run trained it by; a large model's are read one by one."""
+        """Return the files' tensors under the run's parameter names; a large model's are read one by one."""
         if self._start.is_adapter:
             layout = load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE)))
             return read_layout(layout, initial=self._model.initial)
@@ -87,8 +87,9 @@ class Export:
 
 
 def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
-    """Find the tensors of a whole model that this program exported; of more than `max_held_bytes` each is read as it is
-    asked for.
+    """Return the tensors of a whole model that this program exported.
+
+    Above `max_held_bytes`, each is read when it is accessed.
 
     Raises:
         ConfigError: there are none, or a file there cannot be read.
@@ -103,7 +104,7 @@ def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
 
 
 def _other_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """How a whole model's tensors, which are of another type than the trained ones, differ from them."""
+    """Return how a model's exported tensors differ in names or shapes from the trained ones, or None."""
     if found.keys() != expected.keys():
         return f"has {len(found)} tensors, of which {len(expected)} were trained and are in no other file"
     wrong = [name for name, tensor in expected.items() if found[name].shape != tensor.shape]

@@ -23,7 +23,7 @@ MAX_ROWS = 16
 
 @dataclass
 class RollBack(Exception):
-    """The run must go back to before step `bad`, and pass over the steps from `first` to `last`."""
+    """Request to return to before step `bad` and to skip the batches of steps `first` to `last`."""
 
     first: int
     bad: int
@@ -35,7 +35,7 @@ class RollBack(Exception):
 
 
 class Guard:
-    """What one process's run knows of its steps, kept in `Progress.guard`."""
+    """Tracker of one process's bad steps, with its state in `Progress.guard`."""
 
     def __init__(self, settings: GuardConfig, *, process: tuple[int, int]) -> None:
         self.settings, (self.rank, self.world_size) = settings, process
@@ -43,7 +43,7 @@ class Guard:
         self._reason = ""
 
     def went_back(self, wish: RollBack, *, found: GuardState, before: GuardState) -> GuardState:
-        """What is known once the checkpoint is restored whose state is `found`; `before` was the state until then."""
+        """Return the state after a rollback, from the restored state `found` and the previous one `before`."""
         self.wish = None
         passed = [*before.passed_over, [wish.first, wish.last]]
         log.warning(
@@ -52,7 +52,7 @@ class Guard:
         return replace(found, rollbacks=before.rollbacks + 1, passed_over=passed)
 
     def look(self, reading: Reading, progress: Progress) -> None:
-        """Take in the steps of a reading that were not seen before, and log the bad ones.
+        """Process the steps of a reading that were not seen before, and log the bad ones.
 
         Raises:
             TrainingStopped: a step was not finite, and `trainer.guard.action=stop`.
@@ -83,7 +83,7 @@ class Guard:
         self.wish = RollBack(self._first(bad, state), bad, last, reason)
 
     def _first(self, bad: int, state: GuardState) -> int:
-        """The first step to pass over: `before_steps` before `bad`, those that are passed over already not counted."""
+        """Return the first step to skip: `before_steps` before `bad`, not counting steps skipped already."""
         first, left = bad, self.settings.before_steps
         while left and first > 1:
             first -= 1
@@ -91,8 +91,9 @@ class Guard:
         return first
 
     def target(self, wish: RollBack, state: GuardState, *, folder: str) -> int:
-        """The step of the checkpoint to go back to: the newest from before the steps that are passed over, or, where
-        none is kept, from before the bad ones.
+        """Return the step of the checkpoint to roll back to.
+
+        It is the newest from before the skipped steps or, where none is kept, from before the bad ones.
 
         Raises:
             TrainingStopped: there is none, or the run has rolled back often enough.
@@ -106,10 +107,10 @@ class Guard:
         return found
 
     def last_word(self, eval_loss: float, state: GuardState) -> None:
-        """Refuse to end a run whose last steps and held-out loss were not finite.
+        """Refuse to finish a run whose last steps and held-out loss were not finite.
 
         Raises:
-            TrainingStopped: so it is.
+            TrainingStopped: both are not finite.
         """
         if state.streak and not math.isfinite(eval_loss):
             reason = self._reason or f"steps {state.streak[0]} to {state.streak[-1]} were not finite"
@@ -129,7 +130,7 @@ class Guard:
             log.warning("%s; its update was left out (%d so far)", text, state.skipped)
 
     def _take_loss(self, loss: float, pending: Pending | None, *, state: GuardState, step: int) -> None:
-        """Compare a finite loss with those before it."""
+        """Compare a finite loss with the median of the steps before it."""
         factor, window = self.settings.spike_factor, self.settings.spike_window
         if factor is None:
             return
@@ -142,7 +143,7 @@ class Guard:
         state.recent = [*state.recent, loss][-window:]
 
     def sentence(self, skipped: Skipped) -> str:
-        """What was not finite, and in which rows."""
+        """Format what was not finite, and in which rows."""
         if skipped.rows:
             rows = f"rows (source:row): {named(skipped.rows)}"
         elif self.world_size > 1:
@@ -160,7 +161,7 @@ REMEDY = "lower optim.lr, or look at these rows."
 
 
 def spike_sentence(step: int, loss: float, *, median: float, window: int, pending: Pending | None) -> str:
-    """How far a loss jumped, and this process's rows with the largest loss sums."""
+    """Format how far a loss jumped, with this process's rows of the largest loss sums."""
     text = f"train loss is {loss:.4f} at step {step}, {loss / max(median, 1e-9):.1f} times the median {median:.4f} "
     text += f"of the {window} steps before"
     if pending is None or pending.output is None:
@@ -170,6 +171,6 @@ def spike_sentence(step: int, loss: float, *, median: float, window: int, pendin
 
 
 def named(rows: Sequence[str]) -> str:
-    """Some of the rows, and how many more there are."""
+    """Format up to `MAX_ROWS` of the rows, and how many more there are."""
     more = f" and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
     return ", ".join(rows[:MAX_ROWS]) + more

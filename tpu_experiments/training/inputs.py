@@ -39,7 +39,7 @@ NOISE_STREAM = 2**192
 
 @dataclass
 class RunInputs:
-    """Picklable; the same on every process."""
+    """Tokenizer, prepared rows and stages; picklable, and the same in every process."""
 
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, PreparedSource]
@@ -51,23 +51,23 @@ class RunInputs:
 
     @property
     def audit_hashes(self) -> dict[str, str]:
-        """`<source>@<row length>` to the hash of what the data is."""
+        """Return the audit hash of the data by `<source>@<row length>`."""
         return {key: value for source in self.sources.values() for key, value in source.audit_hashes.items()}
 
     @property
     def prompt_kind(self) -> str:
-        """`chat` when a chat source is trained on, else `text`."""
+        """Return `chat` when a chat source is trained on, else `text`."""
         return "chat" if any(source.kind == "chat" for source in self.sources.values()) else "text"
 
     @property
     def eval_seq_len(self) -> int:
-        """One length for all evaluations: the longest of the stages."""
+        """Return the row length of all evaluations, the longest of the stages."""
         return max(stage.geometry.seq_len for stage in self.stages)
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the host knows about the batch of one step."""
+    """Host-side facts about the batch of one step."""
 
     stage_step: int
     lr: float
@@ -82,7 +82,7 @@ class StepInfo:
 
 
 def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRows:
-    """The training rows of one stage in the order of `loader.order`; replayed ones are read in a permutation.
+    """Return the training rows of a stage in the order of `loader.order`; replayed rows are permuted.
 
     Raises:
         ConfigError: the stage needs more epochs than were written.
@@ -104,7 +104,7 @@ def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRo
 
 
 def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> ReplayedRows:
-    """The training rows of one stage in a permutation of each epoch."""
+    """Return the training rows of a stage, permuted anew in each epoch."""
 
     def rows_of(names: Sequence[str], stage_index: int) -> StageRows:
         parts = [inputs.sources[name].store("train", stage.geometry.seq_len) for name in names]
@@ -117,7 +117,7 @@ def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> ReplayedRows
 
 
 def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: Config) -> int:
-    """Optimizer steps of a stage, if it does not end before."""
+    """Return the optimizer steps of a stage that does not end early."""
     steps, global_rows = stage.steps, stage.geometry.global_rows
     if stage.epochs is not None:
         steps = rows.steps_for(stage.epochs, global_rows=global_rows)
@@ -128,17 +128,17 @@ def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: 
 
 
 def num_steps(inputs: RunInputs, stage: Stage, *, config: Config) -> int:
-    """The same, with the rows of `stage_rows`."""
+    """Return `stage_steps` for the rows of `stage_rows`."""
     return stage_steps(stage_rows(inputs, stage, config=config), stage, inputs=inputs, config=config)
 
 
 def steps_by_stage(inputs: RunInputs, *, config: Config) -> dict[str, int]:
-    """The same of every stage by its name, in order."""
+    """Return `num_steps` of every stage by name, in order."""
     return {stage.name: num_steps(inputs, stage, config=config) for stage in inputs.stages}
 
 
 def tokens_of_a_row(inputs: RunInputs, stage: Stage) -> float:
-    """Mean over the rows of a stage, without padding."""
+    """Return the mean tokens per row of a stage, without padding."""
     own, replayed = (
         _mean_tokens(inputs, names, stage.geometry.seq_len) for names in (stage.sources, stage.replay_sources)
     )
@@ -161,10 +161,10 @@ def step_batches(
     choice: Mapping[str, Tensor],
     left_out: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
-    """The batches of a stage from step `first` to its last; `process` is (rank, world size).
+    """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
 
-    A batch depends on its step alone: a run that goes on, on whatever devices, takes the row after the last one. The
-    steps `left_out` have a place in the schedule and no batch. `choice` goes into every batch (training/chosen.py).
+    A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
+    `left_out` count in the schedule and have no batch. `choice` goes into every batch (training/chosen.py).
     """
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
@@ -182,20 +182,20 @@ def step_batches(
 
 
 def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:
-    """One process's rows as (A, R, T) int32, their noise as (A, R), and the learning rate as (1,) float32."""
+    """Return a process's rows as (A, R, T) int32, noise as (A, R), learning rate as (1,) float32."""
     tensors = {n: t.reshape(geometry.accumulation, -1, *t.shape[1:]) for n, t in host_tensors(batch).items()}
     return tensors | {"lr": torch.tensor([lr], dtype=torch.float32)}
 
 
 def has_dropout(config: Config) -> bool:
-    """Whether the training step drops anything."""
+    """Return whether the training step has dropout."""
     return config.lora.r > 0 and config.lora.dropout > 0
 
 
 def with_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
-    """The global batch of a stage's step with a random word for every row, where the training step has dropout.
+    """Return the global batch with a random word for every row, where the training step has dropout.
 
-    They depend on seed, stage, step and the row's number in the global batch: on no device, process or micro-batch.
+    Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
     """
     if not has_dropout(config):
         return batch
@@ -205,12 +205,12 @@ def with_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
 
 
 def cut(batch: Batch, *, config: Config) -> Batch:
-    """With `prepare.packing=none` the global batch without what is padding in all its rows."""
+    """Trim positions that are padding in all rows of the global batch, with `prepare.packing=none`."""
     return trimmed(batch, multiple=config.loader.pad_multiple) if config.prepare.packing == "none" else batch
 
 
 def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[Batch]]:
-    """Held-out rows of every source in batches of one shape, at most `trainer.max_eval_rows` rows in all."""
+    """Return every source's held-out batches of one shape, at most `trainer.max_eval_rows` rows in all."""
     per_source = max(1, config.trainer.max_eval_rows // len(inputs.sources))
     global_rows = evaluation_rows(inputs.stages)
     held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
@@ -222,13 +222,16 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
 
 
 def evaluation_rows(stages: Sequence[Stage]) -> int:
-    """Rows of one batch of held-out rows: a micro-batch of the first stage with the longest rows, on every device."""
+    """Return the rows of an evaluation batch.
+
+    They are a micro-batch of the first stage with the longest rows, on every device.
+    """
     longest = max((stage.geometry for stage in stages), key=lambda geometry: geometry.seq_len)
     return longest.micro_rows * longest.num_shards
 
 
 def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
-    """Shapes of the token ids of one process for every program of a whole run, by the program's name.
+    """Return each program's shapes of token ids in one process, for a whole run, by program name.
 
     Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window, and so do questions.
     """
@@ -243,5 +246,5 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
 
 
 def expected_programs(inputs: RunInputs, config: Config) -> int:
-    """Compiled programs of a whole run: one per training shape, one evaluation, one sample, one for questions."""
+    """Count the compiled programs of a run: one per training shape, evaluation, sample and questions."""
     return sum(len(shapes) for shapes in program_shapes(inputs, config, world_size=1).values())

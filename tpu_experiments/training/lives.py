@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Mark(NamedTuple):
-    """A step that is done: the seconds trained in this life up to it, and what of them was lost."""
+    """Training seconds of this process up to a completed step, and how many of them were lost."""
 
     step: float
     trained: float
@@ -33,13 +33,13 @@ class Mark(NamedTuple):
     lost_steps: float
 
     def moved(self, to: "Mark", origin: "Mark") -> "Mark":
-        """The same distance from `to` as it has from `origin`; its step stays."""
+        """Shift the mark by the difference between `to` and `origin`; its step is kept."""
         values = (mine + there - here for mine, there, here in zip(self[1:], to[1:], origin[1:], strict=True))
         return Mark(self.step, *values)
 
 
 class Ledger:
-    """This life's account; `update` renews it, at every log record."""
+    """Account of this process's wall time; `update` renews it at every log record."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Ledger:
         began: float,
         compile_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`began`: when the run's first process did, in seconds since the boot (io/process.py).
+        """Start the account; `began` is the run's first process, in seconds since boot (io/process.py).
 
-        `compile_seconds` says how many there have been in this process so far.
+        `compile_seconds` returns those of this process so far.
         """
         place = folder.path(FOLDER)
         paths.make_dirs(place)
@@ -76,7 +76,7 @@ class Ledger:
         self._write()
 
     def begin(self, *, step: int, input_wait: Callable[[], float]) -> None:
-        """Training goes on from `step`; `input_wait` says the seconds that batches were waited for so far."""
+        """Note that training continues from `step`; `input_wait` returns the seconds waited for batches."""
         self.life.resumed_step = self.life.step = step
         self.life.owed_steps = steps_owed(self.earlier, resumed_step=step)
         self._marks.append(Mark(step, 0.0, 0.0, 0))
@@ -85,16 +85,19 @@ class Ledger:
         self._write()
 
     def update(self, step: int) -> dict[str, float]:
-        """Everything up to optimizer step `step` is done; values of the log record, over all lives."""
+        """Note that everything up to optimizer step `step` is done; return the log record's values.
+
+        They are totals over all lives of the run.
+        """
         self._settle(step)
         if time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
         return scalars(self.totals())
 
     def roll_back(self, step: int, *, num_lost: int) -> None:
-        """The run is back at `step`: the `num_lost` steps after it came to nothing, and so did their time.
+        """Note a rollback to `step`: the `num_lost` steps after it, and their time, are lost.
 
-        Some may be counted as lost already, in place of those of an earlier life: later ones take their place.
+        Some may already be counted as lost, for repeating steps of an earlier process; the new ones replace those.
         """
         last, there, trained = self._marks[-1], self._at(step), self._trained()
         replaced = min(round(last.lost_steps - there.lost_steps), num_lost)
@@ -108,16 +111,16 @@ class Ledger:
         self._write()
 
     def totals(self) -> dict[str, Any]:
-        """The account of all lives, this one as it stands at the last update."""
+        """Return the account of all processes' lives, this one as of the last update."""
         return account([*self.earlier, self.life])
 
     def result(self) -> dict[str, Any]:
-        """The field `goodput` of result.json."""
+        """Return the field `goodput` of result.json."""
         self._settle(self.life.step)
         return {"run": self.totals(), "life": account([self.life])}
 
     def close(self, ended: str) -> None:
-        """Note how the life ended, and bring the file to its place; a second call does nothing."""
+        """Record how this process ended and upload the file; a second call does nothing."""
         if self._mirror is None:
             return
         self._settle(self.life.step)
@@ -141,12 +144,12 @@ class Ledger:
         self.life.seconds = split(wall, seconds=seconds, compiled=compiled, input_wait=self._input_wait(), lost=lost)
 
     def _trained(self) -> float:
-        """Seconds of training in this life so far."""
+        """Return the seconds of training in this process so far."""
         self._watch.settle()
         return self._watch.seconds.get("train", 0.0) - self._watch.compiled.get("train", 0.0) - self._input_wait()
 
     def _at(self, step: int) -> Mark:
-        """The mark of a step, between two log records in equal parts."""
+        """Return the mark of a step, interpolated between two log records."""
         marks = list(self._marks)
         last = max((index for index, mark in enumerate(marks) if mark.step <= step), default=0)
         start, end = marks[last], marks[min(last + 1, len(marks) - 1)]
@@ -154,7 +157,7 @@ class Ledger:
         return Mark(*(value + share * (later - value) for value, later in zip(start, end, strict=True)))
 
     def _write(self) -> None:
-        """The ledger is never a reason to stop."""
+        """Write the file; an error is logged once and never stops the run."""
         if self._mirror is None:
             return
         self._written = time.monotonic()
@@ -168,7 +171,7 @@ class Ledger:
 
 
 def read_lives(place: str) -> list[Life]:
-    """The lives of a folder, in the order they began; one that cannot be read is named in the log and left out."""
+    """Return a folder's accounts in the order they began; unreadable ones are logged and skipped."""
     lives = []
     for name in paths.list_names(place):
         if not name.endswith(".json") or name.startswith("."):

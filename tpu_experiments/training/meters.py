@@ -52,7 +52,7 @@ class Totals:
 
 @dataclass
 class Meters:
-    """The meters of one process's run."""
+    """Throughput, host time and utilisation of one process's run."""
 
     runtime: Runtime
     hw: HwConfig
@@ -69,11 +69,11 @@ class Meters:
         self._warned: set[str] = set()
 
     def begin(self, geometry: Geometry) -> None:
-        """The steps of a stage begin now."""
+        """Start measuring the steps of a stage."""
         self._geometry, self._last = geometry, self.mark()
 
     def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """The same batches; the time that each is waited for counts as input wait."""
+        """Yield the same batches, counting the time waited for each as input wait."""
         while True:
             started = time.perf_counter()
             item = next(batches, None)
@@ -84,12 +84,12 @@ class Meters:
 
     @property
     def input_wait_seconds(self) -> float:
-        """Seconds that batches were waited for so far, compilations or not."""
+        """Return the seconds waited for batches so far, including intervals with compilations."""
         return self._input_wait
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What happens inside is no part of a step; every reading before it must have been taken."""
+        """Exclude the block from the steps' time; all readings before it must have been taken."""
         before = self._now()
         try:
             yield
@@ -97,7 +97,7 @@ class Meters:
             self._aside = self._aside.plus(self._now().minus(before))
 
     def mark(self) -> Mark:
-        """This moment on the clock of the steps, which stands still while something is aside."""
+        """Return the current time on the clock of the steps, which stops inside `aside`."""
         return self._now().minus(self._aside)
 
     def _now(self) -> Mark:
@@ -106,8 +106,10 @@ class Meters:
         return Mark(time.perf_counter(), trace, self._input_wait, counters.num_compiles)
 
     def values(self, reading: Reading) -> dict[str, float]:
-        """Meters of one log record by name. Empty where its interval holds a compilation; what the hardware or the
-        model cannot tell is left out."""
+        """Return the meters of one log record by name.
+
+        Empty where its interval includes a compilation; values unknown to hardware or model are left out.
+        """
         # Its values arrived when the device was done; the host's clocks stood before its last step was queued.
         end = replace(reading.mark, seconds=reading.time - self._aside.seconds)
         span, compiles = end.minus(self._last), self.mark().compiles - self._last.compiles
@@ -120,7 +122,7 @@ class Meters:
         return {f"perf/{name}": value for name, value in self._rates(part).items()} | self._memory()
 
     def means(self) -> dict[str, float | None]:
-        """The same over all measured steps, None where there is no telling."""
+        """Return the same over all measured steps, with None for unknown values."""
         known = self._rates(self.totals) if self.totals.steps else {}
         return {"measured_steps": float(self.totals.steps)} | {name: known.get(name) for name in RATES}
 
@@ -135,7 +137,7 @@ class Meters:
         return part
 
     def _rates(self, part: Totals) -> dict[str, float]:
-        """Per second and per step; utilisation as metrics/flops.py defines it."""
+        """Return rates per second and per step; utilisation as defined in metrics/flops.py."""
         # The host is ahead of the device: what it traced while an earlier interval's values were computed is cut off.
         input_wait = min(part.input_wait, part.seconds)
         trace = min(part.trace, part.seconds - input_wait)
@@ -154,12 +156,12 @@ class Meters:
         return rates
 
     def _memory(self) -> dict[str, float]:
-        """GiB in use and at the peak, where the device tells."""
+        """Return the GiB in use and at peak, where the device reports them."""
         values = {"perf/hbm_gib": self.runtime.memory_gib(), "perf/hbm_peak_gib": self.runtime.peak_memory_gib()}
         return {name: value for name, value in values.items() if value is not None}
 
     def _warn(self) -> None:
-        """Say once what keeps the device waiting."""
+        """Warn once for each cause that keeps the device waiting."""
         total = self.totals
         if total.steps < STEADY_STEPS or self.runtime.rank != 0:
             return

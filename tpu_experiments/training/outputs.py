@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class RunOutputs:
-    """The run folder of one process; on other ranks than 0 every method does nothing."""
+    """Outputs of a run: log records, exports and result.json; every method does nothing on ranks above 0."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RunOutputs:
         spool: Spool,
         reopened: Callable[[], Loggers] = lambda: Loggers({}),
     ) -> None:
-        """`reopened` makes the loggers as at the start of a run that goes on from its newest checkpoint."""
+        """Take the outputs' parts; `reopened` creates the loggers anew, as for a resumed run."""
         self.config, self.folder, self.inputs, self.ledger, self.spool = config, folder, inputs, ledger, spool
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
         self.reopened = reopened
@@ -68,7 +68,7 @@ class RunOutputs:
         self._is_first = True
 
     def rewind(self, step: int, *, num_lost: int) -> None:
-        """Start the loggers anew after a rollback to `step`: each drops what it wrote after the checkpoint of it."""
+        """Restart the loggers after a rollback to `step`; each drops what it wrote after it."""
         if self.ledger is not None:
             self.ledger.roll_back(step, num_lost=num_lost)
         if self.loggers is not None:
@@ -77,10 +77,12 @@ class RunOutputs:
         self._records = [record for record in self._records if record["step"] <= step]
 
     def close(self, ended: str = "failed") -> None:
-        """Finish the loggers and the ledger of this life, then deliver what waits; nothing is logged afterwards.
+        """Finish the loggers and this process's ledger, then deliver spilled files.
+
+        Nothing is logged afterwards.
 
         Raises:
-            StorageFailed: storage is out of reach; the sentence says where things wait.
+            StorageFailed: storage is unreachable; the sentence says where the files are kept.
         """
         loggers, self.loggers = self.loggers, None
         try:
@@ -98,7 +100,7 @@ class RunOutputs:
                 self.spool.close()
 
     def begin(self, *, step: int, meters: Meters) -> None:
-        """Training goes on from `step`."""
+        """Note that training continues from `step`."""
         if self.ledger is not None:
             self.ledger.begin(step=step, input_wait=lambda: meters.input_wait_seconds)
         if self.loggers is not None and step > 0 and not self._records:
@@ -106,7 +108,10 @@ class RunOutputs:
             self._records = [_losses_of(record) for record in earlier if record["step"] <= step]
 
     def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
-        """One training record: mean loss of the interval, learning rate, norms, meters; `groups` names the norms."""
+        """Log one training record: mean loss of the interval, learning rate, norms and meters.
+
+        `groups` names the norms.
+        """
         if self.loggers is None:
             return
         values = {
@@ -132,12 +137,12 @@ class RunOutputs:
             log.info("step %d, %.1f s after the start: %s", reading.step, life.wall_seconds, parts_text(life.seconds))
 
     def rows(self, step: int, labels: list[str]) -> None:
-        """The rows of the global batch of a step that is queued."""
+        """Log the rows of the global batch of a queued step."""
         if self.loggers is not None:
             self.loggers.rows(step, labels)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Held-out loss, perplexity, accuracy and bits per byte, over all sources and for each."""
+        """Log loss, perplexity, accuracy and bits per byte, over all sources and for each."""
         if self.loggers is None:
             return
         values = {"eval/loss": evaluation.loss, "eval/perplexity": evaluation.perplexity}
@@ -148,12 +153,12 @@ class RunOutputs:
         self._scalars(step, values)
 
     def border(self, step: int, text: str) -> None:
-        """Mark the step behind which a stage begins."""
+        """Log the step after which a stage begins."""
         if self.loggers is not None:
             self.loggers.text(step, tag="stage", text=text)
 
     def sample(self, step: int, texts: list[str], *, when: str) -> None:
-        """Samples, one for each prompt; `when` is before, during or after training."""
+        """Log samples, one for each prompt; `when` is before, during or after."""
         if self.loggers is None:
             return
         pairs = list(zip(self.config.sample.all_prompts, texts, strict=True))
@@ -163,7 +168,7 @@ class RunOutputs:
             log.info("sample %s training: %r -> %r", when, prompt, text)
 
     def answers(self, step: int, found: Mapping[str, AnswersRecord]) -> None:
-        """The share of right answers of every set of questions."""
+        """Log the share of right answers of every set of questions."""
         if self.loggers is None:
             return
         self._scalars(step, {f"skill/{name}": record.right / record.asked for name, record in found.items()})
@@ -171,7 +176,10 @@ class RunOutputs:
             log.info("step %d, questions %s: %d of %d right", step, name, record.right, record.asked)
 
     def export(self, model: BuiltModel) -> None:
-        """The adapter in PEFT's layout, the whole model for `lora.r: 0`; and the base when its weights were drawn."""
+        """Write the adapter in PEFT's layout, or for `lora.r: 0` the whole model.
+
+        A base with randomly drawn weights is written too.
+        """
         if self.loggers is None:
             return
         source, config = model.source, self.config
@@ -206,7 +214,7 @@ class RunOutputs:
         )
 
     def result(self, ending: Ending) -> None:
-        """result.json, written last and atomically."""
+        """Write result.json, last and atomically."""
         if self.loggers is None:
             return
         config, loss = self.config, ending.evaluation.loss
@@ -237,7 +245,7 @@ class RunOutputs:
         self._records.append(_losses_of(values | {"step": step}))
 
     def _pictures(self, ending: Ending) -> None:
-        """Losses and data as images, for the loggers that show them."""
+        """Log losses and data as images, if a logger accepts them."""
         assert self.loggers is not None
         if not self.loggers.takes_images():
             return
@@ -251,7 +259,7 @@ class RunOutputs:
             self.loggers.image(progress.step, tag=tag, png=png_of(figure))
 
     def _measured(self, ending: Ending) -> Measured:
-        """What a plan is held against; the seconds are those that `tokens_per_second` is made of."""
+        """Return the measurements to compare with the plan, on the time base of `tokens_per_second`."""
         shapes = {stage.name: stage.geometry for stage in self.inputs.stages}
         return Measured(
             steps=dict(self._steps),
@@ -264,5 +272,5 @@ class RunOutputs:
 
 
 def _losses_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The step, the losses and the shares of right answers of a log record."""
+    """Return the step, the losses and the shares of right answers of a log record."""
     return {name: value for name, value in record.items() if name == "step" or name.startswith(SHOWN)}

@@ -25,12 +25,12 @@ def write_pages(folder: RunFolder, *, inputs: RunInputs, promise: Promise, logge
 
 
 def manifests_of(inputs: RunInputs) -> list[dict[str, object]]:
-    """Of every source at every length."""
+    """Return the manifests of every source at every row length."""
     return [manifest for source in inputs.sources.values() for manifest in source.manifests.values()]
 
 
 def write_audit(folder: RunFolder, inputs: RunInputs) -> None:
-    """The page last: it is what `write_pages` looks for."""
+    """Write the audit, audit.html last, since `write_pages` checks for it."""
     sources, manifests = inputs.sources.values(), manifests_of(inputs)
     stores = {(s.name, length): s.store("train", length) for s in sources for length in s.manifests}
     page = audit_page(manifests, stores=stores, tokenizer=inputs.tokenizer)
@@ -39,7 +39,7 @@ def write_audit(folder: RunFolder, inputs: RunInputs) -> None:
 
 
 def write_plan(folder: RunFolder, promise: Promise) -> None:
-    """Copies of the plan's files, or a few lines that say as much as is known."""
+    """Copy the plan's files, or write the few known figures."""
     text = promise_text(promise)
     if promise.file is not None:
         page = paths.join(promise.file.rpartition("/")[0], "plan.md")
@@ -49,7 +49,7 @@ def write_plan(folder: RunFolder, promise: Promise) -> None:
 
 
 def promise_text(promise: Promise) -> str:
-    """Markdown of the few figures that a run is held against."""
+    """Return the plan's figures as Markdown."""
     if promise.source is None:
         return f"No plan: {promise.reason}.\n"
     lines = [f"Plan: {promise.source}{f' ({promise.file})' if promise.file else ''}", ""]

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Parts:
-    """Base of `Trainer`: makes everything, runs nothing. The plan builds the same parts on placeholders."""
+    """Base of `Trainer`: builds all parts and runs nothing. A plan builds the same parts on placeholders."""
 
     def __init__(
         self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
@@ -59,15 +59,15 @@ class Parts:
     # ---- what a trainer of your own may override ------------------------------------------------------------
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
-        """Loss sum in nats and number of supervised tokens of every row, both (R,)."""
+        """Return loss sum in nats and number of supervised tokens of every row, (R,) each."""
         return next_token_loss(module, parameters, rows, **loss_settings(self.config, self.runtime))
 
     def token_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
-        """What evaluation makes of the rows, with the loss of `row_loss`; not asked where that is overridden."""
+        """Return evaluation's token scores for the loss of `row_loss`; unused where that is overridden."""
         return next_token_scores(module, parameters, rows, **loss_settings(self.config, self.runtime))
 
     def build_optimizer(self) -> Optimizer:
-        """The optimizer that `optim._target_` names, with the settings of `optim`."""
+        """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
         settings = asdict(self.config.optim)
         for name in ("_target_", "lr", "clip_norm"):
             settings.pop(name)
@@ -75,24 +75,24 @@ class Parts:
         return optimizer
 
     def evaluate(self) -> Evaluation:
-        """Held-out loss of the current parameters."""
+        """Return the held-out evaluation of the current parameters."""
         return self.evaluator.run(self.held_out)
 
     @cached_property
     def held_out(self) -> dict[str, list[Batch]]:
-        """The rows of every evaluation, read once: their storage may be out of reach later."""
+        """Return the rows of every evaluation, read once, since storage may be unreachable later."""
         return {name: list(found) for name, found in evaluation_batches(self.inputs, self.config).items()}
 
     @cached_property
     def intervals(self) -> Intervals:
-        """Steps between log records, evaluations and checkpoints."""
+        """Return the steps between log records, evaluations and checkpoints."""
         total = sum(steps_by_stage(self.inputs, config=self.config).values())
         return intervals_of(self.config, total_steps=total)
 
     # ---- building -------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Model and optimizer state on the device, and the three programs of a run."""
+        """Create model and optimizer state on the device, and the programs of a run."""
         config, runtime = self.config, self.runtime
         self.model = build_model(
             self.model_source(),
@@ -134,7 +134,7 @@ class Parts:
         log.info("%s", self.model.report)
 
     def build_evaluator(self) -> Evaluator:
-        """What evaluates held-out rows; by the loss alone where `row_loss` is a trainer's own."""
+        """Create the evaluator; with an overridden `row_loss` it reports the loss alone."""
         is_own = type(self).row_loss is not Parts.row_loss
         tokenizer = self.inputs.tokenizer  # a plan has none
         return Evaluator(
@@ -147,7 +147,7 @@ class Parts:
         )
 
     def build_saver(self) -> Saver:
-        """What writes this run's checkpoints; looks at the held-out rows of the first source that has some."""
+        """Create the saver, which verifies on held-out rows of the first source that has some."""
         batches = (next(iter(found), None) for found in self.held_out.values())
         answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
         start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
@@ -156,7 +156,7 @@ class Parts:
         return Saver(settings, spool, runtime=self.runtime, start=start, answers=answers)
 
     def proof_of_export(self) -> dict[str, Any] | None:
-        """What was looked at of the adapter or model that was written; every process takes part."""
+        """Return the verification of the written adapter or model; every process takes part."""
         if not self.config.checkpoint.prove:
             return None
         folder = self.outputs.folder.path("adapter" if self.config.lora.r > 0 else "model")
@@ -170,22 +170,22 @@ class Parts:
         return export.proof(self.progress, answers=self.saver.answers, runtime=self.runtime)
 
     def model_source(self) -> HuggingFaceModel:
-        """Where the model's config, module and weights come from."""
+        """Return the source of the model's config, module and weights."""
         source: HuggingFaceModel = locate(self.config.model._target_, key="model")(
             self.config.model, seed=self.config.seed
         )
         return source
 
     def fresh_state(self) -> State:
-        """Optimizer state at zero, each slot where its parameter lives."""
+        """Return zero optimizer state, each slot placed as its parameter."""
         return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
 
     def held(self) -> dict[str, Tensor]:
-        """What a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
+        """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
         return {**self.parameters, **flat(self.state)}
 
     def step_in_place(self, batch: Mapping[str, Tensor]) -> StepOutput:
-        """One optimizer step on the tensors that live on the device."""
+        """Run one optimizer step and update the device's tensors in place."""
         parameters, state, output = self.step(self.parameters, self.state, batch)
         commit(self.parameters, self.state, new=(parameters, state))
         return output

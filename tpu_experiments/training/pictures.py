@@ -57,7 +57,7 @@ def audit_figure(manifests: Sequence[Manifest]) -> "Figure":
 
 
 def png_of(figure: "Figure") -> bytes:
-    """The file of a figure."""
+    """Return the figure as a PNG file."""
     buffer: Any = io.BytesIO()
     figure.savefig(buffer, format="png")
     return bytes(buffer.getvalue())
@@ -90,7 +90,7 @@ def _draw_borders(axes: "Axes", stages: Mapping[str, int]) -> None:
 
 
 def _draw_lengths(axes: "Axes", manifest: Manifest) -> None:
-    """Bins double in size, so each is as wide as the others; what is beyond the last one is with it."""
+    """Draw bins of doubling size at equal width, the last one open."""
     histogram = manifest["splits"].get("train", {}).get("length_histogram") or {"edges": [], "documents": []}
     counts, edges = histogram["documents"], histogram["edges"]
     filled = [place for place, count in enumerate(counts) if count]

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Rank 0 records the steps that `trainer.profile` names; the other ranks do nothing."""
+    """Profiler of the steps in `trainer.profile`, on rank 0 only."""
 
     def __init__(self, settings: ProfileConfig, runtime: Runtime, *, folder: str) -> None:
         self._runtime, self._folder = runtime, folder
@@ -19,20 +19,20 @@ class Profiler:
         self._mirror: Mirror | None = None
 
     def starts_at(self, step: int) -> bool:
-        """Whether the profile begins with this step."""
+        """Return whether the profile begins with this step."""
         return bool(self._steps) and step == self._steps[0] and self._mirror is None
 
     def ends_after(self, step: int) -> bool:
-        """Whether this step is the last of it."""
+        """Return whether this step is the profile's last."""
         return self._mirror is not None and step >= self._steps[-1]
 
     def start(self) -> None:
-        """Begin; the device is idle."""
+        """Start the profile; the device must be idle."""
         self._mirror = Mirror.of_folder(self._folder)
         self._runtime.start_profile(str(self._mirror.local))
 
     def stop(self) -> None:
-        """End it where it runs, and write it; the device is idle."""
+        """Stop a running profile and write it; the device must be idle."""
         if self._mirror is None:
             return
         self._runtime.stop_profile()

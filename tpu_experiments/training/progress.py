@@ -12,7 +12,7 @@ REQUIRED = ("stage", "stage_step", "step", "peak_lr", "stages", "data")
 
 @dataclass
 class StageRecord:
-    """What happened in one stage so far."""
+    """Progress and results of one stage so far."""
 
     name: str
     steps: int = 0
@@ -38,7 +38,7 @@ class StageRecord:
 
 @dataclass
 class GuardState:
-    """What the guard over losses and gradients (training/guard.py) knows; steps are numbered from 1 over the run."""
+    """State of the guard (training/guard.py); steps are numbered from 1 over the run."""
 
     seen: int = 0
     """The last step whose report was looked at."""
@@ -55,13 +55,13 @@ class GuardState:
     """First and last of steps whose batches are left out; they count as steps all the same."""
 
     def passes_over(self, step: int) -> bool:
-        """Whether this step's batch is left out."""
+        """Return whether this step's batch is skipped."""
         return any(first <= step <= last for first, last in self.passed_over)
 
 
 @dataclass
 class AnswersRecord:
-    """What became of a set of questions (training/questions.py)."""
+    """Results of one set of questions (training/questions.py)."""
 
     asked: int
     right: int
@@ -74,7 +74,7 @@ class AnswersRecord:
 
 @dataclass
 class Progress:
-    """Position in the curriculum; the place in the data and the schedule follow from it by arithmetic."""
+    """Position in the curriculum; data position and schedule follow from it by arithmetic."""
 
     stage: int = 0
     """Index of the stage that is running."""
@@ -107,35 +107,35 @@ class Progress:
 
     @property
     def held_step(self) -> int | None:
-        """Step whose checkpoint must stay, for the stage may end with it."""
+        """Return the step whose checkpoint must be kept, since the stage may end with it."""
         return self.stages[-1].held_step if self.stages else None
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on, padding not counted."""
+        """Return the tokens trained on, without padding."""
         return sum(record.tokens for record in self.stages)
 
     def advance(self, stage_step: int) -> None:
-        """Be after this many steps of the stage."""
+        """Set the position to after `stage_step` steps of the stage."""
         self.step, self.stage_step = self.step + stage_step - self.stage_step, stage_step
         self.stages[-1].steps = stage_step
 
     def left_out(self, num_steps: int) -> set[int]:
-        """Steps of the stage, counted from 0, from here to its last that are passed over."""
+        """Return the remaining steps of the stage, counted from 0, that are skipped."""
         offset = self.step - self.stage_step + 1
         steps = range(self.stage_step, num_steps) if self.guard.passed_over else ()
         return {step for step in steps if self.guard.passes_over(offset + step)}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """Return JSON-ready values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
-        """Make it of the values of `to_dict`, as JSON gives them back: each of its type, and a place a run can be at.
+        """Build from the values of `to_dict` as read from JSON, checking types and position.
 
         Raises:
-            ValueError: it is none; the text names the key and the value.
+            ValueError: they are invalid; the text names the key and the value.
         """
         lacking = [key for key in REQUIRED if key not in values]
         if lacking:
@@ -145,10 +145,10 @@ class Progress:
         return found
 
     def require_stages(self, stages: Mapping[str, int]) -> None:
-        """Compare the place with a curriculum: names of its stages, in order, and how many steps each has at most.
+        """Require the position to exist in a curriculum, given its stages' names and maximum steps.
 
         Raises:
-            ValueError: no run of it is ever there; the text names the key and the value.
+            ValueError: it does not; the text names the key and the value.
         """
         names = list(stages)
         if self.stage > len(names):
@@ -161,7 +161,7 @@ class Progress:
                 raise ValueError(f"stages[{index}].steps={record.steps}, and stage {name} has {stages[name]} steps")
 
     def _require_place(self) -> None:
-        """Refuse numbers that do not go together; raises as `from_dict` does."""
+        """Refuse inconsistent numbers; raises as `from_dict` does."""
         counts = {"stage": self.stage, "stage_step": self.stage_step, "step": self.step}
         for index, record in enumerate(self.stages):
             counts |= {f"stages[{index}].{key}": getattr(record, key) for key in ("steps", "tokens", "num_worse")}
@@ -188,10 +188,10 @@ class Progress:
 
 
 def _typed(value: Any, kind: Any, *, key: str) -> Any:
-    """The value that JSON has for something of this type; null stands for a number that is NaN (io/strict_json.py).
+    """Convert a JSON value to a type; null stands for a float that is NaN (io/strict_json.py).
 
     Raises:
-        ValueError: it is none of that type; the text names the key.
+        ValueError: it has another type; the text names the key.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:

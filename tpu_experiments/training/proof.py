@@ -26,12 +26,12 @@ Tensors = Mapping[str, Tensor]
 
 
 class UnprovenError(RuntimeError):
-    """A save that must not count; the message says what is wrong with it."""
+    """A save failed verification and must not count; the message says why."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What trained tensors are held against."""
+    """Initial state that trained tensors are compared with."""
 
     fingerprints: Mapping[str, str]
     """Of every trained tensor at its start (models/trained.py)."""
@@ -40,11 +40,11 @@ class Start:
     is_adapter: bool = True
 
     def verdict(self, tensors: Tensors, progress: Progress) -> dict[str, Any]:
-        """That the host tensors are trained, in numbers.
+        """Return evidence that training changed the host tensors.
 
         Raises:
-            UnprovenError: all are as they were at the start, or the adapter leaves the base as it is, after steps with
-                a learning rate above 0.
+            UnprovenError: after steps with a learning rate above 0, all tensors have their initial values, or the
+                adapter has no effect.
         """
         look = Look(self)
         look.at(tensors)
@@ -52,7 +52,7 @@ class Start:
 
 
 class Look:
-    """What trained tensors are found to be, file by file."""
+    """Evidence that tensors were trained, collected file by file."""
 
     def __init__(self, start: Start) -> None:
         self._start = start
@@ -62,7 +62,7 @@ class Look:
         """A or B of modules whose other one is in a file to come."""
 
     def at(self, tensors: Tensors) -> None:
-        """Look at some more."""
+        """Add the tensors of one file."""
         self._num_tensors += len(tensors)
         self._num_changed += num_changed(tensors, self._start.fingerprints)
         if self._start.is_adapter:
@@ -72,7 +72,7 @@ class Look:
             self._norms |= effects(whole, start=self._start.adapters)
 
     def verdict(self, progress: Progress) -> dict[str, Any]:
-        """That they are trained, in numbers; raises as `Start.verdict` does."""
+        """Return the evidence over all files; raises as `Start.verdict` does."""
         total, changed, norms = self._num_tensors, self._num_changed, self._norms
         was_trained = progress.peak_lr > 0
         kind = "adapter" if self._start.is_adapter else "model"
@@ -97,7 +97,7 @@ class Look:
 
 
 def require_numbers(tensors: Tensors, *, group: str) -> None:
-    """Look at the values of host tensors of a group.
+    """Require finite values in the host tensors of a group.
 
     Raises:
         UnprovenError: one is NaN or infinite.
@@ -112,26 +112,28 @@ def require_numbers(tensors: Tensors, *, group: str) -> None:
 
 
 def _other_half(name: str) -> str:
-    """`...lora_B` for `...lora_A` and the other way round."""
+    """Return `...lora_B` for `...lora_A` and vice versa."""
     module, _, kind = name.rpartition(".")
     return f"{module}.{B if kind == A else A}"
 
 
 class Answers:
-    """The model's answer to one batch of held-out rows: evaluation's program, so nothing more is compiled.
+    """Model outputs on one batch of held-out rows, by evaluation's program, so nothing more is compiled.
 
-    On the loop's thread alone: a tensor that another thread makes on the device while a step is traced is taken into
-    that step's program.
+    Only on the training loop's thread: a device tensor created by another thread while a step is traced would become
+    part of that step's program.
     """
 
     def __init__(self, evaluator: Evaluator, batch: Batch | None, *, runtime: Runtime, parameters: dict[str, Tensor]):
         self._evaluator, self._batch, self._runtime, self._parameters = evaluator, batch, runtime, parameters
 
     def compared(self, read: Callable[[], Tensors]) -> dict[str, Any]:
-        """That host tensors under Hugging Face's names answer as the live ones do; every process takes part.
+        """Require stored tensors to give the live parameters' loss; every process takes part.
+
+        The host tensors have Hugging Face's names. Return the loss and whether it was equal bit for bit.
 
         Raises:
-            UnprovenError: they do not, though the live ones answer alike every time.
+            UnprovenError: the losses differ, though the live parameters gave the same loss every time.
         """
         if self._batch is None:
             return {"note": "there are no held-out rows to answer"}
@@ -152,7 +154,7 @@ class Answers:
         return found | {"equal_bits": False, "note": "the live model does not give the same answer twice"}
 
     def _with(self, tensors: Tensors) -> tuple[float, float]:
-        """The answer with other parameters; the live ones are back in their place afterwards."""
+        """Return the loss with other parameters, and restore the live ones."""
         own = dict(self._parameters)
         try:
             for name in own:

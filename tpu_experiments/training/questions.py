@@ -30,7 +30,7 @@ SENTENCE = re.compile(r".*?[.!?](?=\s|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Question:
-    """One question as the model is asked it."""
+    """One question in the form in which the model is asked."""
 
     prompt: str
     """The last thing that the user says."""
@@ -41,21 +41,21 @@ class Question:
     """Tokens of the expected answer and its end."""
 
     def is_right(self, answer: str) -> bool:
-        """Whether the first sentence is the expected one."""
+        """Return whether the answer's first sentence is the expected one."""
         return first_sentence(answer) == first_sentence(self.expected)
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first sentence mark that a blank or the end follows; all of it where there is none."""
+    """Return the text up to the first sentence mark before a blank or the end, else all of it."""
     found = SENTENCE.match(text.strip())
     return found[0] if found else text.strip()
 
 
 def read_questions(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Question]]:
-    """The questions of every set.
+    """Read the questions of every set.
 
     Raises:
-        ConfigError: a file is not there, empty or has a row that is none, or a question is longer than the window.
+        ConfigError: a file is missing, empty or has an invalid row, or a question is longer than the window.
     """
     window = config.sample.window
     return {
@@ -65,7 +65,7 @@ def read_questions(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dic
 
 
 def _read(key: str, path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Question]]:
-    """Each question of a file and the start of every sentence about it."""
+    """Yield each question of a file with its place, the start of every sentence about it."""
     shown = f"{key}={path}"
     try:
         lines = paths.read_text(str(find_local(path) or path)).splitlines()
@@ -96,7 +96,7 @@ def _question(line: str, number: int, *, spec: SourceSpec, shown: str, tokenizer
 
 
 def _fitting(question: Question, *, window: int, where: str) -> Question:
-    """The question, where it and its answer go into the window."""
+    """Return the question, if it and its answer fit into the window."""
     length = len(question.ids) + question.num_new
     if length > window:
         raise ConfigError(
@@ -107,14 +107,14 @@ def _fitting(question: Question, *, window: int, where: str) -> Question:
 
 
 class Asker:
-    """Asks the questions of a run with the current parameters."""
+    """Ask the questions of a run with the current parameters."""
 
     def __init__(self, module: nn.Module, *, settings: SampleConfig, **parts: Any) -> None:
-        """`parts`: as of `Sampler`."""
+        """Build the sampler from `parts`, the arguments of `Sampler`."""
         self.sampler = Sampler(module, settings=replace(settings, temperature=0.0), seed=0, name="ask", **parts)
 
     def ask(self, sets: Mapping[str, Sequence[Question]]) -> dict[str, AnswersRecord]:
-        """What becomes of every set; the batches go over all of them."""
+        """Return the results of every set; batches span all sets."""
         every = [question for questions in sets.values() for question in questions]
         most = max(question.num_new for question in every)
         answers: list[str] = []
@@ -130,7 +130,7 @@ class Asker:
 
 
 def scored(questions: Sequence[Question], answers: Sequence[str]) -> AnswersRecord:
-    """How many of the answers are right."""
+    """Count the right answers."""
     pairs = list(zip(questions, answers, strict=True))
     return AnswersRecord(
         asked=len(pairs),
@@ -143,7 +143,10 @@ def scored(questions: Sequence[Question], answers: Sequence[str]) -> AnswersReco
 def skill_fields(
     sets: Mapping[str, Sequence[Question]], *, before: Mapping[str, AnswersRecord], after: Mapping[str, AnswersRecord]
 ) -> dict[str, Any] | None:
-    """`skill` of result.json: shares of right answers, in front those of the first set; None without questions."""
+    """Return `skill` of result.json: shares of right answers, at the top level the first set's.
+
+    None without questions.
+    """
     if not sets:
         return None
     scores = {

@@ -13,19 +13,19 @@ log = logging.getLogger(__name__)
 
 
 def settle(config: Config, *, is_lookup: bool = False) -> Config:
-    """The config with the length and number of its rows, by the documents of its sources where they are open.
+    """Return the config with its row length and rows per step, measured on the documents where open.
 
     Args:
-        is_lookup: tokenises nothing; what is not there is counted with what is known of the source beforehand.
+        is_lookup: tokenise nothing; for sources that are not prepared, use what is known of them beforehand.
 
     Raises:
-        ConfigError: a source that cannot be read, or is empty; with `is_lookup` none.
+        ConfigError: a source cannot be read, or is empty; never with `is_lookup`.
     """
     return settled_with_totals(config, is_lookup=is_lookup)[0]
 
 
 def settled_with_totals(config: Config, *, is_lookup: bool) -> tuple[Config, dict[str, int | None]]:
-    """The config with its rows (`settle`), and the tokens of every source that was measured for them."""
+    """Return the config with its rows (`settle`), and the tokens of every source measured for it."""
     if not is_open(config):
         return config, {}
     if config.trainer.seq_len != AUTO and config.model.step_tokens <= SMALL_STEP_TOKENS:
@@ -51,7 +51,7 @@ def settled_with_totals(config: Config, *, is_lookup: bool) -> tuple[Config, dic
 
 
 def words_of(rows: Rows) -> str:
-    """The rows of a step in words."""
+    """Format the rows of a step."""
     tokens = rows.global_rows * rows.seq_len
     return f"steps of {rows.global_rows:,} rows of {rows.seq_len:,} tokens, {tokens:,} in all"
 

@@ -19,7 +19,7 @@ from tpu_experiments.runtime.base import Runtime
 
 
 class Sampler:
-    """Writes text with the current parameters."""
+    """Generate text with the current parameters."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Sampler:
         seed: int,
         name: str = "sample",
     ) -> None:
-        """`name`: the program's, among those that a run expects."""
+        """Build the program; `name` is its name among those that a run expects."""
         self.module, self.runtime, self.parameters = module, runtime, parameters
         self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
         self.seed = seed
@@ -59,7 +59,7 @@ class Sampler:
         ]
 
     def next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The program: `ids` (R, T) with the token after `last` (R,) written, and `last` moved on."""
+        """Append one token: `ids` (R, T) gets it after `last` (R,), which is incremented. The program."""
         ids_RT, last_R = batch["ids"], batch["last"]
         index_T = torch.arange(self.window, device=ids_RT.device, dtype=torch.int32)
         segments_RT = (index_T <= last_R[:, None]).to(torch.int32)
@@ -70,7 +70,10 @@ class Sampler:
         return {"ids": torch.where(index_T == last_R[:, None] + 1, token_R1, ids_RT), "last": last_R + 1}
 
     def _logits(self, rows: Mapping[str, Tensor], last_R: Tensor) -> Tensor:
-        """Logits (R, V) behind the position `last` (R,) of every row, without those of the others where that can be."""
+        """Return logits (R, V) after position `last` (R,) of every row.
+
+        Those of other positions are not computed where the head is a plain matrix product.
+        """
         index_R = torch.arange(len(last_R), device=last_R.device)
         if not has_plain_head(self.module):
             return logits_of(self.module, self.parameters, rows)[index_R, last_R.long()]
@@ -79,7 +82,10 @@ class Sampler:
         return capped(F.linear(hidden_RH, head_VH.to(hidden_RH.dtype)), soft_cap_of(self.module))
 
     def _choose(self, logits_R1V: Tensor) -> Tensor:
-        """Token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick (argmax of logits plus Gumbel noise)."""
+        """Return token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick.
+
+        The trick takes the argmax of logits plus Gumbel noise.
+        """
         if self.temperature == 0:
             return logits_R1V.argmax(-1)
         uniform = torch.rand(logits_R1V.shape, device=logits_R1V.device, dtype=torch.float32)
@@ -88,7 +94,7 @@ class Sampler:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) -> list[int]:
-    """Token ids of the prompt: through the chat template for `chat`, as plain text for `text`."""
+    """Return the prompt's token ids: through the chat template for `chat`, as plain text for `text`."""
     if kind == "chat":
         text = render((("user", prompt),), tokenizer=tokenizer, ends_with="generation_prompt")
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -96,13 +102,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) ->
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of plain text, after the token that begins a text where there is one."""
+    """Return the token ids of plain text, after the begin-of-sequence token if there is one."""
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return start + list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids before the first special token that ends a turn or the text."""
+    """Return the ids before the first special token."""
     ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
     for index, token in enumerate(ids):
         if token in ends:

@@ -28,7 +28,7 @@ PARAMETERS, OPTIMIZER = "parameters", "optimizer"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that changes, as it was after some step: on the device, or copied into the host's memory."""
+    """Everything a step changes, as it was after some step: on the device, or copied to host memory."""
 
     progress: Progress
     groups: dict[str, dict[str, Tensor]]
@@ -38,19 +38,19 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(t.nbytes for tensors in self.groups.values() for t in tensors.values())
 
     def copied(self) -> "Snapshot":
-        """The same in the host's memory, as a whole; waits for the device."""
+        """Return a copy of all tensors in host memory; waits for the device."""
         groups = {group: to_host(tensors) for group, tensors in self.groups.items()}
         return Snapshot(self.progress, groups, is_copy=True)
 
     def files(self, group: str, *, max_bytes: float) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Name and host tensors of each file of a group, of at most `max_bytes` or one tensor.
+        """Yield name and host tensors of each file of a group, of at most `max_bytes` or one tensor.
 
-        What lies on the device is copied as the files are asked for: at one time as many of its tensors as
-        `max_bytes` hold, at least one, which may be a stack over layers and have several files.
+        Device tensors are copied when their file is requested: at a time as many as `max_bytes` hold, at least one,
+        which may be a stack over layers and have several files.
         """
         tensors = self.groups[group]
         loads = shards({name: t.nbytes for name, t in tensors.items()}, max_bytes=max_bytes)
@@ -67,7 +67,7 @@ class Snapshot:
 
 
 def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros: Callable[..., Tensor]) -> State:
-    """Optimizer state at its start, each slot made by `zeros(shape, name=)`."""
+    """Return initial optimizer state, each slot created by `zeros(shape, name=)`."""
     shapes = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
     return {
         name: {slot: zeros(t.shape, name=f"{name}/{slot}") for slot, t in slots.items()}
@@ -76,7 +76,7 @@ def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros:
 
 
 def snapshot(progress: Progress, *, parameters: Mapping[str, Tensor], state: State) -> Snapshot:
-    """What the next step will change, where it lies; to be copied or written before that step."""
+    """Return what the next step will change, uncopied; copy or write it before that step."""
     return Snapshot(copy.deepcopy(progress), {OPTIMIZER: flat(state), PARAMETERS: dict(parameters)})
 
 
@@ -91,20 +91,19 @@ def read_state(
     before: int | None = None,
     max_held_bytes: float = math.inf,
 ) -> Progress | None:
-    """Put the newest complete checkpoint (of a step below `before`) where the run's own tensors are; None when there is
-    none.
+    """Restore the newest complete checkpoint (of a step below `before`) into the run's tensors.
 
-    One above `max_held_bytes` is read tensor by tensor (of a stack over layers all parts), after every byte of it was
-    held against its manifest.
+    Returns None if there is none. One above `max_held_bytes` is read tensor by tensor (of a stack over layers all
+    parts), after every byte of it was verified against its manifest.
 
     Args:
         order: names of the parameters in the order to place them, which a traced program depends on
             (`BuiltModel.order`); by default theirs.
-        stages: of the curriculum, by name in order, the steps that each has; None leaves the place as it is said.
+        stages: of the curriculum, by name in order, the steps that each has; None does not check the position.
 
     Raises:
-        ConfigError: it has other tensors than the run, values that are NaN or infinite, or a place that no run of this
-            curriculum is at; or it was changed while it was read.
+        ConfigError: it has other tensors than the run, values that are NaN or infinite, or a position that does not
+            exist in this curriculum; or it was changed while it was read.
     """
     begun: list[int] = []
 
@@ -129,9 +128,9 @@ def read_state(
 
 
 def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mapping[str, Tensor]] | None:
-    """Step and trained tensors of the newest complete checkpoint; None where there is none.
+    """Return step and trained tensors of the newest complete checkpoint, or None.
 
-    The tensors of a checkpoint above `max_held_bytes` are read one by one, as they are asked for.
+    The tensors of a checkpoint above `max_held_bytes` are read one by one, when they are accessed.
     """
 
     def use(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
@@ -141,24 +140,24 @@ def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mappi
 
 
 def flat(state: State) -> dict[str, Tensor]:
-    """Optimizer state by `<parameter>/<slot>`."""
+    """Return optimizer state by `<parameter>/<slot>`."""
     return {f"{name}/{slot}": t for name, slots in state.items() for slot, t in slots.items()}
 
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the host, contiguous; a tensor that lies there already is copied too."""
+    """Return contiguous copies on the host, under Hugging Face's names; host tensors are copied too."""
     copies = {name: host_copy(t) for name, t in tensors.items()}
     return {name: t.contiguous() for name, t in unstacked(copies).items()}
 
 
 def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """As `to_host`, in the order of `shapes_of`; of the device's tensors one is copied at a time."""
+    """Yield as `to_host`, in the order of `shapes_of`, copying one device tensor at a time."""
     for name, tensor in tensors.items():
         yield from to_host({name: tensor}).items()
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors without values, under Hugging Face's names, of the types and shapes that a checkpoint must have."""
+    """Return meta tensors with the dtypes and shapes of a checkpoint, under Hugging Face's names."""
     return {
         part: torch.empty(t.shape[1:] if is_stack(name) else t.shape, dtype=t.dtype, device="meta")
         for name, t in tensors.items()
@@ -193,7 +192,9 @@ def from_host(
     order: Sequence[str],
     source: str,
 ) -> None:
-    """Put the tensors of the checkpoint `source` (`parameters`, `optimizer`) where the run's own are, in this order.
+    """Place a checkpoint's tensors as the run's own, `parameters` before `optimizer`.
+
+    `source` is the checkpoint's folder, `order` that of the parameters.
 
     Raises:
         ConfigError: one has a value that is NaN or infinite.
@@ -212,13 +213,13 @@ def from_host(
 
 
 def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, int] | None = None) -> Progress:
-    """Make a place in the run of what the progress.json of a checkpoint in `folder` says.
+    """Parse progress.json of a checkpoint in `folder`.
 
     Args:
         stages: as of `read_state`.
 
     Raises:
-        ConfigError: a run is never there.
+        ConfigError: it is no position of such a run.
     """
     try:
         progress = Progress.from_dict(values)
@@ -236,7 +237,7 @@ def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, 
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Bytes by Hugging Face's names, the parts of a stack in order."""
+    """Return bytes by Hugging Face's names, the parts of a stack in order."""
     return {
         part: t.nbytes // len(parts)
         for name, t in tensors.items()

@@ -37,7 +37,7 @@ Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
 
 
 class Saver:
-    """The checkpoints of one process's life; only rank 0 writes, every process must make the same calls."""
+    """Writer of one process's checkpoints; only rank 0 writes, every process must make the same calls."""
 
     def __init__(
         self, settings: CheckpointConfig, spool: Spool, *, runtime: Runtime, start: Start, answers: Answers
@@ -55,11 +55,11 @@ class Saver:
     # ---- when -----------------------------------------------------------------------------------------------
 
     def is_due(self, step: int, *, is_evaluated: bool, agrees: bool, is_best: bool = False) -> bool:
-        """Whether a checkpoint is to follow this step.
+        """Return whether to save a checkpoint after this step.
 
         Args:
             is_best: whether the stage may end with the parameters of this step.
-            agrees: whether all processes are here, so that process 0 can tell them what its clock says.
+            agrees: whether all processes make this call, so that process 0 can share the state of its clock.
         """
         every, minutes = self.settings.every_steps, self.settings.every_minutes
         due = bool(every and step % every == 0) or (is_evaluated and self.settings.keep_best > 0) or is_best
@@ -69,7 +69,7 @@ class Saver:
         return due
 
     def look(self, *, agrees: bool) -> None:
-        """Raise what a save in the background ended with; does not wait for one.
+        """Raise the error of a background save, without waiting for one.
 
         Raises:
             TrainingStopped: it failed.
@@ -78,7 +78,7 @@ class Saver:
             self._together(self._worker.check)
 
     def join(self) -> None:
-        """Wait for a save in the background.
+        """Wait for a background save.
 
         Raises:
             TrainingStopped: it failed.
@@ -86,7 +86,7 @@ class Saver:
         self._together(self._worker.join)
 
     def close(self) -> None:
-        """Wait as well, where the run ends by an error of its own: what the save ended with is logged."""
+        """Wait for a background save at the end of the run; its error is only logged."""
         try:
             self._worker.join()
         except Exception as error:
@@ -95,10 +95,10 @@ class Saver:
     # ---- how ------------------------------------------------------------------------------------------------
 
     def save(self, take: Callable[[], Snapshot], *, step: int, is_interval: bool, ends_stage: bool = False) -> None:
-        """Save what `take` returns (on rank 0); returns once it is copied where that may be written in the background.
+        """Save what `take` returns (on rank 0); return once copied, if it may be written in the background.
 
         Args:
-            is_interval: the run goes on, so that nobody has to wait.
+            is_interval: the run continues, so that nothing has to wait for the save.
 
         Raises:
             TrainingStopped: this save or the one before it failed.
@@ -128,7 +128,7 @@ class Saver:
         return tensors_below(self._target(step), PARAMETERS, max_held_bytes=self.settings.max_copy_gib * GIB)
 
     def _fits(self, state: Snapshot) -> bool:
-        """Whether it may be copied as a whole; where not, that saves are in front is said once."""
+        """Return whether the state may be copied as a whole; log once if not, since all saves then block."""
         fits = state.num_bytes <= self.settings.max_copy_gib * GIB
         if self.settings.background and not fits and not self._has_told:
             log.info(
@@ -142,7 +142,7 @@ class Saver:
         return fits
 
     def leave(self, take: Callable[[], Snapshot]) -> None:
-        """Save on a request to stop: where the place is remote on this machine's disk; closing the spool delivers.
+        """Save on a request to stop: for a remote folder to the local disk; closing the spool uploads it.
 
         Raises:
             TrainingStopped: this save or the one before it failed.
@@ -153,7 +153,12 @@ class Saver:
         self._together(lambda: self._keep_whole(state.copied() if fits else state, first="here"))
 
     def _keep_whole(self, state: Snapshot, *, first: Literal["there", "here"] = "there") -> None:
-        """Where the place is out of reach, on this machine's disk (io/spool.py); so the two that follow."""
+        """Write and commit, spilling to the local disk if the folder is unreachable (io/spool.py).
+
+        `_keep_written` and `_keep_committed` spill in the same way.
+
+        `_keep_written` and `_keep_committed` do the same.
+        """
 
         def write(folder: str) -> None:
             self._committed(self._written(state, folder), None)
@@ -175,19 +180,19 @@ class Saver:
         self._spool.save(commit_in, make_room=self._make_room)
 
     def _make_room(self) -> None:
-        """Have the target hold what the policy keeps and nothing else, before a save that did not fit is repeated."""
+        """Remove what retention does not keep, before a save that did not fit is repeated."""
         complete = store.latest_step(self.folder)
         if complete:
             eval_loss = read_manifest(self._target(complete)).eval_loss
             self._retention.apply(newest=complete, eval_loss=eval_loss, keep=self._kept_with(self._saved))
 
     def _kept_with(self, progress: Progress | None) -> Keep:
-        """The policy, and the step that the stage may end with."""
+        """Return the policy, extended by the step that the stage may end with."""
         held = progress.held_step if progress is not None else None
         return self._keep if held is None else replace(self._keep, also=frozenset({held}))
 
     def _written(self, copy: Snapshot, folder: str) -> Written:
-        """Every file, read back and looked at where that is asked for; it does not count yet."""
+        """Write every file and verify it by reading back, if configured; the draft does not count yet."""
         started, progress = time.perf_counter(), copy.progress
         self._saved = progress
         draft = store.begin(folder, step=progress.step, progress=progress.to_dict())
@@ -230,7 +235,7 @@ class Saver:
 
 
 def on_first(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
-    """Do it on rank 0, None on the others; where it fails, all processes stop."""
+    """Run an action on rank 0 and return its result, None on the others; an error stops all processes."""
     error, result = None, None
     if runtime.rank == 0:
         try:
@@ -243,7 +248,7 @@ def on_first(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
 
 
 def stopping(error: Exception | None) -> Exception:
-    """What ends the run."""
+    """Return the exception that ends the run."""
     if error is None:
         return TrainingStopped("process 0 could not save a checkpoint; its own message says why.")
     if isinstance(error, UnprovenError):

@@ -19,7 +19,7 @@ AHEAD = 8
 
 
 class Scorer:
-    """Scores rows with whatever `parameters` holds at the call."""
+    """Score rows with the current values of `parameters`."""
 
     def __init__(
         self, module: nn.Module, *, runtime: Runtime, token_scores: TokenScores, parameters: Mapping[str, Tensor]
@@ -28,7 +28,10 @@ class Scorer:
         self.program = runtime.program(self.scores, name="score", held=lambda: parameters)
 
     def run(self, batches: Iterable[Batch]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Losses in nats and hits, (N, T) each, of all rows in their order; every process takes part and gets all."""
+        """Return losses in nats and hits, (N, T) each, of all rows in order.
+
+        Every process takes part and gets all.
+        """
         self.module.eval()
         found: list[NDArray[np.float32]] = []
         queued: list[Tensor] = []
@@ -42,7 +45,10 @@ class Scorer:
         return losses, hits
 
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The program: losses and hits of the global batch, (2, G, T); each process adds its rows to zeros."""
+        """Return losses and hits of the global batch, (2, G, T); the compiled program.
+
+        Each process adds its rows to zeros.
+        """
         rank, world_size = self.runtime.share
         with torch.no_grad():
             found = self.token_scores(self.module, self.parameters, batch)

@@ -24,17 +24,17 @@ DEFAULT_READER = DataSourceConfig.__dataclass_fields__["_target_"].default
 
 
 def tokenizer_of(config: Config) -> str:
-    """Folder or Hub id of the tokenizer; a tiny stand-in has the shipped one, a real model its own."""
+    """Return the tokenizer's folder or Hub id: the shipped one for a tiny model, else the model's own."""
     if config.model.tokenizer_path:
         return config.model.tokenizer_path
     return "tpu_experiments/samples/tokenizer" if config.model.size == "tiny" else config.model.path
 
 
 def tokenizer_for(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run, with its chat template.
+    """Load the tokenizer of the run, with its chat template.
 
     Raises:
-        ConfigError: there is none, or it does not go with the settings.
+        ConfigError: there is none, or it does not match the settings.
     """
     return load_tokenizer(
         tokenizer_of(config),
@@ -46,7 +46,7 @@ def tokenizer_for(config: Config) -> PreTrainedTokenizerBase:
 
 
 def prepared_folder(config: Config) -> str:
-    """Where prepared data lies."""
+    """Return the folder of prepared data."""
     return config.prepare.folder or paths.join(config.output_dir, "prepared")
 
 
@@ -58,10 +58,12 @@ def prepare_sources(
     is_lookup: bool = False,
     verify: Literal["rows", "all"] = "rows",
 ) -> dict[str, PreparedSource]:
-    """Rows of every source at every length of the stages, made now or found as they are; `verify` as of `Preparation`.
+    """Return the rows of every source at every row length, prepared now or reused.
+
+    `verify` is that of `Preparation`.
 
     Raises:
-        NotPrepared: some are missing, and `is_lookup` says to make none.
+        NotPrepared: some are missing, and `is_lookup` forbids preparing them.
         ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
     """
     return prepare(
@@ -73,7 +75,7 @@ def prepare_sources(
 
 
 def preparation(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup: bool = False) -> Preparation:
-    """How the sources of a config are prepared, and where."""
+    """Return how and where the sources of a config are prepared."""
     folder = prepared_folder(config)
     loader = config.loader
     cache = CacheSettings(
@@ -90,7 +92,7 @@ def preparation(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """The stages that have a source; the others are named in the log."""
+    """Return the stages that have a source; the others are logged."""
     for name in skipped_stages(config):
         log.info("stage %s is left out: no source of its kind in data=%s", name, list(config.data))
     return resolve_stages(config)

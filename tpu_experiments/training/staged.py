@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Staged(Watched):
-    """Base of `Trainer` between looking at steps and running stages; every process decides the same."""
+    """Base of `Trainer` that evaluates stages and ends them; every process decides the same."""
 
     evaluated: Evaluation | None = None
     """Of the parameters as they are."""
@@ -24,22 +24,22 @@ class Staged(Watched):
     """Likewise."""
 
     def timed_evaluation(self) -> Evaluation:
-        """Evaluate outside the training time."""
+        """Evaluate, timed apart from training."""
         with self.watch.measure("eval"):
             return self.evaluate()
 
     def report_evaluation(self, evaluation: Evaluation) -> None:
-        """Hand an evaluation to the loggers."""
+        """Pass an evaluation to the loggers."""
         self.progress.eval_loss, self.progress.eval_step = evaluation.loss, self.progress.step
         self.outputs.evaluation(self.progress.step, evaluation)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation is due after this step of the run."""
+        """Return whether an evaluation is due after this step of the run."""
         every = self.intervals.evaluate
         return bool(every) and step % every == 0
 
     def evaluate_stage(self, stage: Stage) -> None:
-        """Evaluate after a step of a stage, report it, have the stage's exit test look at it, and write samples."""
+        """Evaluate a stage, report it, apply the stage's exit test, and write samples."""
         evaluation = self.timed_evaluation()
         self.report_evaluation(evaluation)
         record = self.progress.stages[-1]
@@ -53,7 +53,7 @@ class Staged(Watched):
         self.write_sample("during")
 
     def write_sample(self, when: str) -> str | None:
-        """A continuation of every prompt, logged; that of `sample.prompt`."""
+        """Log a continuation of every prompt; return that of `sample.prompt`."""
         settings, inputs = self.config.sample, self.inputs
         if not settings.max_new_tokens or (when == "during" and settings.at == "ends"):
             return None
@@ -64,7 +64,7 @@ class Staged(Watched):
         return texts[0]
 
     def ask(self) -> dict[str, AnswersRecord]:
-        """What becomes of every set of questions now, logged."""
+        """Ask and log every set of questions; return the results."""
         if not self.inputs.questions:
             return {}
         with self.watch.measure("eval"):
@@ -73,7 +73,7 @@ class Staged(Watched):
         return found
 
     def end_stage(self, stage: Stage) -> None:
-        """Evaluate behind the last step, and go back to the best evaluation where the stage ends with that."""
+        """Evaluate after the last step, and restore the best evaluation's step if the stage ends with it."""
         if self.progress.eval_step != self.progress.step:
             self.evaluate_stage(stage)
         record = self.progress.stages[-1]
@@ -94,7 +94,7 @@ class Staged(Watched):
         log.info("stage %s ends with step %d, whose exit loss %.4f is its best", stage.name, best, record.best_loss)
 
     def read_checkpoint(self, *, before: int | None = None) -> Progress | None:
-        """Parameters and optimizer state of the newest complete checkpoint (of a step below `before`)."""
+        """Restore tensors from the newest complete checkpoint (of a step below `before`)."""
         self.saver.join()
         return read_state(
             self.outputs.folder.path("checkpoints"),
@@ -109,7 +109,7 @@ class Staged(Watched):
 
 
 def judge(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: int) -> None:
-    """Compare an evaluation with those before it in the stage, and note in `record` whether the stage ends by it."""
+    """Compare an evaluation with the stage's earlier ones, and note in `record` if it ends the stage."""
     test = stage.exit
     loss = exit_loss(evaluation, stage=stage)
     if math.isfinite(loss) and (record.best_loss is None or loss < record.best_loss):
@@ -129,7 +129,10 @@ def judge(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: in
 
 
 def exit_loss(evaluation: Evaluation, *, stage: Stage) -> float:
-    """Mean over the sources that count of each one's held-out loss, nats per token; all tokens where none has one."""
+    """Return the mean of the counted sources' held-out losses, nats per token.
+
+    If none of them has one, the loss over all tokens.
+    """
     sources = stage.exit.sources or stage.sources
     losses = [evaluation.sources[name] for name in sources if name in evaluation.sources]
     return sum(losses) / len(losses) if losses else evaluation.loss

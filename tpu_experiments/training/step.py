@@ -34,7 +34,7 @@ ROW_TENSORS = ("ids", "learn", "positions", "segments")
 
 @dataclass
 class StepOutput:
-    """What a step reports; every field stays on the device."""
+    """Report of a step; every field stays on the device."""
 
     loss: Tensor
     """Mean loss in nats per supervised token of the global batch, shape ()."""
@@ -74,7 +74,7 @@ def next_token_loss(
 
 
 def loss_settings(config: Config, runtime: Runtime) -> dict[str, Any]:
-    """How one process makes the loss of its rows: what `next_token_loss` and `next_token_scores` take by keyword."""
+    """Return one process's keyword arguments of `next_token_loss` and `next_token_scores`."""
     return {
         "chunk_tokens": config.trainer.loss_chunk_tokens,
         "num_shards": num_shards(config) // runtime.share[1],
@@ -106,9 +106,9 @@ class TrainStep:
     def __call__(
         self, parameters: Mapping[str, Tensor], state: State, batch: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], State, StepOutput]:
-        """New parameters, new state and the report; nothing is changed in place.
+        """Return new parameters, new state and the report; nothing is changed in place.
 
-        A step whose loss or gradient norm is not finite leaves parameters and state, its count included, as they are.
+        A step whose loss or gradient norm is not finite leaves parameters and state, its count included, unchanged.
 
         Args:
             parameters: float32 trainable parameters by name.
@@ -144,9 +144,9 @@ class TrainStep:
     def gradients(
         self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Gradients of this process's loss, in the order of `parameters`, and its row losses (A, R).
+        """Return gradients of this process's loss, in the order of `parameters`, and row losses (A, R).
 
-        Micro-batches run in a loop of the device, so that the program is no longer for more of them.
+        Micro-batches run in a device loop, so that the program's size does not depend on their number.
         """
         names = (*ROW_TENSORS, NOISE) if NOISE in batch else ROW_TENSORS
         values, xs = tuple(parameters.values()), tuple(batch[k] for k in names)
@@ -173,17 +173,20 @@ class TrainStep:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Where x is a number; `torch.isfinite` compares with an infinity that is an input of the program, in float64."""
+    """Return where x is finite.
+
+    `torch.isfinite` would compare with an infinity that is an input of the program, in float64.
+    """
     return (x - x) == 0  # inf - inf and NaN - NaN are NaN
 
 
 def kept(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
-    """The new tensors where `where`, shape () or one that broadcasts, is true, else the old ones."""
+    """Return the new tensors where `where`, shape () or broadcastable, is true, else the old ones."""
     return {name: torch.where(where, new[name], tensor) for name, tensor in old.items()}
 
 
 def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping[str, Tensor], State]) -> None:
-    """Write the new values into the tensors that live on the device (XLA then reuses their buffers)."""
+    """Write the new values into the device's tensors in place (XLA then reuses their buffers)."""
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(new[0][name])
@@ -193,7 +196,7 @@ def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping
 
 
 def seed_of(seed: int, step: int, rank: int) -> int:
-    """Random state of one step, a function of its number, so that a resumed run draws what the first would have.
+    """Return the random seed of one step, a function of its number, so that a resumed run draws the same.
 
     For what torch's generator draws, such as a model's `attention_dropout`; adapters' dropout needs none.
     """

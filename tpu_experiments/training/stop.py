@@ -17,17 +17,16 @@ STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command, given aga
 
 
 class StoppedByRequest(Exception):
-    """The run was asked to stop, saved a checkpoint and did."""
+    """The run was asked to stop, saved a checkpoint and stopped."""
 
 
 class StopFlag:
-    """Set by SIGTERM and by the first Ctrl-C; a second Ctrl-C interrupts at once.
+    """Flag set by SIGTERM and by the first Ctrl-C; a second Ctrl-C interrupts at once.
 
-    Where the run is several processes of one machine, the one that started them has taken over the signals
-    (runtime/stopping.py).
+    With several processes on one machine, their parent handles the signals (runtime/stopping.py).
 
     Args:
-        agree: whether it is true of one of the run's processes; all call it.
+        agree: returns whether its argument is true in any of the run's processes; all must call it.
     """
 
     def __init__(self, grace_seconds: float, *, agree: Callable[[bool], bool]) -> None:
@@ -36,14 +35,14 @@ class StopFlag:
         self._asked_at: float | None = None
 
     def install(self) -> None:
-        """Take over the signals; only the main thread may. Storage is waited for as long as a request leaves time."""
+        """Install the signal handlers (main thread only) and limit storage waits to the grace period."""
         self.grace.install()
         if stopping.joined() is None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._request)
             signal.signal(signal.SIGINT, self._request)
 
     def agreed(self) -> bool:
-        """Whether to stop here; every process of the run calls it at the same points, and all stop at the same."""
+        """Return whether to stop here; all processes call it at the same points and agree."""
         joined = stopping.joined()
         if joined is None:
             if not self._agree(self._asked_at is not None):
@@ -54,7 +53,7 @@ class StopFlag:
         return request.agreed(rank)
 
     def asked_at(self) -> float | None:
-        """When the request came, on the monotonic clock; None before."""
+        """Return the time of the request on the monotonic clock; None before."""
         joined = stopping.joined()
         return self._asked_at if joined is None else joined[0].asked_at
 
@@ -66,7 +65,7 @@ class StopFlag:
 
 @contextmanager
 def parting(grace_seconds: float) -> Iterator[None]:
-    """Inside, children may do the work; where they were asked to stop, what this process does later is in a hurry."""
+    """Limit the time after the block to the grace period, if child processes were asked to stop in it."""
     try:
         yield
     finally:
@@ -76,7 +75,7 @@ def parting(grace_seconds: float) -> Iterator[None]:
 
 @contextmanager
 def ending_in_time() -> Iterator[None]:
-    """Around a run that may end with an exit code: at once where storage was left behind, for nobody waits for it."""
+    """Exit at once on SystemExit if storage was abandoned in the block, without waiting for its threads."""
     try:
         yield
     except SystemExit as ending:

@@ -42,7 +42,7 @@ and of a longer one wrong by a step. What it costs is the trace of one step a re
 
 
 class Trainer(Staged):
-    """One run in one process; with several processes each has one and only rank 0 writes."""
+    """Training loop of one process; with several processes, only rank 0 writes."""
 
     # ---- the run --------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Trainer(Staged):
             self.saver.close()
 
     def run_stage(self, stage: Stage) -> None:
-        """Train one stage from where the progress stands to its last step."""
+        """Train one stage from the current position to its last step."""
         self.leave_if_asked()
         rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, inputs=self.inputs, config=self.config)
@@ -100,7 +100,7 @@ class Trainer(Staged):
         self.save(ends_stage=True)
 
     def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
-        """The steps of a stage that are not done, up to its exit test where it has one."""
+        """Train the remaining steps of a stage, up to its exit test if it has one."""
         first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
         batches = step_batches(
             rows,
@@ -175,7 +175,7 @@ class Trainer(Staged):
             self.save(is_interval=True)
 
     def roll_back(self, wish: RollBack) -> None:
-        """Go back to the last good checkpoint; from there on the steps that did it are passed over."""
+        """Restore the last good checkpoint and mark the bad steps to be skipped."""
         folder, before = self.outputs.folder.path("checkpoints"), self.progress.guard
         self.saver.join()
         target = self.guard.target(wish, before, folder=folder)
@@ -190,13 +190,13 @@ class Trainer(Staged):
         self.outputs.rewind(self.progress.step, num_lost=sum(not before.passes_over(step) for step in steps))
 
     def leave_if_asked(self) -> None:
-        """Stop on request where everything that was done is saved."""
+        """Stop on request; call it where everything done is saved."""
         if self.stop.agreed():
             self.stop.grace.leave()
             raise StoppedByRequest
 
     def profile_from_here(self) -> None:
-        """Begin the profile where the next step is its first."""
+        """Start the profile before its first step."""
         if self.profiler.starts_at(self.progress.step + 1):
             self.settle()
             with self.meters.aside():
@@ -212,7 +212,7 @@ class Trainer(Staged):
     # ---- before and after -----------------------------------------------------------------------------------
 
     def look_before(self) -> None:
-        """Held-out loss and a sample of the untrained model."""
+        """Evaluate and sample the untrained model."""
         evaluation = self.timed_evaluation()
         self.progress.eval_loss_before = evaluation.loss
         self.progress.eval_sources_before = evaluation.sources
@@ -223,7 +223,7 @@ class Trainer(Staged):
         self.progress.sample_before = self.write_sample("before")
 
     def look_after(self) -> None:
-        """Held-out loss, a sample, the export and result.json."""
+        """Evaluate, sample, export, and write result.json."""
         self.leave_if_asked()
         self.stop.grace.leave()  # a request from here on finds everything trained saved
         evaluation = self.evaluated or self.timed_evaluation()
@@ -258,8 +258,8 @@ class Trainer(Staged):
     def save(self, *, is_interval: bool = False, ends_stage: bool = False, leaves: bool = False) -> None:
         """Write a checkpoint of everything that changes (rank 0) once all queued steps are done.
 
-        With `is_interval` it may be written by another thread while the run goes on; else it is complete on return,
-        with `leaves` on this machine's disk where its place is remote.
+        With `is_interval` it may be written by another thread while the run continues; otherwise it is complete on
+        return, with `leaves` on the local disk if the run folder is remote.
         """
         self.settle()
         self.look_at_unread()
@@ -273,20 +273,20 @@ class Trainer(Staged):
             self.runtime.barrier("saved")
 
     def snapshot(self) -> Snapshot:
-        """Everything that changes, where it lies."""
+        """Return everything that a step changes, uncopied."""
         return snapshot(self.progress, parameters=self.parameters, state=self.state)
 
     def restore(self, *, before: int | None = None) -> None:
-        """Go on from the newest complete checkpoint of the run folder (of a step below `before`), if there is one."""
+        """Resume from the newest complete checkpoint (of a step below `before`), if there is one."""
         found = self.read_checkpoint(before=before)
         if found is not None:
             self.progress, self.window.carried = found, list(found.open_losses)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
 
     def stop_for(self, error: UnexpectedProgram) -> NoReturn:
-        """Save what is done, then end the run with what made the compiler work again.
+        """Save what is done, then end the run with the reason for the unexpected compilation.
 
-        Several processes may not all have met it, so they do not wait for each other to save.
+        With several processes nothing is saved, since the others may not have met it and would not take part.
 
         Raises:
             TrainingStopped: always.

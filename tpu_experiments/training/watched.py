@@ -8,10 +8,10 @@ from tpu_experiments.training.window import Reading
 
 
 class Watched(Parts):
-    """Base of `Trainer` between making things and running them."""
+    """Base of `Trainer` that reads, logs and counts the reports of steps."""
 
     def record(self, readings: list[Reading]) -> None:
-        """Hand log records to the loggers and keep the stage's first and last loss."""
+        """Log readings, apply the guard, and keep the stage's first and last loss."""
         for reading in readings:
             if self.guard.wish is not None:
                 return  # what comes later is undone, and is not the same in every process
@@ -26,18 +26,18 @@ class Watched(Parts):
             self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
 
     def settle(self) -> None:
-        """Wait for the device, and record what it has done."""
+        """Wait for the device, and record the steps it has done."""
         self.runtime.wait()
         self.record(self.window.drain())
 
     def read_rest(self) -> None:
-        """Have a record of the steps since the last one, where a stage ends before a record is due."""
+        """Read the steps since the last record, if a stage ends before one is due."""
         steps = self.window.close()
         if steps:
             self.window.read(steps)
 
     def heed_guard(self) -> None:
-        """Leave the stage when a process's guard wants to roll back; all processes come here at the same step.
+        """Leave the stage if any process's guard requests a rollback; all call it at the same step.
 
         Raises:
             RollBack: the same in every process.
@@ -48,20 +48,23 @@ class Watched(Parts):
             raise self.guard.wish
 
     def is_sound(self) -> bool:
-        """Whether the last step's update was applied; a checkpoint in a streak of others would push out a good one."""
+        """Return whether the last step's update was applied.
+
+        A checkpoint within a streak of skipped updates would push out a good one.
+        """
         self.settle()
         self.look_at_unread()
         return not self.progress.guard.streak
 
     def look_at_unread(self) -> None:
-        """Have the guard know all steps so far, whatever is due; after a settle."""
+        """Pass all steps so far to the guard, whether a record is due or not; call it after `settle`."""
         reading = self.window.unread()
         if reading is not None:
             self.guard.look(reading, self.progress)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count compilation and tokens of a stage, or of what was done of it before it is left."""
+        """Count compilation and tokens of a stage, also if it is left early."""
         compiling, tokens = self.runtime.counters().compile_seconds, self.progress.tokens
         try:
             yield

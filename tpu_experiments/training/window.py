@@ -14,12 +14,12 @@ from tpu_experiments.training.step import StepOutput
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says where and why."""
+    """Training cannot continue; the message says where and why."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment on the clocks of the host; seconds are since some start."""
+    """Reading of the host's clocks; seconds are relative to some start."""
 
     seconds: float = 0.0
     trace: float = 0.0
@@ -27,17 +27,17 @@ class Mark:
     compiles: int = 0
 
     def plus(self, other: "Mark") -> "Mark":
-        """Each clock and the other's added."""
+        """Return the sum, clock by clock."""
         return Mark(*(mine + yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
 
     def minus(self, other: "Mark") -> "Mark":
-        """What has passed on each clock since `other`."""
+        """Return what has passed on each clock since `other`."""
         return Mark(*(mine - yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass
 class Pending:
-    """One queued step and what the host knows about it."""
+    """One queued step and the host's facts about it."""
 
     step: int
     lr: float
@@ -65,7 +65,7 @@ class Skipped:
 
 @dataclass
 class Reading:
-    """One log record."""
+    """Values of one log record."""
 
     step: int
     lr: float
@@ -89,23 +89,23 @@ class Reading:
 
     @property
     def mean_loss(self) -> float:
-        """Mean over the finite steps of the record; nan without any."""
+        """Return the mean over the finite steps of the record; NaN without any."""
         return sum(loss for _, loss in self.losses) / len(self.losses) if self.losses else math.nan
 
     @property
     def num_steps(self) -> int:
-        """All steps since the record before that this life of the run did."""
+        """Return the steps since the previous record that this process trained."""
         return len(self.losses) - self.num_carried + len(self.skipped)
 
     @property
     def first_step(self) -> int:
-        """The first of them."""
+        """Return the first step of the record."""
         return min(step for step, _ in [*self.losses, *((s.step, s.loss) for s in self.skipped)])
 
 
 @dataclass
 class Window:
-    """The steps since the last log record."""
+    """Steps since the last log record."""
 
     pending: list[Pending] = field(default_factory=list)
     inbox: "queue.SimpleQueue[Reading]" = field(default_factory=queue.SimpleQueue)
@@ -113,38 +113,41 @@ class Window:
     """(step, loss) of the steps since the last record that an earlier life of the run did; the next record has them."""
 
     def open_losses(self) -> list[tuple[int, float]]:
-        """(step, loss) of every finite step since the last record, for a checkpoint; waits for the device."""
+        """Return (step, loss) of every finite step since the last record; waits for the device.
+
+        A checkpoint stores them.
+        """
         return self.carried + (reading_of(self.pending).losses if self.pending else [])
 
     def close(self) -> list[Pending]:
-        """Hand over the steps collected so far."""
+        """Return the steps collected so far, and start a new record."""
         steps, self.pending = self.pending, []
         return steps
 
     def read(self, steps: list[Pending]) -> None:
-        """Move the reports of `steps` to the host (waits for the device) into the inbox."""
+        """Read the reports of `steps` from the device (waits for it) into the inbox."""
         carried, self.carried = self.carried, []
         self.inbox.put(reading_of(steps, carried=carried))
 
     def unread(self) -> Reading | None:
-        """The reports that no record has been due for; they stay where they are. Waits for the device."""
+        """Return the reports of steps without a record yet, which are kept; waits for the device."""
         return reading_of(self.pending) if self.pending else None
 
     def drain(self) -> list[Reading]:
-        """The readings that have arrived."""
+        """Return the readings that have arrived."""
         readings: list[Reading] = []
         while not self.inbox.empty():
             readings.append(self.inbox.get())
         return readings
 
     def clear(self) -> None:
-        """Forget what is queued and what has arrived."""
+        """Drop what is queued and what has arrived."""
         self.close()
         self.drain()
 
 
 def reading_of(steps: list[Pending], *, carried: Sequence[tuple[int, float]] = ()) -> Reading:
-    """The reports of `steps`, read from the device, behind the losses that were `carried` over a resume."""
+    """Read the reports of `steps` from the device, after the losses `carried` over a resume."""
     losses = list(carried)
     skipped: list[Skipped] = []
     supervised, grad_norm = 0.0, math.nan
@@ -169,7 +172,7 @@ def reading_of(steps: list[Pending], *, carried: Sequence[tuple[int, float]] = (
 
 
 def row_losses(pending: Pending) -> list[tuple[str, float]]:
-    """`source:row` and loss sum of this process's rows of one step, read from the device."""
+    """Return `source:row` and loss sum of this process's rows of a step, read from the device."""
     assert pending.output is not None
     values = pending.output.row_losses_AR.cpu().flatten().tolist()
     return list(zip(pending.labels, values, strict=True))

@@ -11,14 +11,14 @@ from tpu_experiments.data.tokens.tokenize import LEARN
 
 @dataclass(frozen=True)
 class Exchange:
-    """A conversation up to its last answer, and that answer."""
+    """A conversation up to its last answer, and that answer as reference."""
 
     prompt_ids: list[int]
     reference: str
 
 
 def as_records(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """The documents as text, decoded from their tokens."""
+    """Return the documents as text, decoded from their tokens."""
     if held_out.kind == "chat":
         found = exchanges(held_out, tokenizer=tokenizer, num=held_out.flat.num_documents)
         prompts = [str(tokenizer.decode(exchange.prompt_ids)) for exchange in found]
@@ -31,8 +31,10 @@ def as_records(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def exchanges(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase, num: int) -> list[Exchange]:
-    """The last answers of the first `num` conversations; what is rendered and what is an answer was settled when they
-    were prepared (data/tokens/chat.py)."""
+    """Return the last exchange of the first `num` conversations.
+
+    What is rendered and what is an answer was decided when they were prepared (data/tokens/chat.py).
+    """
     found: list[Exchange] = []
     for ids, flags in held_out.documents():
         if len(found) == num:

@@ -1,4 +1,7 @@
-"""task=doctor: would training with this config start on this machine? Nothing is left behind, and no device is held."""
+"""task=doctor: check whether training with this config would start on this machine.
+
+It leaves nothing behind and holds no device.
+"""
 
 import dataclasses
 import logging
@@ -25,7 +28,7 @@ def run(config: Config) -> None:
     """
     task = config.task
     assert isinstance(task, DoctorTaskConfig), "conf/task/doctor.yaml has this schema"
-    logging.disable(logging.WARNING)  # what the checks call logs complaints that the report has as verdicts
+    logging.disable(logging.WARNING)  # the report shows as verdicts what the called code would log
     try:
         results = examine(config, task)
     finally:
@@ -40,7 +43,7 @@ def run(config: Config) -> None:
 
 
 def report(results: Sequence[Result], *, config: Config) -> str:
-    """A line or more for each check, then the conclusion."""
+    """Return one or more lines for each check, then the conclusion."""
     lines = []
     for result in results:
         finding = result.finding
@@ -52,7 +55,7 @@ def report(results: Sequence[Result], *, config: Config) -> str:
 
 
 def conclusion(results: Sequence[Result], *, config: Config) -> str:
-    """One sentence."""
+    """Return the conclusion in one sentence."""
     bad = [result.name for result in results if result.finding.verdict == "failed"]
     if bad:
         return f"training with this config would not start on this machine: {', '.join(bad)}"
@@ -62,6 +65,6 @@ def conclusion(results: Sequence[Result], *, config: Config) -> str:
 
 
 def fields(results: Sequence[Result], *, config: Config) -> dict[str, object]:
-    """The report as JSON."""
+    """Return the content of the JSON report."""
     checks = {r.name: dataclasses.asdict(r.finding) | {"seconds": round(r.seconds, 2)} for r in results}
     return {"would_start": would_start(results), "name": config.name, "hw": config.hw.name, "checks": checks}

@@ -1,4 +1,4 @@
-"""What Google says: gcloud's account, project and quota, and the machine's own metadata."""
+"""Check the Google Cloud side: gcloud's account, project and quota, and this machine's metadata."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, o
 METADATA_HOST = "metadata.google.internal"
 ATTRIBUTES = "computeMetadata/v1/instance/attributes/?recursive=true"
 METADATA_SECONDS = 2.0
-"""A VM's own server answers in milliseconds; elsewhere the name is unknown or nobody answers."""
+"""A VM's metadata server answers in milliseconds; elsewhere the name is unknown or does not answer."""
 QUOTA_NAMES = {"v5e": "TPUV5sLitepodPerProjectPerZoneForTPUAPI", "v6e": "TPUV6EPerProjectPerZoneForTPUAPI"}
 SPOT_QUOTA_NAMES = {
     "v5e": "TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI",
@@ -27,7 +27,7 @@ SPOT_QUOTA_NAMES = {
 
 @dataclass(frozen=True)
 class Gcloud:
-    """What the command gcloud knows; quota is chips by zone, empty where it was not asked or did not answer."""
+    """State of gcloud; quotas are chips by zone, empty where not requested or not answered."""
 
     is_installed: bool
     account: str | None = None
@@ -39,16 +39,16 @@ class Gcloud:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine is, by its metadata server or by exported variables."""
+    """Identity of this machine, from its metadata server or exported variables."""
 
     accelerator_type: str | None
-    """For example v6e-8; None on a machine that is no TPU VM."""
+    """For example v6e-8; None on a machine that is not a TPU VM."""
     runtime_version: str | None = None
-    """None where the metadata do not say it: newer images give a placeholder."""
+    """None where the metadata lack it: newer images have a placeholder."""
 
 
 def look_at_gcloud(config: Config, task: DoctorTaskConfig) -> Gcloud:
-    """Account and project from files of this machine; quotas from Google, for the chip of `hw`."""
+    """Read account and project from this machine's files; query Google for quotas of the chip of `hw`."""
     if shutil.which("gcloud") is None:
         return Gcloud(False)
     settings = _gcloud("config", "list", seconds=task.timeout_seconds)
@@ -66,7 +66,7 @@ def look_at_gcloud(config: Config, task: DoctorTaskConfig) -> Gcloud:
 
 
 def chips_by_zone(quotas: Sequence[Mapping[str, Any]], name: str) -> dict[str, int]:
-    """Zones with more than none, of one quota as the Cloud Quotas API lists it."""
+    """Return the zones with a quota above 0, for one quota in the format of the Cloud Quotas API."""
     found: dict[str, int] = {}
     for quota in quotas:
         if quota.get("quotaId") != name:
@@ -79,7 +79,7 @@ def chips_by_zone(quotas: Sequence[Mapping[str, Any]], name: str) -> dict[str, i
 
 
 def _gcloud(*arguments: str, seconds: float) -> Any:
-    """The JSON it prints; the last line of its complaint as a string where it fails."""
+    """Return gcloud's JSON output, or, if it fails, the first error line as a string."""
     environment = {**os.environ, "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     command = ["gcloud", *arguments, "--format=json"]
     try:
@@ -93,7 +93,7 @@ def _gcloud(*arguments: str, seconds: float) -> Any:
 
 
 def judge_cloud(gcloud: Gcloud, config: Config) -> Finding:
-    """Whether this machine could rent the hardware; none of it is needed to train here."""
+    """Judge whether this machine could rent the hardware; not needed to train here."""
     if not gcloud.is_installed:
         return not_checked("the command gcloud is not here", "it is needed to rent a TPU, not to train on one")
     if not gcloud.account:
@@ -119,11 +119,11 @@ def judge_cloud(gcloud: Gcloud, config: Config) -> Finding:
 
 
 def look_at_machine() -> Machine:
-    """The metadata of a TPU VM; where there is no server, what Colab, Kaggle and GKE export instead."""
+    """Query the metadata server of a TPU VM; without one, read what Colab, Kaggle and GKE export."""
     exported = os.environ.get("TPU_ACCELERATOR_TYPE") or None
     if os.environ.get("TPU_SKIP_MDS_QUERY"):
         return Machine(exported)
-    host = os.environ.get("GCE_METADATA_HOST", METADATA_HOST)  # as Google's own libraries take it
+    host = os.environ.get("GCE_METADATA_HOST", METADATA_HOST)  # the variable that Google's own libraries read
     request = urllib.request.Request(f"http://{host}/{ATTRIBUTES}", headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -134,7 +134,7 @@ def look_at_machine() -> Machine:
 
 
 def machine_of(attributes: Mapping[str, Any]) -> Machine:
-    """From the metadata attributes, in which `tpu-env` is lines of `NAME: 'value'`."""
+    """Parse metadata attributes, whose `tpu-env` has lines `NAME: 'value'`."""
     lines = (line.partition(":") for line in str(attributes.get("tpu-env", "")).splitlines())
     environment = {name.strip(): value.strip().strip("'") for name, _, value in lines}
     version = environment.get("RUNTIME_VERSION", "")
@@ -143,7 +143,7 @@ def machine_of(attributes: Mapping[str, Any]) -> Machine:
 
 
 def judge_runtime_version(machine: Machine, config: Config) -> Finding:
-    """The machine that was rented against `hw`, and its image against its chip."""
+    """Compare the rented machine with `hw`, and its image with its chip."""
     hw = config.hw
     if machine.accelerator_type is None:
         return not_checked("this is no TPU VM (no metadata server, no TPU_ACCELERATOR_TYPE)")
@@ -159,5 +159,5 @@ def judge_runtime_version(machine: Machine, config: Config) -> Finding:
 
 
 def generation_of(accelerator_type: str) -> str:
-    """`v6e` of v6e-8, `v5e` of v5litepod-8."""
+    """Return the chip generation: `v6e` of v6e-8, `v5e` of v5litepod-8."""
     return accelerator_type.replace("v5litepod", "v5e").partition("-")[0]

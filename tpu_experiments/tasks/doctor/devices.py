@@ -1,4 +1,4 @@
-"""The devices: which are there, who holds them, and whether a process can start them."""
+"""Check the devices: how many there are, which processes hold them, and whether they start."""
 
 import json
 import os
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has a device node open."""
+    """Process that has a device node open."""
 
     pid: int
     command: str
@@ -29,45 +29,45 @@ class Holder:
 
 @dataclass(frozen=True)
 class Probed:
-    """What the child process found; `error` instead where it found nothing."""
+    """Result of the child process that starts the devices; `error` if it failed."""
 
     num_devices: int = 0
     kind: str = ""
     total: float = 0.0
-    """What it makes of 1 + 1."""
+    """Result of 1 + 1 on the device."""
     seconds: float = 0.0
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What this machine shows."""
+    """Devices of this machine."""
 
     nodes: tuple[str, ...]
-    """/dev/accel* of v2 to v4, /dev/vfio/0 and on of later ones: one a chip."""
+    """One node per chip: /dev/accel* of v2 to v4, /dev/vfio/0 and up of later chips."""
     closed_nodes: tuple[str, ...]
-    """Those that this user may not open."""
+    """Nodes that this user may not open."""
     num_pci_chips: int
     holders: tuple[Holder, ...]
     num_hidden_processes: int
-    """Processes of other users, whose open files only root sees."""
+    """Processes of other users, whose open files only root can see."""
     probed: Probed | None
-    """None where no child was started, since a chip is held."""
+    """None where no child was started, because a chip is held."""
 
 
 @dataclass(frozen=True)
 class LockFile:
-    """libtpu's /tmp/libtpu_lockfile."""
+    """State of libtpu's /tmp/libtpu_lockfile."""
 
     is_there: bool
     owner: int = 0
     is_writable: bool = True
     holder: int | None = None
-    """Process that has locked it."""
+    """Id of the process that has locked it."""
 
 
 def look_at_devices(config: Config, task: DoctorTaskConfig) -> Devices:
-    """Device nodes and their holders; then a child that starts the devices, unless somebody holds one."""
+    """List device nodes and their holders, then start the devices in a child unless one is held."""
     nodes = device_nodes()
     closed = tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK))
     holders, num_hidden = holders_of(nodes) if nodes else ((), 0)
@@ -77,13 +77,13 @@ def look_at_devices(config: Config, task: DoctorTaskConfig) -> Devices:
 
 
 def device_nodes(root: Path = Path("/dev")) -> tuple[str, ...]:
-    """Nodes of TPU chips, /dev/vfio/vfio (the container interface) not among them."""
+    """Return the nodes of TPU chips, without /dev/vfio/vfio (the container interface)."""
     found = [*root.glob("accel[0-9]*"), *root.glob("vfio/[0-9]*")]
     return tuple(sorted(str(node) for node in found))
 
 
 def holders_of(nodes: Sequence[str], *, proc: Path = Path("/proc")) -> tuple[tuple[Holder, ...], int]:
-    """Other processes that have one of the nodes open, and how many could not be looked into."""
+    """Return the other processes that have a node open, and how many processes could not be inspected."""
     holders, num_hidden = [], 0
     for folder in proc.glob("[0-9]*"):
         if int(folder.name) == os.getpid():
@@ -94,22 +94,22 @@ def holders_of(nodes: Sequence[str], *, proc: Path = Path("/proc")) -> tuple[tup
         except PermissionError:
             num_hidden += 1
             continue
-        except (FileNotFoundError, ProcessLookupError):  # it has ended, or has closed the file meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # it has ended or closed the file meanwhile
             continue
         holders += [Holder(int(folder.name), command, node) for node in nodes if node in opened]
     return tuple(holders), num_hidden
 
 
 def _program(arguments: bytes) -> str:
-    """`python train.py`, `python -m package`: no more of the arguments, which may hold a secret."""
+    """Return `python train.py` or `python -m package`, without further arguments, which may hold secrets."""
     words = arguments.decode(errors="replace").split("\0")
     return " ".join(words[: 3 if words[1:2] == ["-m"] else 2])[:120]
 
 
 def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
-    """Run runtime/probe.py with the variables that a run would have; it is killed when it takes too long.
+    """Run runtime/probe.py with a run's environment variables; it is killed after the time-out.
 
-    One host of several starts its own chips alone, where a run waits for the others (pytorch/xla issue 7714).
+    On one host of several, only its own chips are started, where a run waits for the others (pytorch/xla issue 7714).
     """
     command = [sys.executable, "-m", "tpu_experiments.runtime.probe", hw.runtime, hw.device]
     environment = {**os.environ, **variables(hw), **({"TPU_HOST_BOUNDS": "1,1,1"} if hw.num_hosts > 1 else {})}
@@ -128,7 +128,7 @@ def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
 
 
 def judge_devices(devices: Devices, config: Config) -> Finding:
-    """Whether as many devices start as `hw.num_devices` says, on one host of several its part of them."""
+    """Judge whether `hw.num_devices` devices start, on one of several hosts its part of them."""
     hw = config.hw
     if hw.device == "tpu" and not (devices.nodes or devices.num_pci_chips):
         return failed("no TPU (no Google PCI device, no /dev/accel*, no /dev/vfio/*)", "use a TPU VM, or hw=cpu here")
@@ -175,7 +175,7 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
 
 
 def look_at_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
-    """Its owner, and the process that has locked it by the kernel's own list; the file is not touched."""
+    """Return the file's owner and, from /proc/locks, the locking process; the file is not touched."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def look_at_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks"))
 
 
 def judge_lock_file(lock: LockFile, config: Config) -> Finding:
-    """A lock that a crash or another user left makes libtpu say that the TPU is in use."""
+    """Judge the lock file: one left by a crash or another user makes libtpu report the TPU as in use."""
     if not lock.is_there:
         return ok("none")
     if config.hw.device != "tpu":

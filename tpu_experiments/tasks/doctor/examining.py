@@ -1,4 +1,4 @@
-"""The checks of task=doctor: each looks at something and judges what it saw; all look at once, in threads."""
+"""Run the checks of task=doctor, all at once in threads: each gathers facts, then judges them."""
 
 import threading
 import time
@@ -12,18 +12,18 @@ from tpu_experiments.tasks.doctor import cloud, devices, places, software, sourc
 from tpu_experiments.tasks.doctor.finding import Finding, Verdict, failed, not_checked
 
 SLACK_SECONDS = 5.0
-"""Beside a check's own time-outs, for what it does around them."""
+"""Added to a check's own time-outs, for the work around them."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`look` gathers facts of this machine; `judge` is a function of them and the config alone."""
+    """One check: `look` gathers facts of this machine, `judge` is a pure function of them and the config."""
 
     name: str
     look: Callable[[Config, DoctorTaskConfig], Any]
     judge: Callable[[Any, Config], Finding]
     if_silent: Verdict = "not checked"
-    """Verdict when `look` does not come back in time."""
+    """Verdict when `look` does not return in time."""
 
 
 def _of_config(look: Callable[[Config], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
@@ -63,7 +63,7 @@ class Result:
 
 
 class _Look:
-    """One check under way in a thread that does not keep the process from ending."""
+    """One check running in a daemon thread, which does not keep the process from ending."""
 
     def __init__(self, check: Check, config: Config, task: DoctorTaskConfig) -> None:
         self._check, self._config, self._task = check, config, task
@@ -75,7 +75,7 @@ class _Look:
     def _run(self) -> None:
         try:
             self._finding = self._check.judge(self._check.look(self._config, self._task), self._config)
-        except Exception as error:  # one check that breaks must not hide what the others found
+        except Exception as error:  # a broken check must not hide the others' findings
             self._finding = not_checked(f"{type(error).__name__}: {error}")
         self._seconds = time.monotonic() - self._started
 
@@ -89,7 +89,7 @@ class _Look:
 
 
 def silent(check: Check, *, seconds: float) -> Finding:
-    """What is said of a check that did not come back."""
+    """Return the finding for a check that did not return in time."""
     seen = f"no answer within {seconds:.0f} s"
     if check.if_silent == "failed":
         return failed(seen, "check the network and the credentials, or give it longer with task.timeout_seconds=")
@@ -97,12 +97,12 @@ def silent(check: Check, *, seconds: float) -> Finding:
 
 
 def examine(config: Config, task: DoctorTaskConfig) -> list[Result]:
-    """Every wanted check, in the order of `CHECKS`."""
+    """Run the selected checks, and return their results in the order of `CHECKS`."""
     wanted = [check for check in CHECKS if not task.checks or check.name in task.checks]
     looks = [_Look(check, config, task) for check in wanted]
     return [look.result() for look in looks]
 
 
 def would_start(results: Sequence[Result]) -> bool:
-    """Whether no check has failed."""
+    """Return whether no check has failed."""
     return all(result.finding.verdict != "failed" for result in results)

@@ -1,4 +1,4 @@
-"""What one check says."""
+"""Findings of the checks, and how several are combined."""
 
 import os
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ ORDER: tuple[Verdict, ...] = ("ok", "not checked", "warning", "failed")
 
 @dataclass(frozen=True)
 class Finding:
-    """Verdict of one check: what was seen, and what to do about it in one sentence."""
+    """Verdict of one check: what was observed, and a remedy in one sentence."""
 
     verdict: Verdict
     seen: str
@@ -19,27 +19,27 @@ class Finding:
 
 
 def ok(seen: str) -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs no action."""
     return Finding("ok", seen)
 
 
 def warning(seen: str, remedy: str) -> Finding:
-    """Training starts, and something of it will not be as expected."""
+    """Return a finding with which training starts, but not entirely as expected."""
     return Finding("warning", seen, remedy)
 
 
 def failed(seen: str, remedy: str) -> Finding:
-    """Training would not start."""
+    """Return a finding with which training would not start."""
     return Finding("failed", seen, remedy)
 
 
 def not_checked(seen: str, remedy: str = "") -> Finding:
-    """Nobody could look, or there is nothing to look at."""
+    """Return a finding for what could not be checked, or does not exist."""
     return Finding("not checked", seen, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """One finding of several: the worst verdict, and what all of that verdict say."""
+    """Combine findings: the worst verdict, with the observations and remedies of all that share it."""
     found = list(findings)
     verdict = max((finding.verdict for finding in found), key=ORDER.index)
     same = [finding for finding in found if finding.verdict == verdict]
@@ -48,11 +48,11 @@ def worst(findings: Iterable[Finding]) -> Finding:
 
 
 def shown_gb(num_bytes: float) -> str:
-    """Bytes as GB (10^9), with a decimal below ten."""
+    """Format bytes as GB (10^9), with a decimal below ten."""
     gigabytes = num_bytes / 1e9
     return f"{gigabytes:.1f} GB" if gigabytes < 10 else f"{gigabytes:.0f} GB"
 
 
 def is_me(uid: int) -> bool:
-    """Whether a file's owner is the user of this process; root may everything."""
+    """Return whether this process has the rights of a file's owner; root always has."""
     return os.geteuid() in (0, uid)

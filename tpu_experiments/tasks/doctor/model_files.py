@@ -1,4 +1,4 @@
-"""Whether the weights of a run are on this machine."""
+"""Check whether the weights of a run are on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,16 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where the weights are."""
+    """Location of the weights."""
 
     kind: Kind
     folder: str | None = None
     is_complete: bool = False
-    """Whether config.json and every file of weights are on this machine."""
+    """Whether config.json and all weight files are on this machine."""
 
 
 def look_at_model_files(config: Config) -> ModelFiles:
-    """Of a folder, or of the Hub's cache; nobody is asked."""
+    """Look for the weights in the folder or the Hub's cache, without network access."""
     model = config.model
     if model.init == "random" or model.size == "tiny":
         return ModelFiles("drawn", is_complete=True)
@@ -36,13 +36,13 @@ def look_at_model_files(config: Config) -> ModelFiles:
 
     try:
         folder = Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
-    except Exception:  # the client raises several types for a repository that it has not
+    except Exception:  # the client raises several types for a repository missing in its cache
         return ModelFiles("hub")
     return ModelFiles("hub", str(folder), is_whole(folder))
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint's config.json is there with all files of weights that its index names."""
+    """Return whether a checkpoint has config.json and all weight files named by its index."""
     if not (folder / "config.json").is_file():
         return False
     if not (folder / INDEX).is_file():

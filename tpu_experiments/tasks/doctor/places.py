@@ -1,4 +1,4 @@
-"""Where a run writes: the run folder's storage, the disk, the compile cache, and the run that is there already."""
+"""Check where a run writes: run folder, disk, compile cache, and a run that exists already."""
 
 import dataclasses
 import os
@@ -24,16 +24,16 @@ from tpu_experiments.tasks.doctor.model_files import look_at_model_files
 
 Append = Literal["adds", "overwrites", "is refused"]
 SLOW_SECONDS = 2.0
-"""A checkpoint is a dozen requests: above this for one, saving takes longer than a spot VM's 30 s of notice."""
+"""A checkpoint takes a dozen requests: above this for one, saving exceeds a spot VM's 30 s of notice."""
 ADAM_BYTES = 3 * 4
-"""Of a trained parameter in a checkpoint: value and two moments in float32."""
+"""Checkpoint bytes per trained parameter: value and two moments in float32."""
 SPARE_BYTES = 2 * 10**9
-"""Logs, prepared rows and TensorBoard files of a small run."""
+"""Room for logs, prepared rows and TensorBoard files of a small run."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What one probe file met in `output_dir`; `complaint` says what was refused."""
+    """Result of writing one probe file to `output_dir`; `complaint` if it was refused."""
 
     place: str
     write_seconds: float = 0.0
@@ -43,7 +43,7 @@ class Storage:
 
 
 def look_at_output_dir(config: Config) -> Storage:
-    """Write, read, append and remove one small file; a local folder that does not exist is not made."""
+    """Write, read, append to and remove one small file; a missing local folder is not created."""
     place = config.output_dir if paths.is_remote(config.output_dir) else nearest_folder(config.output_dir)
     file = paths.join(place, f".doctor-{uuid.uuid4().hex[:8]}")
     try:
@@ -54,13 +54,13 @@ def look_at_output_dir(config: Config) -> Storage:
         read = time.perf_counter()
         append = _append(file)
         paths.remove_tree(file)
-    except Exception as error:  # every file system and its client raise types of their own
+    except Exception as error:  # file systems and their clients raise types of their own
         return Storage(place, complaint=complaint(error, place=config.output_dir))
     return Storage(place, written - started, read - written, append)
 
 
 def nearest_folder(path: str) -> str:
-    """The folder, or the nearest one above that exists."""
+    """Return the folder, or its nearest existing parent."""
     folder = Path(path.removeprefix("file://")).expanduser().resolve()
     while not folder.is_dir():
         folder = folder.parent
@@ -70,7 +70,7 @@ def nearest_folder(path: str) -> str:
 def _append(file: str) -> Append:
     filesystem, key = paths.filesystem_of(file)
     try:
-        with warnings.catch_warnings():  # gcsfs warns, once for each file, that it overwrites
+        with warnings.catch_warnings():  # gcsfs warns once per file that it overwrites
             warnings.simplefilter("ignore")
             with filesystem.open(key, "ab") as opened:
                 opened.write(b"b")
@@ -80,7 +80,7 @@ def _append(file: str) -> Append:
 
 
 def judge_output_dir(storage: Storage, config: Config) -> Finding:
-    """Whether checkpoints can be written, how fast, and whether files can grow."""
+    """Judge whether checkpoints can be written, how fast, and whether files can be appended to."""
     if storage.complaint is not None:
         seen, _, remedy = storage.complaint.rstrip(".").rpartition(": ")
         return failed(seen, remedy or "choose another output_dir=")
@@ -101,7 +101,7 @@ def judge_output_dir(storage: Storage, config: Config) -> Finding:
 
 @dataclass(frozen=True)
 class Space:
-    """A disk and what this run would put there."""
+    """Disk and the bytes that this run would write to it."""
 
     what: str
     folder: str
@@ -110,8 +110,8 @@ class Space:
 
 
 def look_at_disk(config: Config) -> tuple[Space, ...]:
-    """Disks of the run folder (of this machine where it is remote) and of the Hub's cache."""
-    from huggingface_hub.constants import HF_HUB_CACHE  # a fifth of a second, which other checks do without
+    """Measure the disks of the run folder (local if it is remote) and of the Hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # takes 0.2 s to import, which other checks do not need
 
     arch = sizes_of(config.model)
     output_dir = "~" if paths.is_remote(config.output_dir) else config.output_dir
@@ -126,7 +126,7 @@ def look_at_disk(config: Config) -> tuple[Space, ...]:
 
 
 def checkpoint_bytes(config: Config, arch: object) -> int:
-    """Bytes of the checkpoints that are kept at once, the one that is being written too."""
+    """Return the bytes of all checkpoints kept at once, including the one being written."""
     if not arch:
         return 0
     decoder = read_decoder(arch)
@@ -137,7 +137,7 @@ def checkpoint_bytes(config: Config, arch: object) -> int:
 
 
 def judge_disk(spaces: tuple[Space, ...], config: Config) -> Finding:
-    """Free bytes against what is needed, each space for itself."""
+    """Compare free with needed bytes, for each disk by itself."""
     findings = []
     for space in spaces:
         shown = (
@@ -152,7 +152,7 @@ def judge_disk(spaces: tuple[Space, ...], config: Config) -> Finding:
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """hw.compile_cache on this machine."""
+    """State of hw.compile_cache on this machine."""
 
     folder: str | None
     is_writable: bool = True
@@ -160,7 +160,7 @@ class CacheFolder:
 
 
 def look_at_compile_cache(config: Config) -> CacheFolder:
-    """The folder of the first process, or the nearest one above that exists."""
+    """Inspect the first process's cache folder, or its nearest existing parent."""
     folder = compile_cache_folder(config, process=0)
     if folder is None:
         return CacheFolder(None)
@@ -169,7 +169,7 @@ def look_at_compile_cache(config: Config) -> CacheFolder:
 
 
 def judge_compile_cache(cache: CacheFolder, config: Config) -> Finding:
-    """Whether compiled programs are kept for the next start."""
+    """Judge whether compiled programs can be kept for the next start."""
     if cache.folder is None:
         return ok(f"none is kept on hw={config.hw.name}")
     if not cache.is_writable:
@@ -179,7 +179,7 @@ def judge_compile_cache(cache: CacheFolder, config: Config) -> Finding:
 
 @dataclass(frozen=True)
 class RunState:
-    """What is in the run folder."""
+    """State of the run folder."""
 
     name: str
     complaint: str | None = None
@@ -189,12 +189,12 @@ class RunState:
 
 
 def as_training(config: Config) -> Config:
-    """The same config as task=train has it."""
+    """Return the same config with task=train."""
     return dataclasses.replace(config, task=TaskConfig(name="train"))
 
 
 def look_at_run(config: Config) -> RunState:
-    """Read the run folder; nothing is written."""
+    """Read the run folder without writing to it."""
     name = str(config.name)
     try:
         folder = open_run(as_training(config))
@@ -206,7 +206,7 @@ def look_at_run(config: Config) -> RunState:
 
 
 def judge_run(state: RunState, config: Config) -> Finding:
-    """Whether a run of this name would begin, or go on."""
+    """Judge whether a run of this name would start or resume."""
     if state.complaint is not None:
         return failed(state.complaint.rstrip("."), "choose another name=")
     if state.is_finished:
@@ -217,12 +217,12 @@ def judge_run(state: RunState, config: Config) -> Finding:
 
 
 def look_at_settings(config: Config) -> bool:
-    """Whether every host would write into a folder of its own."""
+    """Return whether each host might write to a folder of its own."""
     return config.hw.num_hosts > 1 and not paths.is_remote(config.output_dir)
 
 
 def judge_settings(has_own_folders: bool, config: Config) -> Finding:
-    """What is to be trained where; the checks of the config have passed."""
+    """Report model, data and hardware; the config has passed its own checks."""
     if has_own_folders:
         seen = f"output_dir={config.output_dir} is a folder of this machine, and hw.num_hosts={config.hw.num_hosts}"
         return warning(seen, "use a bucket (gs://...), unless it is a folder that all hosts share")

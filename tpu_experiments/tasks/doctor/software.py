@@ -1,4 +1,4 @@
-"""Versions against what the repository asks for, and exported variables that falsify what a run sees."""
+"""Check versions against the repository's requirements, and exported variables that mislead a run."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ SET_UP = "run `bash launch/local.sh python run.py task=doctor`, which installs t
 
 @dataclass(frozen=True)
 class Package:
-    """One requirement and what is installed."""
+    """A requirement and the installed version."""
 
     name: str
     wanted: str
@@ -32,7 +32,10 @@ class Package:
 
     @property
     def fits(self) -> bool:
-        """Whether the installed version is one of those; Colab's libtpu 0.0.21.1 counts as the 0.0.21 it mends."""
+        """Return whether the installed version satisfies the requirement.
+
+        Colab's libtpu 0.0.21.1 counts as 0.0.21, which it patches.
+        """
         if self.installed is None:
             return False
         specifier = Requirement(f"{self.name}{self.wanted}").specifier
@@ -42,14 +45,14 @@ class Package:
 
 @dataclass(frozen=True)
 class Software:
-    """What is installed."""
+    """Python version and installed packages."""
 
     python: tuple[int, int]
     packages: tuple[Package, ...]
 
 
 def look_at_software() -> Software:
-    """From the metadata of the installed packages alone: nothing of them is imported."""
+    """Read the installed packages' metadata; none of them is imported."""
     wanted = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     wanted += [line for line in _requires("torch_xla") if Requirement(line).name in OF_A_TPU]
     packages = []
@@ -60,7 +63,7 @@ def look_at_software() -> Software:
 
 
 def judge_versions(software: Software, config: Config) -> Finding:
-    """Python, the pinned pair, libtpu and jax where a TPU needs them, and every other dependency."""
+    """Judge Python, torch and torch_xla, libtpu and jax where a TPU needs them, and all other packages."""
     hw, findings = config.hw, []
     if not (3, 11) <= software.python < (3, 14):
         shown = ".".join(map(str, software.python))
@@ -118,12 +121,12 @@ KNOWN = (*COUNTS, *BOUNDS, *TYPES, *DEBUG, *FLAGS, *OVERWRITTEN, *HOST, "XLA_USE
 
 
 def look_at_variables() -> dict[str, str]:
-    """Those of `KNOWN` that are exported; no other variable is read, so no secret is."""
+    """Return the exported variables among `KNOWN`; no other is read, so no secret is."""
     return {name: os.environ[name] for name in KNOWN if os.environ.get(name)}
 
 
 def judge_variables(exported: Mapping[str, str], config: Config) -> Finding:
-    """What torch_xla 2.9 and libtpu read from the environment and the config does not know of."""
+    """Judge the variables that torch_xla 2.9 and libtpu read and the config does not control."""
     hw = config.hw
     if hw.runtime != "xla":
         return ok("none that this runtime reads")

@@ -1,4 +1,4 @@
-"""What a run reads: the model's files, the data, and the memory that holds them."""
+"""Check what a run reads: the model's files, the data, and the memory to hold them."""
 
 import os
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ from tpu_experiments.tasks.doctor.places import as_training
 Hub = Literal["not asked", "gives it", "gated", "missing", "no answer"]
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 BASE_BYTES = 3 * 10**9
-"""Everything but the weights: a whole run of the tiny model peaks at 1,454 MiB (README), doubled."""
+"""Host memory besides the weights: a whole run of the tiny model peaks at 1,454 MiB (README), doubled."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class Model:
-    """The weights, and what the Hub says where they have to come from there."""
+    """The weights, and the Hub's answer where they have to be downloaded."""
 
     path: str
     files: ModelFiles
@@ -41,7 +41,7 @@ class Model:
 
 
 def look_at_model(config: Config, task: DoctorTaskConfig) -> Model:
-    """The files; the Hub is asked where they are not all here and it may be."""
+    """Look for the files, and query the Hub if some are missing and HF_HUB_OFFLINE is not set."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -65,13 +65,13 @@ def _ask_hub(path: str, *, revision: str | None, kind: Literal["model", "dataset
         return "gated"
     except (RepositoryNotFoundError, RevisionNotFoundError):
         return "missing"
-    except Exception:  # a dozen types of httpx for a network that is not there
+    except Exception:  # httpx raises a dozen types without a network
         return "no answer"
     return "gives it"
 
 
 def judge_model(model: Model, config: Config) -> Finding:
-    """Whether the weights can be read."""
+    """Judge whether the weights can be read."""
     files, path = model.files, model.path
     token = "a token" if model.has_token else "no token"
     if files.kind == "drawn":
@@ -100,7 +100,7 @@ def judge_model(model: Model, config: Config) -> Finding:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a source are; a name that is no file here can only be known to the Hub."""
+    """Location of a source's rows; a name that is no local file can only be on the Hub."""
 
     path: str
     place: Literal["here", "there", "missing", "hub"]
@@ -108,7 +108,7 @@ class Rows:
 
 
 def look_at_data(config: Config, task: DoctorTaskConfig) -> dict[str, Rows]:
-    """Files and addresses are looked for; the Hub is asked for names, all at once."""
+    """Look for files and addresses; query the Hub for dataset names, all at once."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     found = {name: Rows(path, _place_of(path)) for name, path in _paths(config).items()}
@@ -151,7 +151,7 @@ def _place_of(path: str) -> Literal["here", "there", "missing", "hub"]:
 
 
 def judge_data(data: Mapping[str, Rows], config: Config) -> Finding:
-    """Files that are not there; what a source holds is for task=prepare to say."""
+    """Report missing files; task=prepare checks the content of a source."""
     return worst(_judge_rows(f"data.{key}=", rows) for key, rows in data.items())
 
 
@@ -171,16 +171,16 @@ def _judge_rows(key: str, rows: Rows) -> Finding:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of this machine or container, and of the model as a process holds it."""
+    """Bytes of this machine or container, and bytes that loading the model takes."""
 
     total: int
     available: int
     needed: int | None
-    """None where the model's sizes are not known."""
+    """None where the model's sizes are unknown."""
 
 
 def look_at_host_memory(config: Config) -> HostMemory:
-    """Limits of a container count as the machine's."""
+    """Read the memory of the machine, limited by the container's."""
     memory = psutil.virtual_memory()
     limits = [int(text) for text in map(_text, CGROUP_LIMITS) if text.isdigit()]
     total = min([memory.total, *limits])
@@ -188,9 +188,10 @@ def look_at_host_memory(config: Config) -> HostMemory:
 
 
 def needed_bytes(config: Config, arch: Any) -> int | None:
-    """Host memory of loading the base: it is read once, tensor by tensor (README, 1.009 times the checkpoint at most).
+    """Return the host memory for loading the base, which is read once, tensor by tensor.
 
-    A TPU's tensors leave the host as they are read; so counted, this is the bound for one process that keeps all.
+    It takes at most 1.009 times the checkpoint (README). This is the upper bound, for a process that keeps all weights:
+    on a TPU, tensors leave the host as they are read.
     """
     if not arch:
         return None
@@ -200,7 +201,7 @@ def needed_bytes(config: Config, arch: Any) -> int | None:
 
 
 def judge_host_memory(memory: HostMemory, config: Config) -> Finding:
-    """RAM against the model."""
+    """Compare the host's memory with the model."""
     if memory.needed is None:
         return not_checked("the sizes of the model are not known", "add +model.arch.*= or a local checkpoint")
     seen = f"{shown_gb(memory.available)} of {shown_gb(memory.total)} free, {shown_gb(memory.needed)} needed"
@@ -212,14 +213,14 @@ def judge_host_memory(memory: HostMemory, config: Config) -> Finding:
 
 
 def look_at_chip_memory(config: Config) -> MemoryFinding | None:
-    """What a plan or the formulas say against starting."""
+    """Return what a plan or the formulas report against starting."""
     if config.hw.chip is None or config.hw.topology is None:
         return None
     return memory_finding(as_training(config))
 
 
 def judge_chip_memory(found: MemoryFinding | None, config: Config) -> Finding:
-    """HBM against the run's programs, as the start of task=train judges it."""
+    """Compare HBM with the run's programs, as task=train does when it starts."""
     hw = config.hw
     if hw.chip is None or hw.topology is None:
         return not_checked(f"hw={hw.name} has no chip with a datasheet")

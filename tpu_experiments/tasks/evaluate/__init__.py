@@ -1,7 +1,8 @@
-"""task=evaluate: loss, perplexity, bits per byte and accuracy on held-out documents, the base model always beside.
+"""task=evaluate: score held-out documents with the trained model and its base.
 
-The base is the model as it is built: its adapter does nothing yet (of full training: the weights it began with). Then
-the trained tensors take their place, in the same program.
+Measures are loss, perplexity, bits per byte and accuracy. The base is the model as built: its adapter has no effect
+yet (for full training, its weights are the initial ones). The trained tensors then replace its parameters in the same
+compiled program.
 """
 
 import logging
@@ -33,7 +34,7 @@ def run(config: Config) -> None:
     """Print the table and write `<run>/test_results.json`.
 
     Raises:
-        ConfigError: something the user can mend; nothing was written.
+        ConfigError: something the user can fix; nothing was written.
     """
     start_run_log(None, rank=0)
     try:
@@ -47,7 +48,7 @@ def run(config: Config) -> None:
 
 
 def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: Given) -> None:
-    """What every process does; rank 0 prints and writes."""
+    """Evaluate in every process; rank 0 prints and writes."""
     start_run_log(None, rank=runtime.rank)
     watch, task = Stopwatch(), task_of(config)
     with watch.measure("load"):
@@ -89,6 +90,6 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
 
 
 def written_scores(model: BesideBase, wanted: list[Exchange]) -> Sums:
-    """Scores (N, 4) of the model's answers (metrics/answers.py)."""
+    """Return the scores (N, 4) of the model's answers (metrics/answers.py)."""
     written = model.write([exchange.prompt_ids for exchange in wanted])
     return answer_scores(written, [exchange.reference for exchange in wanted])

@@ -1,4 +1,4 @@
-"""A model and its base in one program, one after the other: the base is the model as it is built."""
+"""Evaluate a model and its base one after the other with the same compiled programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,11 +31,11 @@ from tpu_experiments.training.scoring import Scorer
 from tpu_experiments.training.step import loss_settings
 
 MOST_ROWS = 8
-"""Of answers that are written at once; every device writes them all."""
+"""Answers generated at once; every device computes all of them."""
 
 
 class BesideBase:
-    """The model on the device; its parameters are the base's, then the trained ones."""
+    """Model on the device, with the base's parameters first and the trained ones second."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class BesideBase:
         """Build the base.
 
         Args:
-            shape: (rows at once over all devices, tokens of a row).
-            max_prompts: most prompts that `write` is given at once; 0 where it is given none.
+            shape: (rows at once over all devices, tokens per row).
+            max_prompts: maximum number of prompts passed to `write` at once; 0 if it is not called.
         """
         self.runtime, self.subject, self.tokenizer, self.shape = runtime, subject, tokenizer, shape
         self.max_new_tokens = max_new_tokens
-        # Not more than are scored at once on a device, so that what can be scored can be written.
+        # At most the rows scored at once on a device, so that generation fits where scoring does.
         self.num_written = max(1, min(MOST_ROWS, max_prompts, shape[0] // num_shards(config)))
         source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
@@ -76,7 +76,7 @@ class BesideBase:
         runtime.expect({"score": {scored}, "sample": {written}})
 
     def states(self) -> Iterator[str]:
-        """`base`, and then `trained`, with the parameters of each in place."""
+        """Yield `base`, then `trained`, with the parameters of each in place."""
         yield "base"
         trained = self.subject.tensors()
         if trained is None:
@@ -89,7 +89,7 @@ class BesideBase:
         yield "trained"
 
     def sums(self, held_out: HeldOut, *, widths: Widths | None) -> Sums:
-        """Sums (D, K) of every document (metrics/held_out.py); every process takes part."""
+        """Return the sums (D, K) of every document (metrics/held_out.py); every process takes part."""
         rows_at_once, seq_len = self.shape
         laid_out = lay_out(held_out, seq_len=seq_len, pad_id=pad_id(self.tokenizer))
         found = self.scorer.run(fixed_batches(laid_out.rows, global_rows=rows_at_once, name=held_out.name))
@@ -109,22 +109,22 @@ class BesideBase:
         return document_sums(held_out.token_documents(), num_documents=held_out.flat.num_documents, columns_L=columns)
 
     def write(self, prompts: Sequence[list[int]]) -> list[str]:
-        """The likeliest answers, token by token, to prompts of token ids; what is too long of a prompt loses its start.
+        """Return greedy answers to prompts of token ids; prompts that are too long lose their start.
 
         Every process takes part.
         """
         written: list[str] = []
         for begin in range(0, len(prompts), self.num_written):
             rows = list(prompts[begin : begin + self.num_written])
-            rows += [rows[-1]] * (self.num_written - len(rows))  # one program of one shape
+            rows += [rows[-1]] * (self.num_written - len(rows))  # pad to the program's only shape
             written += self.sampler.run(rows, max_new_tokens=self.max_new_tokens)
         return written[: len(prompts)]
 
     def _require(self, trained: Mapping[str, Tensor]) -> None:
-        """Compare names with those of the model.
+        """Require the trained tensors' names to match the model's.
 
         Raises:
-            ConfigError: it was trained on another model, or with other targets.
+            ConfigError: they were trained on another model, or with other targets.
         """
         expected = {part for name in self.parameters for part in hugging_face_names(name)}
         lacks, extra = sorted(expected - trained.keys()), sorted(trained.keys() - expected)
@@ -137,13 +137,13 @@ class BesideBase:
 
 
 def is_text(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.bool_]:
-    """Whether each token (L,) stands for text; all do where the tokenizer does not tell."""
+    """Return whether each token (L,) is text; all are if the tokenizer has no known widths."""
     ids_L = held_out.flat.ids_L
     return np.ones(len(ids_L), np.bool_) if widths is None else widths.stands_for_text(ids_L)
 
 
 def bytes_of(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.int32]:
-    """Bytes (L,) of each token's text; zeros where the tokenizer does not tell."""
+    """Return the bytes (L,) of each token's text; zeros if the tokenizer has no known widths."""
     if widths is None:
         return np.zeros(len(held_out.flat.ids_L), np.int32)
     return np.concatenate([widths.of(ids) for ids, _ in held_out.documents()])

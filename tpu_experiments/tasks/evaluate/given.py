@@ -1,4 +1,4 @@
-"""What task=evaluate is given: the held-out documents of every source, found or prepared before a device is touched."""
+"""Load the held-out documents that task=evaluate scores, before a device is used."""
 
 import logging
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Given:
-    """What every process evaluates; picklable."""
+    """Inputs of every evaluating process; picklable."""
 
     splits: dict[str, HeldOut]
     exchanges: dict[str, list[Exchange]]
-    """Of the chat sources, where answers are written."""
+    """Exchanges of the chat sources to answer."""
     tokenizer: PreTrainedTokenizerBase
     geometry: Geometry
     seq_len: int
 
 
 def make_given(subject: Subject, *, vocab_size: int) -> Given:
-    """The held-out documents of every source.
+    """Return the held-out documents of every source and what is needed to score them.
 
     Raises:
-        ConfigError: there are none, or what lies there is not what was trained on.
+        ConfigError: there are none, or the prepared data differ from those of training.
     """
     config = subject.config
     task = task_of(config)
@@ -61,10 +61,10 @@ def make_given(subject: Subject, *, vocab_size: int) -> Given:
 
 
 def check_length(config: Config, seq_len: int) -> None:
-    """Refuse rows that are longer than the model's.
+    """Refuse rows longer than the model's maximum.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: `task.seq_len` exceeds it.
     """
     source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
     limit = getattr(source.config, "max_position_embeddings", None)
@@ -76,7 +76,7 @@ def check_length(config: Config, seq_len: int) -> None:
 
 
 def write_documents(splits: dict[str, HeldOut], *, tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """The documents of all sources as text, one JSON object a line."""
+    """Write the documents of all sources as text, one JSON object per line."""
     records = [record for held_out in splits.values() for record in as_records(held_out, tokenizer=tokenizer)]
     paths.make_dirs(paths.folder_of(file))
     paths.write_text_atomic(file, "".join(strict_json.dumps(record) + "\n" for record in records))
@@ -84,10 +84,10 @@ def write_documents(splits: dict[str, HeldOut], *, tokenizer: PreTrainedTokenize
 
 
 def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[str, HeldOut]:
-    """The documents of every source that has some in the split.
+    """Return the documents of every source that has some in the split.
 
     Raises:
-        ConfigError: none has.
+        ConfigError: no source has.
     """
     task, how = task_of(config), preparation(config, tokenizer=tokenizer, is_lookup=True)
     found = {
@@ -113,7 +113,7 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 
 def _has_documents(held_out: HeldOut, config: Config) -> bool:
-    """Whether there is something to evaluate; the log says where not."""
+    """Return whether there is something to evaluate; log a warning if not."""
     if held_out.flat.num_documents:
         return True
     log.warning("data.%s has no document in the %s split; it is left out", held_out.name, task_of(config).split)
@@ -126,7 +126,7 @@ def _fractions(config: Config) -> str:
 
 
 def check_audit(subject: Subject, inputs: RunInputs) -> None:
-    """Refuse data that is not what the model was trained on: its held-out documents may be among those it has learnt.
+    """Refuse data other than the training data, whose held-out documents may have been trained on.
 
     Raises:
         ConfigError: the audit hash of a source differs.

@@ -1,4 +1,4 @@
-"""The results of task=evaluate: a table for the terminal and the fields of test_results.json."""
+"""Format the results of task=evaluate: a table for the terminal and the fields of test_results.json."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,7 +14,10 @@ Answers = Mapping[str, Mapping[str, Any]]
 
 
 def facts(subject: Subject, found: Compared, answers: Answers, *, num_in_split: Mapping[str, int]) -> dict[str, Any]:
-    """What test_results.json says of the model; `loss`, `perplexity`, ... are its own over all sources."""
+    """Return the fields of test_results.json.
+
+    `loss`, `perplexity`, ... at the top level are the evaluated model's own, over all sources.
+    """
     task = task_of(subject.config)
     last = list(found.values())[-1]
     values = last.base if last.trained is None else last.trained
@@ -34,7 +37,7 @@ def facts(subject: Subject, found: Compared, answers: Answers, *, num_in_split: 
 
 
 def as_text(subject: Subject, found: Compared, answers: Answers) -> str:
-    """The tables, and where the results lie."""
+    """Return the tables and the path of the results."""
     task = task_of(subject.config)
     what = {"base": "the base model alone", "checkpoint": "base model -> newest checkpoint"}
     title = f"{task.split} split, {what.get(subject.kind, f'base model -> {subject.kind}')}"
@@ -43,13 +46,13 @@ def as_text(subject: Subject, found: Compared, answers: Answers) -> str:
 
 
 def table(found: Compared) -> str:
-    """A line for every source, aligned; `base -> trained` where there are both."""
+    """Return a table with a line for every source; `base -> trained` where both exist."""
     header = ("source", "documents", "tokens", "loss", "difference", "perplexity", "bits per byte", "accuracy")
     return aligned([header, *(_line(name, comparison) for name, comparison in found.items())])
 
 
 def answers_table(answers: Answers) -> str:
-    """A line for every source whose conversations were answered."""
+    """Return a table with a line for every source with answered conversations."""
     lines: list[tuple[str, ...]] = [("answers of", "number", *SCORES)]
     for name, scores in answers.items():
         trained = scores.get("trained", {})
@@ -59,13 +62,13 @@ def answers_table(answers: Answers) -> str:
 
 
 def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Estimates as dicts."""
+    """Return estimates as dicts."""
     sides = {side: {k: asdict(e) for k, e in told.items()} for side, told in scores.items() if side != "answers"}
     return {"answers": scores["answers"], **sides}
 
 
 def aligned(lines: list[tuple[str, ...]]) -> str:
-    """Columns as wide as their widest cell: the first to the left, the others to the right."""
+    """Align columns to their widest cell: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])

@@ -1,4 +1,4 @@
-"""What is evaluated: a run's export, the newest checkpoint of an unfinished one, an adapter, or the base alone."""
+"""Choose what is evaluated: a run's export or newest checkpoint, an adapter, or the base alone."""
 
 import dataclasses
 import logging
@@ -26,21 +26,21 @@ BASE_ALONE = "none"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate beside its base."""
+    """Model to evaluate, next to its base."""
 
     config: Config
-    """Of its run where it has one, under the machine of this command."""
+    """Config of its run, if it has one, with the hardware of this command."""
     kind: str
     """`adapter`, `model`, `checkpoint` or `base`."""
     place: str
-    """Folder of its tensors; of a checkpoint, of all of them."""
+    """Folder of its tensors; for a checkpoint, the folder of all checkpoints."""
     results: str
-    """File that the results go to."""
+    """File to write the results to."""
     audit: Mapping[str, str] | None = None
-    """`<source>@<row length>` to the audit hash of what it was trained on; None where nobody knows."""
+    """Audit hash of the training data by `<source>@<row length>`; None where unknown."""
 
     def tensors(self) -> Mapping[str, Tensor] | None:
-        """Its trained tensors under Hugging Face's names; None for the base alone."""
+        """Return the trained tensors under Hugging Face's names; None for the base."""
         if self.kind == "base":
             return None
         if self.kind == "adapter":
@@ -54,16 +54,16 @@ class Subject:
 
 
 def task_of(config: Config) -> EvaluateTaskConfig:
-    """The settings of this task."""
+    """Return the settings of task=evaluate."""
     assert isinstance(config.task, EvaluateTaskConfig)
     return config.task
 
 
 def subject_of(config: Config) -> Subject:
-    """What this command evaluates.
+    """Return what this command evaluates.
 
     Raises:
-        ConfigError: there is no such run or adapter, the run has nothing to evaluate, or it is of another config.
+        ConfigError: the run or adapter does not exist, has nothing to evaluate, or belongs to another config.
     """
     task = task_of(config)
     chosen = f"-{'-'.join(config.data)}" if task.data == "selected" else ""
@@ -77,10 +77,10 @@ def subject_of(config: Config) -> Subject:
 
 
 def _run_folder(config: Config, task: EvaluateTaskConfig) -> RunFolder:
-    """The folder of a run.
+    """Return the folder of the run.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
     """
     assert config.name is not None, "to_config names the run"
     folder = RunFolder(config.output_dir, config.name)
@@ -97,10 +97,10 @@ def _run_folder(config: Config, task: EvaluateTaskConfig) -> RunFolder:
 
 
 def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> Config:
-    """The run's own config, under this command's machine.
+    """Return the run's own config, with the hardware of this command.
 
     Raises:
-        ConfigError: no run was named, and that of this command's name has another config.
+        ConfigError: the run was found by this command's name, and its config differs.
     """
     keys = MODEL_KEYS if task.data == "selected" else MODEL_KEYS + DATA_KEYS
     found = config_of_run(config, text=_config_text(folder), place=folder.config_path, keys=keys)
@@ -114,17 +114,17 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
                 f"name={config.name}; {folder.path()} was made with {'; '.join(changed[:8])}; restore the values, or "
                 f"take the run's own with task.run={folder.path()}."
             )
-    # How rows are cut over the devices is this command's, and so are compiled programs, which are machine code.
+    # Row geometry is this command's, and so is the compile cache, since compiled programs are machine code.
     own = replace(config.trainer, seq_len=found.trainer.seq_len, options=found.trainer.options)
     hw = replace(config.hw, compile_cache=compile_cache_root(config) or "none")
     return dataclasses.replace(found, trainer=own, hw=hw, output_dir=folder.output_dir, name=folder.name)
 
 
 def _config_text(folder: RunFolder) -> str:
-    """Its config.yaml.
+    """Return the text of the run's config.yaml.
 
     Raises:
-        ConfigError: it is missing, or no text.
+        ConfigError: it is missing, or not text.
     """
     try:
         return paths.read_text(folder.config_path)
@@ -133,7 +133,7 @@ def _config_text(folder: RunFolder) -> str:
 
 
 def _of_run(config: Config, folder: RunFolder, *, file: str) -> Subject:
-    """The run's export, or its newest checkpoint where it is not finished.
+    """Return the run's export, or its newest checkpoint if it is not finished.
 
     Raises:
         ConfigError: it has neither.
@@ -158,7 +158,7 @@ def _of_run(config: Config, folder: RunFolder, *, file: str) -> Subject:
 
 
 def _with_adapter(subject: Subject, adapter: str) -> Subject:
-    """The same with the adapter of a folder, or with the base alone."""
+    """Return the subject with the adapter of a folder, or with the base alone."""
     if adapter == BASE_ALONE:
         return replace(subject, kind="base", place="")
     config = replace(subject.config, lora=read_adapter(adapter).lora)

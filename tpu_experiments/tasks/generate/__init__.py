@@ -1,4 +1,7 @@
-"""task=generate: write text with what a run trained, or with a base model; one prompt, a file, or a terminal."""
+"""task=generate: write text with a trained or a base model.
+
+Prompts come from the command, a file or a terminal.
+"""
 
 import logging
 import sys
@@ -25,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Write; exit code 0 done, 2 refused, 1 failed.
+    """Generate; exit code 0 done, 2 refused, 1 failed.
 
     Raises:
-        ConfigError: something the user can mend; nothing was written.
+        ConfigError: something the user can fix; nothing was written.
     """
     task = config.task
     assert isinstance(task, GenerateTaskConfig), "conf/task/generate.yaml has this schema"
@@ -67,7 +70,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
 
 
 def _reader(origin: Origin, task: GenerateTaskConfig) -> tuple[Reader, HuggingFaceModel]:
-    """How prompts are read and answers end, and where the model's weights are."""
+    """Return how prompts are tokenized and answers end, and the source of the model's weights."""
     config = origin.config
     tokenizer = tokenizer_for(config)
     kind = kind_of(origin, tokenizer, task)
@@ -83,7 +86,7 @@ def _reader(origin: Origin, task: GenerateTaskConfig) -> tuple[Reader, HuggingFa
 
 
 def _buckets(task: GenerateTaskConfig, *, limit: int | None) -> list[int]:
-    """Those that leave room for the answer.
+    """Return the prompt lengths that leave room for the answer.
 
     Raises:
         ConfigError: none does.
@@ -123,7 +126,7 @@ def _decoder(
 
 
 def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, output: str | None) -> None:
-    """Answer all; the lines of a file keep the order of the prompts."""
+    """Answer all prompts; `output` keeps their order."""
     found: dict[int, Answer] = {}
     num = len(given) * answers.num_sequences
     try:
@@ -133,7 +136,7 @@ def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, out
                 log.info("%d of %d answers", len(found), num)
             elif len(given) > 1:
                 print(f"{answer.prompt.place}: {answer.prompt.shown}\n{answer.text}\n", flush=True)
-    finally:  # what is there when Ctrl-C ends it is kept
+    finally:  # after Ctrl-C, keep the answers so far
         if output is not None and found:
             lines = [strict_json.dumps(found[number].fields()) + "\n" for number in sorted(found)]
             paths.make_dirs(paths.folder_of(output))
@@ -142,7 +145,7 @@ def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, out
 
 
 def _converse(answers: Answers, task: GenerateTaskConfig) -> None:
-    """Answer what is typed, each line for itself; what cannot be answered is said and passed over."""
+    """Answer typed lines independently of each other; print an error for one that is refused."""
     for line in typed(_lines()):
         prompt = asked(line, task, place="this prompt")
         try:
@@ -154,13 +157,13 @@ def _converse(answers: Answers, task: GenerateTaskConfig) -> None:
         try:
             for _ in answers.of([(prompt, ids)], live=True):
                 pass
-        except KeyboardInterrupt:  # of this answer, not of the conversation
+        except KeyboardInterrupt:  # ends this answer, not the conversation
             print(flush=True)
         log.info("%s", answers.account())
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, up to the end of the input or Ctrl-C."""
+    """Yield typed lines, up to the end of the input or Ctrl-C."""
     sign = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401  # gives input() its line editing

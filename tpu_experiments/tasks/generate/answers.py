@@ -1,4 +1,4 @@
-"""Batches of prompts through the decoder, back to text, and the account of them."""
+"""Decode batches of prompts into text and count answers, tokens and speed."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,37 +17,37 @@ from tpu_experiments.tasks.generate.prompts import Ends, Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """What was written for a prompt."""
+    """Text generated for a prompt."""
 
     prompt: Prompt
     text: str
     num_tokens: int
-    """Without the one that ended it."""
+    """Tokens without the one that ended the answer."""
     finished: bool
-    """Whether the model ended it, and not `task.max_new_tokens`."""
+    """Whether the model ended the answer, rather than `task.max_new_tokens`."""
 
     def fields(self) -> dict[str, Any]:
-        """A line of `task.output`."""
+        """Return a line of `task.output`."""
         facts = {"text": self.text, "num_tokens": self.num_tokens, "finished": self.finished}
         return {"prompt": self.prompt.shown, **facts}
 
 
 @dataclass(frozen=True)
 class Reader:
-    """From prompts to ids and from ids to text."""
+    """Conversion of prompts to token ids and of generated ids to text."""
 
     ids: Callable[[Prompt], list[int]]
     tokenizer: PreTrainedTokenizerBase
     ends: Ends
     kind: str
     buckets: list[int]
-    """Ascending."""
+    """Prompt lengths of the compiled programs, ascending."""
 
     def bucket(self, ids: Sequence[int], *, place: str) -> int:
-        """The smallest that holds these ids.
+        """Return the smallest bucket that holds these ids.
 
         Raises:
-            ConfigError: none does.
+            ConfigError: they are longer than the largest.
         """
         for bucket in self.buckets:
             if len(ids) <= bucket:
@@ -58,7 +58,7 @@ class Reader:
         )
 
     def answer(self, prompt: Prompt, written: list[int]) -> Answer:
-        """The text up to its end."""
+        """Return the answer decoded up to its end."""
         end = next((place for place, token in enumerate(written) if token in self.ends.ids), len(written))
         text = str(self.tokenizer.decode(written[:end], skip_special_tokens=True))
         is_marked = bool(self.ends.marker) and self.ends.marker in text
@@ -70,7 +70,7 @@ class Reader:
 
 
 class Answers:
-    """Answers prompts, and counts."""
+    """Generator of answers, with counts and speed."""
 
     def __init__(self, decoder: Decoder, reader: Reader, *, runtime: Runtime, num_sequences: int) -> None:
         self.decoder, self.reader, self.runtime, self.num_sequences = decoder, reader, runtime, num_sequences
@@ -79,10 +79,12 @@ class Answers:
         self._before = runtime.counters()
 
     def of(self, given: Sequence[tuple[Prompt, list[int]]], *, live: bool) -> Iterator[tuple[int, Answer]]:
-        """Number and answer of every prompt (`num_sequences` of each), as batches of one bucket are full.
+        """Yield number and answer of every prompt (`num_sequences` of each).
+
+        A batch runs when the prompts of one bucket fill it, so that answers may come out of order.
 
         Args:
-            live: print the text of a batch of one row while it is written, and of others once it is.
+            live: print the text of a batch of one row while it is generated, and of others afterwards.
         """
         waiting: dict[int, list[tuple[int, Prompt, list[int]]]] = {}
         for prompt, ids in given:
@@ -122,7 +124,7 @@ class Answers:
         yield from zip(draws, answers, strict=True)
 
     def account(self) -> str:
-        """Answers, tokens, speed, programs."""
+        """Return a sentence with answers, tokens, speed and compiled programs."""
         now = self.runtime.counters()
         seconds = self.seconds - (now.compile_seconds - self._before.compile_seconds)
         speed = self.num_tokens / max(seconds, 1e-9)
@@ -138,7 +140,7 @@ class Answers:
 
 
 class Screen:
-    """Text on the terminal as it grows; what is logged meanwhile comes behind it."""
+    """Print text on the terminal as it grows; log records wait until it ends."""
 
     def __init__(self) -> None:
         self.shown = ""
@@ -151,7 +153,7 @@ class Screen:
         self._log.close()
 
     def show(self, text: str) -> None:
-        """Print what is new; half of a letter waits for the other half."""
+        """Print what is new; an incomplete UTF-8 character waits for its other bytes."""
         whole = text.rstrip("\ufffd")
         if whole.startswith(self.shown):
             if not self.shown and whole:
@@ -160,7 +162,7 @@ class Screen:
             self.shown = whole
 
     def end(self, texts: Sequence[str]) -> None:
-        """End the line; print again what came out otherwise than it began."""
+        """End the line; print texts again whose beginning has changed."""
         for text in texts:
             if self.shown and text.startswith(self.shown):
                 print(text[len(self.shown) :], flush=True)

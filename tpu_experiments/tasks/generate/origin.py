@@ -1,4 +1,4 @@
-"""What text is written with: a model, and what a run or an adapter put beside or in place of its weights."""
+"""Find the weights to generate with: a model, and tensors of a run or adapter applied to it."""
 
 import logging
 from collections.abc import Mapping
@@ -21,17 +21,17 @@ from tpu_experiments.training.sources import tokenizer_of
 
 log = logging.getLogger(__name__)
 TAKEN = ("seed", "plugins", "model", "lora")
-"""Of a run's config; its data are read for their kinds alone."""
+"""Parts taken from a run's config; of its data, only the kinds are read."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """All that decides which function the model computes."""
+    """Everything that determines the function the model computes."""
 
     config: Config
-    """With the model and the seed of the run."""
+    """Config with the model and the seed of the run."""
     kinds: frozenset[str] | None = None
-    """Of the sources that the run trained on, `text` and `chat`; None without a run."""
+    """Kinds of the sources that the run trained on, `text` and `chat`; None without a run."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig(r=0))
     trained: Mapping[str, Tensor] = field(default_factory=dict)
     reduced_with_seed: int | None = None
@@ -39,10 +39,10 @@ class Origin:
 
 
 def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
-    """Find everything; tensors of adapters are in memory then.
+    """Find config and weights; an adapter's tensors are read into memory.
 
     Raises:
-        ConfigError: something is missing or does not go together.
+        ConfigError: something is missing or does not match.
     """
     origin = Origin(config) if task.run is None else _of_run(config, task.run)
     origin = replace(origin, config=_with_overrides(origin.config, task))
@@ -54,7 +54,7 @@ def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
 
 
 def _of_run(config: Config, folder: str) -> Origin:
-    """The run's model, adapters and seed in the place of the command's."""
+    """Return the command's config with the run's model, adapter and seed."""
     place = paths.join(folder, "config.yaml")
     try:
         text = paths.read_text(place)

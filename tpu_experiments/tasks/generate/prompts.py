@@ -1,4 +1,4 @@
-"""Prompts from the command, a file or the terminal to token ids, and where an answer ends."""
+"""Read prompts from the command, a file or the terminal, tokenize them, and find how answers end."""
 
 import json
 from collections.abc import Iterator
@@ -23,31 +23,31 @@ WANTED = "`prompt` (text), `messages` (a list of role and content, the last of t
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation to answer; plain text is a single turn."""
+    """Conversation to answer; plain text is a single turn."""
 
     messages: Messages
     place: str
 
     @property
     def shown(self) -> str:
-        """The last turn."""
+        """Return the text of the last turn."""
         return self.messages[-1][1]
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Where an answer ends."""
+    """Tokens and text that end an answer."""
 
     ids: frozenset[int]
     marker: str = ""
-    """Plain text that ends a turn, of a chat format whose marker is no token of the tokenizer."""
+    """Text that ends a turn, for a chat format whose marker is not a token of the tokenizer."""
 
 
 def kind_of(origin: Origin, tokenizer: PreTrainedTokenizerBase, task: GenerateTaskConfig) -> str:
-    """`chat` or `text`.
+    """Return `chat` or `text`.
 
     Raises:
-        ConfigError: `chat` without a chat template, or what `text` has no place for.
+        ConfigError: `chat` without a chat template, or `text` with a system text.
     """
     if task.format == "auto":
         trained_chat = origin.kinds is None or "chat" in origin.kinds
@@ -62,10 +62,10 @@ def kind_of(origin: Origin, tokenizer: PreTrainedTokenizerBase, task: GenerateTa
 
 
 def given_prompts(task: GenerateTaskConfig) -> list[Prompt]:
-    """Those of the command or its file; none for the terminal.
+    """Return the prompts of the command or its file; none for the terminal.
 
     Raises:
-        ConfigError: the file is missing, empty or not of its form.
+        ConfigError: the file is missing, empty or malformed.
     """
     if task.prompt is not None:
         return [asked(task.prompt, task, place="task.prompt")]
@@ -87,7 +87,7 @@ def given_prompts(task: GenerateTaskConfig) -> list[Prompt]:
 
 
 def asked(text: str, task: GenerateTaskConfig, *, place: str, given: str | None = None) -> Prompt:
-    """A user's turn; what an instruction is about is joined to it as `data.<name>.format=instruction` does."""
+    """Return a user's turn, joined with its input as `data.<name>.format=instruction` does."""
     about = given or task.input
     turn = f"{text}\n\n{about}" if about else text
     system = () if task.system is None else (("system", task.system),)
@@ -105,7 +105,7 @@ def _of_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
     if isinstance(text, str) and text.strip() and isinstance(given, str | None):
         return asked(text, task, place=place, given=given)
     turns = [_turn(turn) for turn in messages] if isinstance(messages, list) else []
-    if not turns or None in turns or turns[-1][0] != "user":  # type: ignore[index]  # None is looked for before
+    if not turns or None in turns or turns[-1][0] != "user":  # type: ignore[index]  # checked for None before
         raise ConfigError(f"{place}; it needs {WANTED}; mend the line.")
     if task.system is not None and turns[0] is not None and turns[0][0] != "system":
         turns = [("system", task.system), *turns]
@@ -119,11 +119,11 @@ def _turn(turn: Any) -> tuple[str, str] | None:
 
 
 def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
-    """Token ids of a prompt.
+    """Return the token ids of a prompt.
 
     Raises:
-        ConfigError: the chat template refuses it, it is empty or no Unicode, or the model has no embedding for a token
-            of it.
+        ConfigError: the chat template refuses it, it is empty or invalid Unicode, or the model has no embedding for one
+            of its tokens.
     """
     try:
         "".join(text for _, text in prompt.messages).encode()
@@ -153,7 +153,9 @@ def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, voc
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: PretrainedConfig, folder: Path | None) -> Ends:
-    """End of sequence by tokenizer, config.json and generation_config.json; of chats also what closes a turn.
+    """Return the end-of-sequence ids and, for chats, what closes a turn.
+
+    The ids are those of the tokenizer, config.json and generation_config.json.
 
     Raises:
         ConfigError: generation_config.json cannot be read.
@@ -178,7 +180,7 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: Pretrained
 
 
 def _after_answer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the chat format writes after an answer, without blanks around it."""
+    """Return what the chat format writes after an answer, stripped."""
     try:
         text = render((("user", "?"), ("assistant", "\ufdd0")), tokenizer=tokenizer, ends_with="turn")
     except TemplateError:
@@ -187,7 +189,7 @@ def _after_answer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def typed(read: Iterator[str]) -> Iterator[str]:
-    """Lines up to `exit` or `quit`; empty ones are passed over."""
+    """Yield lines up to `exit` or `quit`, skipping empty ones."""
     for line in read:
         if line.strip().lower() in ("exit", "quit"):
             return

@@ -1,7 +1,7 @@
-"""task=plan: what the configured run takes on its TPU in memory, time and money, told on a machine without one.
+"""task=plan: estimate a run's memory, time and cost on its TPU, on a machine without one.
 
-`run` chooses the method and the configs; compiled.py and formulas.py make a plan of a config each, exploring.py tries
-settings, and output.py writes and prints. Nothing that takes seconds to import is loaded before the checks are done.
+`run` chooses the method and the configs; compiled.py and formulas.py each plan a config, exploring.py searches
+settings, and output.py writes and prints. Slow imports are deferred until the checks are done.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from tpu_experiments.planning import complaints
 from tpu_experiments.runtime.patches import require_versions
 
 STOPPED_EXIT_CODE = 75
-"""As of a stopped run: the same command goes on."""
+"""Exit code of a stopped run: the same command continues it."""
 
 
 def run(config: Config) -> None:
@@ -42,10 +42,12 @@ def run(config: Config) -> None:
 
 
 def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConfig, *, method: str) -> None:
-    """Make, write and print the plans of all machines, the config's own last: its table holds the others.
+    """Make, write and print the plans of all machines.
+
+    The config's own comes last, since its table shows the others.
 
     Raises:
-        ConfigError: there is no plan for one of them; the others are written.
+        ConfigError: one of them has no plan; the others are written.
     """
     from tpu_experiments.logging.runlog import start_run_log, stop_run_log
     from tpu_experiments.tasks.plan.exploring import case_of, plans_of
@@ -66,17 +68,17 @@ def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConf
 
 
 def of_machine(name: str, config: Config) -> Config:
-    """The same command for another machine, with a folder of its own.
+    """Return the same command for another machine, with a folder of its own.
 
     Raises:
-        ConfigError: there is no such machine, or the run cannot be cut for it.
+        ConfigError: there is no such machine, or the batch cannot be divided for it.
     """
     found = variant(f"hw={name}")
     return replace(found, name=f"{found.name}_{name}") if found.name == config.name else found
 
 
 def check_hw(config: Config) -> None:
-    """Refuse hardware that no TPU compiler knows.
+    """Refuse hardware that the TPU compiler does not support.
 
     Raises:
         ConfigError: it has no topology, or the topology has fewer chips.
@@ -96,10 +98,10 @@ def check_hw(config: Config) -> None:
 
 
 def chosen_method(settings: PlanTaskConfig) -> str:
-    """`compiled` or `analytic`.
+    """Return `compiled` or `analytic`.
 
     Raises:
-        ConfigError: `compiled` is asked for, and there is no compiler.
+        ConfigError: `compiled` is requested without a compiler.
     """
     is_there = all(importlib.util.find_spec(name) for name in ("libtpu", "jax", "torch_xla"))
     if settings.method == "compiled" and not is_there:

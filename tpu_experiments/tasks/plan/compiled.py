@@ -1,4 +1,4 @@
-"""Plans by the TPU's own compiler: trace here, compile beside each other in processes, read, put together."""
+"""Plan with the TPU's own compiler: trace here, compile in parallel processes, combine the results."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,18 +25,18 @@ from tpu_experiments.planning.tuned import tuned_notes
 from tpu_experiments.tasks.plan.length import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
-GIB_PER_COMPILE = 6.0  # peak of a 7B step's compilation, with room
+GIB_PER_COMPILE = 6.0  # peak while compiling a 7B step, with a margin
 
 
 def compiled_plans(
     configs: Sequence[Config], *, which: str, workers: int | None, folder: str | None
 ) -> list[Plan | ConfigError]:
-    """A plan for every config, or why the compiler made none.
+    """Return a plan for every config, or the error that prevented it.
 
     Args:
         which: `all` or `train`, the programs that are compiled.
-        workers: compilations at once; None goes by memory and cores.
-        folder: where compilations are remembered; None is below the first config's output_dir.
+        workers: parallel compilations; None is derived from free memory and cores.
+        folder: cache of compilations; None is below the first config's output_dir.
     """
     folder = paths.absolute(folder or paths.join(configs[0].output_dir, PLANS, COMPILED))
     traced: list[Traced | ConfigError] = []
@@ -54,19 +54,19 @@ def compiled_plans(
         for future in tqdm(as_completed(every), total=len(every), desc="compiling", leave=False, disable=None):
             refusal = future.exception()
             if len(configs) == 1 and isinstance(refusal, ConfigError):
-                compilers.stop()  # no need to wait for the others
+                compilers.stop()  # the other compilations are not needed
                 return [refusal]
     return [answered(run, futures.get(number, [])) for number, run in enumerate(traced)]
 
 
 def usable_workers() -> int:
-    """By the free memory and the cores that this process may use."""
+    """Return the parallel compilations that fit the free memory and this process's cores."""
     by_memory = int(psutil.virtual_memory().available / 2**30 / GIB_PER_COMPILE)
     return max(1, min(by_memory, len(os.sched_getaffinity(0))))
 
 
 def answered(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> Plan | ConfigError:
-    """The plan of one traced run whose programs are compiled."""
+    """Return the plan of one traced run whose programs are compiled, or the error of one of them."""
     if isinstance(run, ConfigError):
         return run
     try:
@@ -77,7 +77,7 @@ def answered(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> 
 
 
 def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
-    """One program with its memory, work and time."""
+    """Return one program with its memory, work and time."""
     is_training = program.name == "train"
     flops = trained_flops(run.config, run.arch, seq_len=program.shape[-1]) if is_training else None
     rank, trained = run.config.lora.r, run.trained
@@ -86,7 +86,7 @@ def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
 
 
 def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
-    """Everything that is known of the run, from its programs."""
+    """Combine the programs of a run into its plan."""
     largest = max(made, key=lambda program: program.memory.total)
     train = max((p for p in made if p.name == "train"), key=lambda program: program.memory.total)
     assert train.flops is not None
@@ -112,7 +112,7 @@ def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
 
 
 def judged(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> Plan | None:
-    """The plan of a run that does not fit, with the reason; None where it does."""
+    """Return the plan of a run that does not fit, with the reason; None if it fits."""
     rows, seq_len = geometry.micro_rows, geometry.seq_len
     shortage = shortage_of(largest, arch=run.arch, rows=rows, seq_len=seq_len, remedies=())
     if shortage is None:
@@ -122,7 +122,7 @@ def judged(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> 
 
 
 def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
-    """The plan with the length of the whole run and its cost."""
+    """Return the plan with the length and cost of the whole run."""
     of_shape = {p.shape: p.time for p in made if p.name == "train"}
     seconds = {p.name: p.time.total_s if p.time else None for p in made if p.name != "train"}
     beside = Beside(
@@ -138,12 +138,12 @@ def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
 
 
 def geometry_of(run: Traced, made: Planned) -> Geometry:
-    """Of the stage that a training program belongs to."""
+    """Return the geometry of the stage that a training program belongs to."""
     return next(stage.geometry for stage in run.stages if run.shapes[stage.name] == made.shape)
 
 
 def described(run: Traced, made: Sequence[Planned]) -> Iterator[Program]:
-    """The run's programs, those that are only counted last."""
+    """Yield the run's programs; those that are only counted come last."""
     for program in made:
         users = tuple(name for name, shape in run.shapes.items() if (program.name, shape) == ("train", program.shape))
         yield Program(

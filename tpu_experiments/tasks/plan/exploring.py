@@ -1,4 +1,4 @@
-"""One plan of a config, or the best of many: the ladder of micro-batches, and the search."""
+"""Plan one config, or the best of many: the ladder of micro-batches, and the search over settings."""
 
 import time
 from collections.abc import Sequence
@@ -24,24 +24,26 @@ from tpu_experiments.tasks.plan.formulas import arch_of, formula_plan
 
 @dataclass(frozen=True)
 class Case:
-    """A config to plan, and the overrides that make it of the command's own."""
+    """Config to plan, and the overrides that derive it from the command's own config."""
 
     config: Config
     overrides: tuple[str, ...] = ()
 
     def varied(self, *overrides: str) -> Config:
-        """The same with further overrides, under the same name."""
+        """Return the config with further overrides, under the same name."""
         return replace(variant(*self.overrides, *overrides), name=self.config.name)
 
 
 def case_of(config: Config, *overrides: str) -> Case:
-    """The case of a config, with the rows that its data asks for where it leaves them open; and with the fastest known
-    settings, unless settings are what the command looks for."""
+    """Return the case of a config, with open rows set to fit its data and the fastest known settings.
+
+    Tuned settings are left out where the command explores settings itself.
+    """
     assert isinstance(config.task, PlanTaskConfig)
     if config.task.explore != "none":
         config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
     if is_open(config):
-        from tpu_experiments.tasks.settling import settled_run  # tokenizers and readers take seconds to load
+        from tpu_experiments.tasks.settling import settled_run  # imports tokenizers and readers, which takes seconds
 
         found = settled_run(config, is_lookup=True)
         overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN))
@@ -51,7 +53,7 @@ def case_of(config: Config, *overrides: str) -> Case:
 
 
 def plans_of(cases: Sequence[Case], settings: PlanTaskConfig, *, method: str) -> list[Plan | ConfigError]:
-    """A plan of every case, or why there is none."""
+    """Return a plan of every case, or the error that prevented it."""
     if settings.explore == "none":
         return made([case.config for case in cases], settings, method=method)
     explore = laddered if settings.explore == "ladder" else searched
@@ -67,7 +69,7 @@ def plans_of(cases: Sequence[Case], settings: PlanTaskConfig, *, method: str) ->
 def made(
     configs: Sequence[Config], settings: PlanTaskConfig, *, method: str, which: str | None = None
 ) -> list[Plan | ConfigError]:
-    """Plans by the method."""
+    """Return plans made by `method`."""
     if method == "analytic":
         return [formula_plan(config) for config in configs]
     from tpu_experiments.tasks.plan.compiled import compiled_plans  # needs torch_xla
@@ -77,7 +79,7 @@ def made(
 
 
 def the_plan(config: Config, settings: PlanTaskConfig, *, method: str, which: str | None = None) -> Plan:
-    """The plan of one config.
+    """Return the plan of one config.
 
     Raises:
         ConfigError: there is none.
@@ -89,7 +91,7 @@ def the_plan(config: Config, settings: PlanTaskConfig, *, method: str, which: st
 
 
 def laddered(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
-    """The plan with the largest micro-batch that fits, and the rungs tried on the way."""
+    """Return the plan with the largest micro-batch that fits, and the rungs tried."""
 
     def attempt(micro: int) -> Plan:
         config = case.varied(f"trainer.micro_batch_rows={micro}")
@@ -103,7 +105,7 @@ def laddered(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
 
 
 def searched(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
-    """The plan with the fastest settings that fit, and every combination that was looked at."""
+    """Return the plan with the fastest settings that fit, and every combination tried."""
 
     def attempt(wave: Sequence[Candidate]) -> list[Tried]:
         answers = made([each.config for each in wave], settings, method=method, which="train")
@@ -120,7 +122,7 @@ def searched(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
 
 
 def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate], list[Tried]]:
-    """The combinations of the axes, and those that the checks refuse or formulas put far above the memory."""
+    """Return the candidates, and the combinations refused by checks or, by formulas, far above the memory."""
     candidates, left_out, unfolded = [], [], set[str]()
     limit = settings.search.prune_above * chip_limit_gib(case.config.hw)
     arch = arch_of(case.config)
@@ -130,7 +132,7 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
         except ConfigError as error:
             left_out.append(Tried(point, "refused", reason=str(error).splitlines()[0]))
             continue
-        if config.model.stack == "unrolled" and point:  # one program, whatever folded layers would save
+        if config.model.stack == "unrolled" and point:  # folding has no effect: it is the same program
             plain = replace(config.model, remat="none", stack_group=1)
             same = str(flatten(replace(config, model=plain)))
             if same in unfolded:
@@ -145,14 +147,14 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
 
 
 def axes_of(config: Config, settings: PlanTaskConfig) -> dict[str, list[Any]]:
-    """The axes that have values and make a difference on this machine."""
+    """Return the axes that have values and an effect on this machine."""
     idle = set() if config.hw.parallel == "spmd" else {"sharding"}
     axes = settings.search.axes
     return {key: values for key, values in axes.items() if values and idle.isdisjoint({key, key.partition(".")[0]})}
 
 
 def lines_of(case: Case, tried: Sequence[Tried]) -> list[Line]:
-    """The fastest settings of each way to stack layers, as lines of the table of tuned settings."""
+    """Return the fastest settings for each `model.stack`, as lines of the table of tuned settings."""
     best: dict[str, Line] = {}
     for each in ranked(tried):
         if each.outcome != "fits" or each.step_seconds is None or not isinstance(case.config.task, PlanTaskConfig):
@@ -164,7 +166,7 @@ def lines_of(case: Case, tried: Sequence[Tried]) -> list[Line]:
 
 
 def line_of(config: Config, tried: Tried) -> Line:
-    """One of them."""
+    """Return the table line of one combination."""
     stage, _ = largest_stage(config, arch_of(config))
     rows, settled = stage.geometry, {key: value_of(config, key) for key in SET}
     if config.hw.parallel != "spmd":
@@ -191,7 +193,7 @@ def line_of(config: Config, tried: Tried) -> Line:
 
 
 def outcome(point: tuple[str, ...], answer: Plan | ConfigError) -> Tried:
-    """What the compiler (or the formulas) said of one combination."""
+    """Return the result of one combination, by the compiler or the formulas."""
     if isinstance(answer, ConfigError):
         return Tried(point, "refused", reason=str(answer))
     total = answer.memory.total

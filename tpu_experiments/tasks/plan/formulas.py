@@ -1,4 +1,4 @@
-"""Plans from formulas alone: no compiler, no torch_xla."""
+"""Plan by formulas alone, without compiler and torch_xla."""
 
 import importlib.util
 from dataclasses import replace
@@ -16,12 +16,12 @@ from tpu_experiments.tasks.plan.length import counted_only, with_run
 
 
 def arch_of(config: Config) -> Any:
-    """The transformers config of the model: of a local checkpoint, else of `model.arch`."""
+    """Return the model's transformers config, from a local checkpoint or else `model.arch`."""
     return ShapesOfModel(config.model, seed=config.seed).config
 
 
 def formula_plan(config: Config) -> Plan:
-    """The whole plan of a config by formulas."""
+    """Return the whole plan of a config by formulas."""
     arch = arch_of(config)
     installed = importlib.util.find_spec("libtpu")
     reason = "task.method=analytic" if installed else "libtpu is not installed"

@@ -1,4 +1,4 @@
-"""What both methods need to know of the run: steps of every stage, its length, the programs that are only counted."""
+"""Length of the planned run, for both methods: steps per stage, hours, cost, uncompiled programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +14,15 @@ from tpu_experiments.planning.timing import StepTime
 
 
 def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | None], list[str]]:
-    """Optimizer steps of every stage, and why some are not known: an epoch is as long as the prepared data."""
+    """Return the optimizer steps of every stage, and notes on those that are unknown or assumed.
+
+    An epoch is as long as the prepared data.
+    """
     limit = config.trainer.max_stage_steps
     steps = {stage.name: stage.steps and min(stage.steps, limit or stage.steps) for stage in stages}
     if None not in steps.values():
         return steps, []
-    # Tokenizers and readers take seconds to load.
+    # Importing tokenizers and readers takes seconds.
     from tpu_experiments.data.prepared import NotPrepared
     from tpu_experiments.training.inputs import RunInputs, shuffled_rows, stage_steps
     from tpu_experiments.training.sources import prepare_sources, tokenizer_for
@@ -41,7 +44,7 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
 def with_run(
     plan: Plan, config: Config, stages: Sequence[Stage], *, times: Mapping[str, StepTime | None], beside: Beside
 ) -> Plan:
-    """The plan with the length of the whole run and its cost; `times` are of one step of every stage."""
+    """Return the plan with the length and cost of the whole run; `times` is one step's time by stage."""
     hw = config.hw
     steps, unknown = steps_of(config, stages)
     length, notes = run_length(config, stages, steps=steps, times=times, beside=beside)
@@ -50,7 +53,7 @@ def with_run(
 
 
 def counted_only(config: Config) -> Iterator[Program]:
-    """Evaluation, sample and questions where they are not compiled."""
+    """Yield evaluation, sample and questions as programs that are counted but not compiled."""
     yield Program("eval", (), "held-out rows", None)
     if config.sample.max_new_tokens:
         yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)

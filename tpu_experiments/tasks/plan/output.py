@@ -1,4 +1,4 @@
-"""Writes and prints a plan beside those of other machines."""
+"""Write and print a plan next to those of other machines."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tpu_experiments.planning.search import overlay_yaml
 from tpu_experiments.tasks.plan.formulas import arch_of
 
 REFERENCE_HW = ("t4x2", "a100")
-"""What the UK-law recipe was compared with, and what most people rent instead; known from their datasheets alone."""
+"""The UK-law recipe's comparison and the most commonly rented alternative; known from datasheets only."""
 
 
 def publish(plan: Plan, *, config: Config) -> None:
@@ -39,7 +39,7 @@ def publish(plan: Plan, *, config: Config) -> None:
 
 
 def reference(plan: Plan, name: str, *, config: Config) -> list[Comparison]:
-    """A machine of conf/hw from its datasheet; none where the batch cannot be cut for it."""
+    """Estimate a machine of conf/hw from its datasheet; empty if the batch cannot be divided over it."""
     hw = machine(name)
     if plan.global_batch % hw.num_devices:
         return []

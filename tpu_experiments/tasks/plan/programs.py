@@ -1,4 +1,4 @@
-"""Every program of the configured run on placeholders: the trainer's step, its evaluation, its sample."""
+"""Lower every program of the run on placeholders: training step, evaluation, sample, questions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Traced:
-    """A run's programs before they are compiled."""
+    """Programs of a run before compilation."""
 
     config: Config
     stages: list[Stage]
@@ -36,9 +36,9 @@ class Traced:
     trained: frozenset[str]
     """Names of the trainable parameters."""
     shapes: dict[str, Shape]
-    """Batch of each stage, by the stage's name."""
+    """Batch shape (A, R, T) of each stage, by name."""
     programs: list[Lowered]
-    """One for every shape of training, then evaluation, sample and questions."""
+    """One training program per shape, then evaluation, sample and questions."""
 
 
 def trace_run(config: Config, *, which: str) -> Traced:
@@ -61,7 +61,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
 
 
 def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
-    """The configured trainer, with shapes for weights."""
+    """Return the configured trainer, whose weights are shapes without data."""
     kind: Any = locate(config.trainer._target_, key="trainer")
 
     class PlannedTrainer(kind):
@@ -74,20 +74,20 @@ def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
 
 
 def shape_of(stage: Stage, *, runtime: TracingRuntime) -> Shape:
-    """(A, R, T) of one process's batch."""
+    """Return (A, R, T) of one process's training batch."""
     geometry = stage.geometry
     rows = geometry.micro_rows * geometry.num_shards // runtime.share[1]
     return geometry.accumulation, rows, geometry.seq_len
 
 
 def evaluation_shape(config: Config, stages: list[Stage], *, runtime: TracingRuntime) -> tuple[int, int]:
-    """(R, T) of one process's batch, as training/inputs.py cuts it."""
+    """Return (R, T) of one process's evaluation batch, as in training/inputs.py."""
     rows = evaluation_rows(stages) // runtime.share[1]
     return rows, max(stage.geometry.seq_len for stage in stages)
 
 
 def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
-    """The trainer's step on a batch of this shape."""
+    """Lower the trainer's step on a batch of this shape."""
     lowered: Lowered = trainer.runtime.lower(
         lambda sent: stepped(trainer, sent),
         name="train",
@@ -99,7 +99,7 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
 
 
 def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
-    """The sums of one batch of held-out rows."""
+    """Lower the sums over one batch of held-out rows."""
     with evaluating(trainer.model.module):
         lowered: Lowered = trainer.runtime.lower(
             trainer.evaluator.sums,
@@ -111,7 +111,7 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
 
 
 def lowered_sample(trainer: Any, *, rows: int, window: int, name: str = "sample") -> Lowered:
-    """One token of the samples, or of the answers to questions."""
+    """Lower one token of the samples, or of the answers to questions."""
     sampler = trainer.sampler if name == "sample" else trainer.asker.sampler
     shapes = (("ids", (rows, window)), ("last", (rows,)))
     batch = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes}
@@ -121,12 +121,12 @@ def lowered_sample(trainer: Any, *, rows: int, window: int, name: str = "sample"
 
 
 def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> dict[str, Tensor]:
-    """What a batch of rows holds."""
+    """Return placeholders for a batch of rows."""
     return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name in names}
 
 
 def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
-    """What a batch of training holds."""
+    """Return placeholders for a training batch."""
     batch = rows_like(shape) | {"lr": torch.empty(1, device="meta")}
     if has_dropout(config):
         batch[NOISE] = torch.empty(shape[:2], dtype=torch.int32, device="meta")
@@ -134,14 +134,14 @@ def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
 
 
 def choice_like(trainer: Any) -> dict[str, Tensor]:
-    """What a batch holds where a stage does not train everything."""
+    """Return placeholders for the trainable masks, where a stage does not train everything."""
     choice = choice_of((), trainer.parameters, stages=trainer.inputs.stages)
     return {name: numbers.to("meta") for name, numbers in choice.items()}
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout."""
+    """Switch the module to evaluation mode, without dropout, for the block."""
     module.eval()
     try:
         yield
@@ -150,13 +150,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def stepped(trainer: Any, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any, dict[str, Tensor]]:
-    """New parameters, new state and the report of one step."""
+    """Return the new parameters, new optimizer state and report of one step."""
     parameters, state, report = trainer.step(trainer.parameters, trainer.state, batch)
     return parameters, state, vars(report)
 
 
 def renewed(trainer: Any, out: tuple[dict[str, Tensor], Any, dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """What `commit` writes: (where the old value lives, the new one)."""
+    """Return (old tensor, new tensor) for everything that `commit` updates in place."""
     parameters, state, _ = out
     pairs = [(trainer.parameters[name], new) for name, new in parameters.items()]
     return pairs + [(trainer.state[n][slot], new) for n, slots in state.items() for slot, new in slots.items()]

@@ -1,4 +1,4 @@
-"""task=report: runs side by side on one page. Needs no device and loads no torch."""
+"""task=report: compare runs on one HTML page; needs no device and loads no torch."""
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.reporting import ReportTaskConfig
@@ -12,10 +12,10 @@ REPORTS = "reports"
 
 
 def run(config: Config) -> None:
-    """Write `<output_dir>/reports/<name>/report.html` and say where it is.
+    """Write `<output_dir>/reports/<name>/report.html` and print its path.
 
     Raises:
-        ConfigError: there are no runs where `task.runs` says, or none is called as `task.baseline`.
+        ConfigError: `task.runs` has no runs, or none is called `task.baseline`.
     """
     settings = config.task
     assert isinstance(settings, ReportTaskConfig)
@@ -34,10 +34,10 @@ def run(config: Config) -> None:
 
 
 def chosen_baseline(runs: list[Run], name: str | None) -> Run:
-    """The run of that name, else the first.
+    """Return the run of that name, else the first.
 
     Raises:
-        ConfigError: there is none of that name, or several.
+        ConfigError: no run or several have that name.
     """
     if name is None:
         return runs[0]

@@ -1,4 +1,4 @@
-"""Line charts of a report as inline SVG; the page's script shows the values under the pointer."""
+"""Draw line charts of a report as inline SVG; the page's script shows values under the pointer."""
 
 import json
 import math
@@ -13,14 +13,14 @@ WIDTH, HEIGHT = 520, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 30
 MAX_POINTS = 400
 MAX_DOTS = 12
-"""A line of more points has none marked."""
+"""Largest number of points for which each is marked by a dot."""
 COLOURS = 8
-"""Colours of the page; further runs take them again with dashes."""
+"""Colours of the page; further runs reuse them with dashed lines."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One run in a chart; `index` is the run's place on the page, which chooses its colour."""
+    """One run in a chart; `index` is its position on the page and sets its colour."""
 
     index: int
     label: str
@@ -29,13 +29,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Frame:
-    """The numbers that the sides of the plot stand for."""
+    """Data ranges shown by the plot's axes."""
 
     x: tuple[float, float]
     y: tuple[float, float]
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Pixels."""
+        """Return the pixel position of a data point."""
         across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1.0)
         up = (y - self.y[0]) / ((self.y[1] - self.y[0]) or 1.0)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
@@ -44,12 +44,12 @@ class Frame:
 def line_chart(
     lines: Sequence[Line], *, title: str, form: str, borders: Sequence[int] = (), behind: Sequence[Line] = ()
 ) -> str:
-    """A chart over the optimizer steps; one line at least has points.
+    """Return a chart over the optimizer steps; at least one line must have points.
 
     Args:
-        form: how a value is written, as `{value:form}`.
+        form: format of a value, as in `{value:form}`.
         borders: steps at which a stage ends, drawn as dashed lines.
-        behind: drawn faintly, without values under the pointer.
+        behind: lines drawn faintly, without values under the pointer.
     """
     lines, behind = ([replace(each, points=thinned(each.points)) for each in some] for some in (lines, behind))
     lines = [line for line in lines if line.points]
@@ -85,7 +85,7 @@ def _path(line: Line, frame: Frame, *, kind: str) -> str:
 
 
 def smoothed(points: Curve, *, borders: Sequence[int] = ()) -> Curve:
-    """The mean of a window around each point, a 25th of its stage wide; a short stage as it is."""
+    """Return the running mean over a window of 1/25 of each stage; short stages are unchanged."""
     stages: dict[int, Curve] = {}
     for step, value in points:
         stages.setdefault(bisect_left(borders, step), []).append((step, value))
@@ -99,7 +99,7 @@ def smoothed(points: Curve, *, borders: Sequence[int] = ()) -> Curve:
 
 
 def thinned(points: Curve) -> Curve:
-    """At most `MAX_POINTS`: of each stretch the lowest and the highest value, so that no peak is lost."""
+    """Return at most about `MAX_POINTS` points, keeping the lowest and highest of each interval."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -111,13 +111,13 @@ def thinned(points: Curve) -> Curve:
 
 
 def spread(low: float, high: float) -> tuple[float, float]:
-    """The range with a margin of a twentieth; never empty, and from 0 where that is near."""
+    """Return the axis range: a margin of 1/20, from 0 where that is near, and never empty."""
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return (0.0 if 0 <= low <= 0.2 * high else low - margin), high + margin
 
 
 def ticks(low: float, high: float, *, most: int = 6) -> list[float]:
-    """Round numbers between both: 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers in the range, 1, 2 or 5 times a power of ten apart."""
     if high <= low:
         return [low]
     rough = (high - low) / most

@@ -1,4 +1,4 @@
-"""The page of a report: what of the runs is shown, for pages/report.html."""
+"""Build the page of a report from the runs, for pages/report.html."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from tpu_experiments.tasks.report.runs import SPEED_WINDOW, Curve, Run
 
 @dataclass(frozen=True)
 class Chart:
-    """One of the charts of a page."""
+    """One chart of the page: its texts, number format and curve."""
 
     title: str
     caption: str
@@ -39,7 +39,7 @@ CHARTS = (
 
 
 def report_page(runs: Sequence[Run], *, baseline: Run, title: str) -> str:
-    """Write the HTML of all runs; `baseline` is one of them."""
+    """Return the HTML of all runs; `baseline` is one of them."""
     samples = [(i, run, texts) for i, run in enumerate(runs) if (texts := tables.samples(run))]
     return page(
         "report.html",
@@ -66,7 +66,7 @@ def _about(runs: Sequence[Run], *, baseline: Run) -> str:
 
 
 def _tiles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """Name, value and note of each tile."""
+    """Return name, value and note of each tile."""
     tiles = []
     finished = [run for run in runs if run.result is not None]
     losses = [(loss, run) for run in finished if (loss := run.value("eval_loss")) is not None]
@@ -92,7 +92,7 @@ def _tiles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
 
 
 def _charts(runs: Sequence[Run]) -> Any:
-    """(chart, SVG) of every chart that has a point."""
+    """Yield (chart, SVG) of every chart that has a point."""
     borders = tables.stage_borders(runs)
     for chart in CHARTS:
         raw = [Line(i, run.label, chart.curve(run)) for i, run in enumerate(runs)]
@@ -116,7 +116,7 @@ def _results(runs: Sequence[Run], *, baseline: Run) -> dict[str, Any]:
 
 
 def _time(runs: Sequence[Run]) -> dict[str, Any]:
-    """Seconds of each part of every run; `most` is the wall time of the longest."""
+    """Return the seconds of each part of every run; `most` is the longest wall time."""
     parts = [tables.time_parts(run) for run in runs]
     most = max(((run.account or {}).get("wall_seconds", 0.0) for run in runs), default=0.0)
     names = list(dict.fromkeys(name for each in parts for name, _ in each))

@@ -1,4 +1,4 @@
-"""Run folders as a report reads them: config, records, result and lives, of runs that are finished or not."""
+"""Read run folders for a report: config, records, result and starts, of finished and unfinished runs."""
 
 import glob
 import json
@@ -23,37 +23,37 @@ from tpu_experiments.metrics.goodput import Life, account
 
 log = logging.getLogger(__name__)
 Curve = list[tuple[int, float]]
-"""Step and value, in the order of the steps."""
+"""(step, value) pairs in the order of the steps."""
 IDENTITY = "identity.json"
 TEST_RESULTS = "test_results.json"
 SPEED_WINDOW = 10
-"""Log records."""
+"""Log records that a speed is averaged over."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds."""
+    """Content of a run folder."""
 
     label: str
     folder: str
     config: dict[str, Any]
-    """Flattened, `key.sub` to value; empty where it cannot be read."""
+    """Flattened config, `key.sub` to value; empty where it cannot be read."""
     records: list[dict[str, Any]]
     result: dict[str, Any] | None
-    """None where the run is not finished."""
+    """Content of result.json; None where the run is not finished."""
     test: dict[str, Any] | None
-    """What task=evaluate wrote last; None where it did not."""
+    """Newest result of task=evaluate; None where there is none."""
     account: dict[str, Any] | None
-    """Seconds, shares and dollars over all lives (metrics/goodput.py); None where there is none."""
+    """Seconds, shares and dollars over all starts (metrics/goodput.py); None where unknown."""
 
     def curve(self, key: str) -> Curve:
-        """The finite values of a record's key."""
+        """Return the finite values of a record's key."""
         return [(record["step"], float(record[key])) for record in self.records if _is_number(record.get(key))]
 
     def speed(self) -> Curve:
-        """Tokens per second, each over the `SPEED_WINDOW` records up to it, weighted by their seconds.
+        """Return tokens per second, averaged over `SPEED_WINDOW` records, weighted by their seconds.
 
-        A record's own figure is as uneven as the moments in which values arrive from the device.
+        A single record's speed is as uneven as the arrival of values from the device.
         """
         known = [
             (record["step"], float(record["perf/tokens_per_second"]), float(record["perf/step_seconds"]))
@@ -68,22 +68,25 @@ class Run:
 
     @property
     def held_out(self) -> tuple[tuple[str, ...], float] | None:
-        """Sources and tokens of the evaluation at its end: losses over others are another thing. None if not known."""
+        """Return sources and number of tokens of the final evaluation; None if unknown.
+
+        Losses over different sources or tokens are not comparable.
+        """
         tokens = (self.result or {}).get("eval_tokens")
         return None if tokens is None else (tuple(sorted((self.result or {}).get("eval_sources") or ())), tokens)
 
     @property
     def last_step(self) -> int:
-        """Of the newest record."""
+        """Return the step of the newest record."""
         return max((record["step"] for record in self.records), default=0)
 
     @property
     def status(self) -> str:
-        """`finished`, or how far it is."""
+        """Return `finished`, or the last step."""
         return "finished" if self.result is not None else f"not finished, step {self.last_step}"
 
     def value(self, name: str) -> float | None:
-        """A number of result.json; of a run that is not finished what its records say of it."""
+        """Return a number of result.json or, for an unfinished run, of its records."""
         if self.result is not None:
             found = self.result.get(name)
             return float(found) if found is not None and _is_number(found) else None
@@ -94,10 +97,10 @@ class Run:
 
 
 def find_runs(given: Sequence[str]) -> list[Run]:
-    """The runs that folders and patterns name, each once, in that order.
+    """Return the runs in the given folders and patterns, each once, in that order.
 
     Raises:
-        ConfigError: one of them holds no run.
+        ConfigError: one of them has no run.
     """
     folders: dict[str, None] = {}
     for name in given:
@@ -112,7 +115,7 @@ def find_runs(given: Sequence[str]) -> list[Run]:
 
 
 def places(name: str) -> list[str]:
-    """The folders that a name or a pattern stands for."""
+    """Return the folders that match a name or pattern."""
     if not is_glob(name) or paths.exists(name):  # a folder may be called so
         return [name]
     if not paths.is_remote(name):
@@ -123,7 +126,7 @@ def places(name: str) -> list[str]:
 
 
 def run_folders(place: str) -> list[str]:
-    """The folder itself where it is a run's, else the runs in it."""
+    """Return the folder itself if it is a run's, else the run folders in it."""
     if paths.exists(paths.join(place, IDENTITY)):
         return [place]
     try:
@@ -134,13 +137,13 @@ def run_folders(place: str) -> list[str]:
 
 
 def by_numbers(name: str) -> list[tuple[float, str]]:
-    """A key that sorts `lora.r=4` before `lora.r=16`."""
+    """Return a sort key that puts `lora.r=4` before `lora.r=16`."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", name)
     return [(float(part), "") if at % 2 else (0.0, part) for at, part in enumerate(parts)]
 
 
 def labels(folders: Sequence[str]) -> list[str]:
-    """The last part of each path, with as many before it as tell all apart."""
+    """Return the shortest path suffixes, of equal depth, that are unique."""
     parts = [folder.rstrip("/").split("/") for folder in folders]
     for depth in range(1, max(map(len, parts), default=1) + 1):
         found = ["/".join(each[-depth:]) for each in parts]
@@ -150,7 +153,7 @@ def labels(folders: Sequence[str]) -> list[str]:
 
 
 def read_run(folder: str, *, label: str) -> Run:
-    """Everything of a folder; a file that is missing or torn counts as empty."""
+    """Read a run folder; missing or incomplete files count as empty."""
     config = _config(paths.join(folder, "config.yaml"))
     records = []
     for line in (_text(paths.join(folder, "metrics.jsonl")) or "").split("\n"):
@@ -170,10 +173,10 @@ def read_run(folder: str, *, label: str) -> Run:
 
 
 def _config(file: str) -> Any:
-    """What a run's config.yaml says, as data: nothing is resolved, imported or expanded without a limit.
+    """Return a run's config.yaml as plain data; nothing is resolved or imported, and its size is bounded.
 
     Raises:
-        ConfigError: written out it is larger than any config.
+        ConfigError: expanded, it is larger than any config.
     """
     try:
         text = _text(file) or ""
@@ -187,7 +190,7 @@ def _config(file: str) -> Any:
 
 
 def _account(folder: str) -> dict[str, Any] | None:
-    """Of the lives that a run which is not finished has written down so far."""
+    """Return the account of an unfinished run, from the starts recorded so far."""
     lives = []
     for name in paths.list_names(paths.join(folder, "lives")):
         try:

@@ -1,4 +1,4 @@
-"""Tables of a report: what differs between the configs, what came out, and where the time went."""
+"""Tables of a report: config differences, results, and where the time went."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ PARTS_BY_NAME = re.compile(r"(data|logger|curriculum\.stages)\.[^.]+(?=\.)")
 
 @dataclass(frozen=True)
 class Figure:
-    """One column of the results."""
+    """One column of the results table."""
 
     title: str
     value: Callable[[Run], float | None]
@@ -64,14 +64,14 @@ FIGURES = (
     Figure("device GiB", _of("peak_device_memory_gib"), ",.2f"),
 )
 OF_HELD_OUT = ("held-out loss", "perplexity", "bits per byte", "accuracy", "test loss", "test bits per byte")
-"""Figures that say nothing of each other where the runs were evaluated on different text, or on other tokens of it."""
+"""Figures that are comparable only between runs evaluated on the same tokens of the same text."""
 RELATIVE = ("held-out loss", "tokens/s", "wall seconds")
-"""Figures that are shown beside the baseline's as well."""
+"""Figures that are also shown relative to the baseline."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure as text, with a word of its place among the others."""
+    """Figure as text, with its value relative to the baseline or its interval as a note."""
 
     text: str
     note: str = ""
@@ -79,7 +79,7 @@ class Cell:
 
 
 def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list[Cell]]]:
-    """Titles, and a line per run: its status and every figure that one of them has."""
+    """Return titles, and one line per run: its status and every figure known for any run."""
     shown = [figure for figure in FIGURES if any(figure.value(run) is not None for run in runs)]
     finished = [run for run in runs if run.result is not None]
     best = {}
@@ -103,12 +103,12 @@ def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list
 
 
 def is_comparable(runs: Sequence[Run]) -> bool:
-    """Whether all were evaluated on the same sources and number of tokens, as far as it is known."""
+    """Return whether all known evaluations used the same sources and number of tokens."""
     return len({run.held_out for run in runs} - {None}) < 2
 
 
 def relative(figure: Figure, value: float | None, other: float | None) -> str:
-    """`-0.012` for a loss, `1.2x` for others; empty where it is not compared or not known."""
+    """Return `-0.012` for a loss, `1.2x` for others; empty where not compared or unknown."""
     if figure.title not in RELATIVE or value is None or other is None:
         return ""
     if figure.title == "held-out loss":
@@ -117,7 +117,7 @@ def relative(figure: Figure, value: float | None, other: float | None) -> str:
 
 
 def interval(run: Run) -> str:
-    """Of the test loss over all sources, as task=evaluate drew it from the documents."""
+    """Return the confidence interval of the test loss over all sources, from task=evaluate."""
     sources = list(((run.test or {}).get("sources") or {}).values())
     found = ((sources[-1].get("trained") or sources[-1].get("base") or {}) if sources else {}).get("loss") or {}
     low, high = found.get("low"), found.get("high")
@@ -125,9 +125,9 @@ def interval(run: Run) -> str:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Keys whose values are not the same in all runs, with the values; `-` where a config has no such key.
+    """Return the keys whose values differ between runs, with the values; `-` where a config lacks the key.
 
-    A source, stage or logger that some runs do not have is one line; so is a model, whose shape goes with its name.
+    A source, stage or logger that some runs lack is one line, and so is a model, whose name implies its shape.
     """
     configs = [_in_short(run.config, whole=_not_in_all(runs)) for run in runs]
     lines = []
@@ -139,7 +139,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _not_in_all(runs: Sequence[Run]) -> set[str]:
-    """Names below `PARTS_BY_NAME` that not every run has, and `model.arch` where the models are not the same."""
+    """Return the parts of `PARTS_BY_NAME` that some runs lack, and `model.arch` if the models differ."""
     found = [{part for key in run.config if (part := _part(key)) is not None} for run in runs]
     models = {str(run.config.get("model.name")) for run in runs}
     parts = {part for of_run in found for part in of_run if not all(part in other for other in found)}
@@ -147,13 +147,13 @@ def _not_in_all(runs: Sequence[Run]) -> set[str]:
 
 
 def _part(key: str) -> str | None:
-    """`data.uk_law` of `data.uk_law.path`."""
+    """Return `data.uk_law` for `data.uk_law.path`."""
     match = PARTS_BY_NAME.match(key)
     return match[0] if match else None
 
 
 def _in_short(config: Mapping[str, object], *, whole: set[str]) -> dict[str, object]:
-    """The config with one entry for each of `whole`; of a model's shape none, for its name says it."""
+    """Return the config with one entry for each part of `whole`, and without a differing model's shape."""
     short: dict[str, object] = {}
     for key, value in config.items():
         part = _part(key)
@@ -165,20 +165,20 @@ def _in_short(config: Mapping[str, object], *, whole: set[str]) -> dict[str, obj
 
 
 def time_parts(run: Run) -> list[tuple[str, float]]:
-    """Wall seconds by what they went to, in the order of `PARTS`, without those that are 0."""
+    """Return the wall seconds of each part, in the order of `PARTS`, without zeros."""
     seconds = (run.account or {}).get("seconds") or {}
     return [(part.replace("_", " "), seconds[part]) for part in PARTS if seconds.get(part)]
 
 
 def samples(run: Run) -> list[tuple[str, str]]:
-    """What the model wrote before and after training, where samples were asked for."""
+    """Return the samples before and after training, where there are any."""
     result = run.result or {}
     found = [("before", result.get("sample_before")), ("after", result.get("sample_after"))]
     return [(when, text) for when, text in found if text]
 
 
 def stage_borders(runs: Sequence[Run]) -> list[int]:
-    """Steps at which a stage ends and another begins, where that is the same in all finished runs."""
+    """Return the steps between stages, if they are the same in all finished runs."""
     found = set()
     for run in runs:
         ends, step = [], 0

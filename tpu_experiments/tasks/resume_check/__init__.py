@@ -1,7 +1,7 @@
-"""task=resume_check: this config, killed and resumed, beside the same config left alone.
+"""task=resume_check: compare a run that is killed and resumed with the same run left uninterrupted.
 
-Every stage is cut to `task.steps`; all else is the user's own. The children are run.py itself. What they write, and the
-verdict, lies in `<output_dir>/resume_check/<name>`.
+Every stage is cut to `task.steps`; everything else is the user's own config. The child processes run run.py itself.
+Their output and the verdict are written to `<output_dir>/resume_check/<name>`.
 """
 
 import logging
@@ -32,16 +32,16 @@ from tpu_experiments.training.inputs import num_steps
 
 log = logging.getLogger(__name__)
 MIN_STEPS = 4
-"""Two saves, a step that is lost, then a save in front, another step that is lost and no other save."""
+"""Two saves and a lost step, then a blocking save, another lost step and no other save."""
 
 
 def run(config: Config) -> None:
     """Print the verdict and the cost of a resume, write resume_check.json; exit code 0 equal, 1 not.
 
-    A child that fails is no verdict, and exit code 1 as well.
+    A child that fails gives no verdict, and exit code 1 as well.
 
     Raises:
-        ConfigError: the check cannot be made.
+        ConfigError: the check cannot be run.
     """
     if config.output_dir.startswith("memory://"):
         raise ConfigError(
@@ -72,7 +72,7 @@ def run(config: Config) -> None:
 
 
 def shortened(config: Config) -> Config:
-    """The config with every stage cut to `task.steps`."""
+    """Return the config with every stage cut to `task.steps`."""
     assert isinstance(config.task, ResumeCheckTaskConfig)
     steps, config = config.task.steps, deepcopy(config)
     config.trainer.max_stage_steps = min(steps, config.trainer.max_stage_steps or steps)
@@ -80,7 +80,7 @@ def shortened(config: Config) -> Config:
 
 
 def plan_kills(config: Config) -> list[Kill]:
-    """Choose the kills: two inside the first stage, one behind the border to the second, where there is one.
+    """Choose the kills: two in the first stage and, if there is a second stage, one after its start.
 
     Raises:
         ConfigError: the first stage is too short for these kills.
@@ -102,18 +102,18 @@ def plan_kills(config: Config) -> list[Kill]:
 
 
 def kills_inside(num_steps: int, *, where: str) -> list[Kill]:
-    """Choose a kill behind a save in the background, and one behind a save in front of the loop.
+    """Choose a kill after a background save, and one after a save that blocks the training loop.
 
-    Which saves are in front says training/saving.py: the first by steps of a life, here one from the start and one that
-    goes on from the other kill. Each kill comes at the first log record after its checkpoint, so that a step that is
-    done and a record that is written are lost, and before the next save. The checkpoint of the one in the background
-    lies inside the window of a log record, whose losses it must hold.
+    Blocking saves are those of training/saving.py: the first by steps after a start, here a fresh start and a resume
+    from the other kill. Each kill comes at the first log record after its checkpoint and before the next save, so that
+    a completed step and a written record are lost. The background checkpoint falls inside the window of a log record,
+    whose losses it must hold.
 
     Args:
-        num_steps: of the stage, `MIN_STEPS` at least.
+        num_steps: of the stage, at least `MIN_STEPS`.
     """
     every = num_steps // 2 - 1
-    every -= every % LOG_EVERY_STEPS == 0  # else the second save is at the end of a window
+    every -= every % LOG_EVERY_STEPS == 0  # otherwise the second save would fall on the end of a window
     second = 2 * every
     return [
         Kill(second, after=second + 1, where=where, every_steps=every, is_second_save=True),
@@ -122,10 +122,10 @@ def kills_inside(num_steps: int, *, where: str) -> list[Kill]:
 
 
 def clear_place(config: Config) -> str:
-    """The folder of this check, without what an earlier check of the same name left.
+    """Return the folder of this check, cleared of an earlier check of the same name.
 
     Raises:
-        ConfigError: something else lies there.
+        ConfigError: it holds other files.
     """
     place = paths.join(config.output_dir, "resume_check", str(config.name))
     ours = {WHOLE, KILLED, "resume_check.json"}
@@ -139,6 +139,6 @@ def clear_place(config: Config) -> str:
 
 
 def write_verdict(place: str, verdict: Verdict, lives: list[Life]) -> None:
-    """resume_check.json."""
+    """Write resume_check.json."""
     text = strict_json.dumps(as_json(verdict, lives), indent=1)
     paths.write_text_atomic(paths.join(place, "resume_check.json"), text + "\n")

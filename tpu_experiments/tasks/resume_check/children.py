@@ -1,4 +1,4 @@
-"""The lives of the two runs of a resume check: run.py in processes of its own, watched by a probe."""
+"""Run the starts of a resume check's two runs: run.py in child processes, watched by a probe."""
 
 import json
 import logging
@@ -22,31 +22,33 @@ from tpu_experiments.training.sources import prepared_folder
 log = logging.getLogger(__name__)
 WHOLE, KILLED = "whole", "killed"
 RUN = str(Path(sys.argv[0]).resolve())
-# With several threads XLA's CPU matrix products sum in an order of their own: on a busy machine an ulp differs.
+# XLA's multi-threaded CPU matrix products have no fixed order of summation: on a busy machine they differ by an ulp.
 ONE_ORDER = "--xla_cpu_multi_thread_eigen=false"
 SHOWN_LINES = 20
 OURS = ("task", "name", "output_dir")
 GIB = 2**30
 LOG_EVERY_STEPS = 3
-"""Steps between two log records of the children. Above 1, so that checkpoints lie inside a record's window, whose
-losses they must hold (Progress.open_losses)."""
+"""Steps between two log records of the children.
+
+Above 1, so that checkpoints fall inside a record's window, whose losses they must hold (Progress.open_losses).
+"""
 
 
 class LifeFailed(RuntimeError):
-    """A child ended otherwise than it had to; the message has its last lines."""
+    """A child ended unexpectedly; the message has its last lines."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL at the first log record of step `after` or a later one, with the checkpoint of `checkpoint` complete."""
+    """SIGKILL at the first log record from step `after` on, once checkpoint `checkpoint` is complete."""
 
     checkpoint: int
     after: int
     where: str
     every_steps: int
-    """`checkpoint.every_steps` of the life that ends so."""
+    """`checkpoint.every_steps` of the process that is killed."""
     is_second_save: bool = False
-    """Whether the checkpoint is the second by steps in its life: one in the background where the config has any."""
+    """Whether it is the process's second checkpoint by steps, saved in the background if the config allows."""
 
 
 @dataclass
@@ -56,36 +58,36 @@ class Life:
     run: str
     kill: Kill | None
     started: float
-    """Unix seconds."""
+    """Start in unix seconds."""
     resume_step: int = 0
-    """Step of the checkpoint it went on from; 0 from the start."""
+    """Step of the checkpoint it resumed from; 0 for a fresh start."""
     rows: dict[int, list[str]] = field(default_factory=dict)
-    """`source:row` of every row, by step, in the order they were queued."""
+    """`source:row` of every row by step, in the order they were queued."""
     read: dict[int, float] = field(default_factory=dict)
-    """Loss by step, of those that arrived."""
+    """Losses that arrived, by step."""
     first_step: float = 0.0
-    """Unix seconds when its first step was behind it: the second one was queued, or the first log record was there."""
+    """Unix seconds at which its first step was done: the second was queued or the first log record arrived."""
     checkpoint_after: int = 0
-    """Step of the newest complete checkpoint when it ended."""
+    """Step of the newest complete checkpoint at its end."""
     was_in_background: bool = False
-    """Whether that one was written by a background thread."""
+    """Whether that checkpoint was written by a background thread."""
     checkpoint_bytes: int = 0
-    """Of the checkpoint it went on from."""
+    """Bytes of the checkpoint it resumed from."""
 
 
 class Children:
-    """Starts lives one after the other."""
+    """Start the processes one after the other."""
 
     def __init__(self, config: Config, *, place: str, witness: Path) -> None:
         self._config, self._place, self._witness = config, place, witness
         self._common = [*kept_overrides(sys.argv[1:]), *check_overrides(config, place=place)]
 
     def live(self, run: str, *, kill: Kill | None = None) -> Life:
-        """Run one life of a run.
+        """Run one process of a run to its end or kill.
 
         Raises:
             ConfigError: the child was refused at its run's first start.
-            LifeFailed: it ended otherwise than it had to.
+            LifeFailed: it ended unexpectedly.
         """
         events, output = self._witness / "events", self._witness / "output"
         events.unlink(missing_ok=True)
@@ -125,7 +127,7 @@ class Children:
 
 
 def kept_overrides(arguments: list[str]) -> list[str]:
-    """The user's command line without what the check decides itself."""
+    """Return the user's overrides without those that the check sets itself."""
     keys = [(argument, argument.lstrip("+~").partition("=")[0]) for argument in arguments]
     return [
         argument for argument, key in keys if key not in (*OURS, "-m", "--multirun") and not key.startswith("task.")
@@ -133,7 +135,7 @@ def kept_overrides(arguments: list[str]) -> list[str]:
 
 
 def check_overrides(config: Config, *, place: str) -> list[str]:
-    """Where a child writes, how long its stages are, when it logs; of the loggers it keeps metrics.jsonl."""
+    """Return overrides for the child's folders, stage length and logging, with jsonl as its only logger."""
     cache = compile_cache_root(config)
     overrides = [
         "task=train",
@@ -148,7 +150,7 @@ def check_overrides(config: Config, *, place: str) -> list[str]:
 
 
 def kill_overrides(events: Path, kill: Kill | None) -> list[str]:
-    """When a child saves, metrics.jsonl, and the logger that witnesses the child and kills it."""
+    """Return overrides for when a child saves, metrics.jsonl, and the probe that watches and kills it."""
     options, saves = f"path: '{events}'", []
     if kill is not None:
         marker = f"checkpoints/step_{kill.checkpoint:08d}/{COMMIT}"
@@ -160,7 +162,7 @@ def kill_overrides(events: Path, kill: Kill | None) -> list[str]:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """This process's, with one order of summation where the CPU computes."""
+    """Return this process's environment, with a fixed order of summation on the CPU."""
     values = dict(os.environ)
     if config.hw.runtime == "xla" and config.hw.device == "cpu":
         values["XLA_FLAGS"] = f"{values.get('XLA_FLAGS', '')} {ONE_ORDER}".strip()
@@ -168,7 +170,7 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def read_events(life: Life, file: Path) -> None:
-    """Take over what the probe of a child wrote."""
+    """Copy the probe's events into `life`."""
     events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for event in events:
         if event["event"] == "start":
@@ -183,7 +185,7 @@ def read_events(life: Life, file: Path) -> None:
 
 
 def size_of_newest(checkpoints: str) -> int:
-    """Bytes of the newest complete checkpoint, as its commit record has them; 0 where there is none."""
+    """Return the bytes of the newest complete checkpoint by its commit record; 0 if there is none."""
     step = latest_step(checkpoints)
     if not step:
         return 0

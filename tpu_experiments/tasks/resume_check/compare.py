@@ -1,4 +1,4 @@
-"""The run that was killed and resumed beside the one that was not: rows, losses, rates, bytes."""
+"""Compare the killed and resumed run with the uninterrupted one: rows, losses, rates and bytes."""
 
 import json
 from collections import Counter
@@ -19,29 +19,29 @@ Records = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that has to be equal."""
+    """Comparison of one aspect, which must be equal."""
 
     name: str
     difference: str
-    """The first difference; empty where there is none."""
+    """First difference; empty if there is none."""
     compared: str
     """How much was compared."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """All of them."""
+    """Results of all comparisons."""
 
     checks: list[Check]
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not any(check.difference for check in self.checks)
 
 
 def compare(lives: list[Life], *, place: str) -> Verdict:
-    """Every check; the first life is the whole run."""
+    """Run every check; the first life is the uninterrupted run."""
     whole, *killed = lives
     checks = [check_position(killed), check_rows(whole, killed)]
     records = {run: training_records(place, run) for run in (WHOLE, KILLED)}
@@ -61,7 +61,7 @@ def compare(lives: list[Life], *, place: str) -> Verdict:
 
 
 def check_position(killed: list[Life]) -> Check:
-    """Every life but the first goes on with the step after the newest checkpoint of the life before."""
+    """Compare each resume's first step with the newest checkpoint of the process before."""
     difference = ""
     for before, life in pairwise(killed):
         first = min(life.rows, default=0)
@@ -74,7 +74,7 @@ def check_position(killed: list[Life]) -> Check:
 
 
 def check_rows(whole: Life, killed: list[Life]) -> Check:
-    """The same rows in the same order in every step, whichever life did it."""
+    """Compare the rows and their order in every step, whichever process trained it."""
     seen = [(step, rows) for life in killed for step, rows in life.rows.items()]
     difference = ""
     for step, rows in seen:
@@ -87,7 +87,7 @@ def check_rows(whole: Life, killed: list[Life]) -> Check:
 
 
 def check_records(name: str, whole: dict[int, float], killed: dict[int, float]) -> Check:
-    """Equal to the last bit."""
+    """Compare values by step, bit for bit."""
     steps = sorted(whole.keys() | killed.keys())
     bad = [step for step in steps if whole.get(step) != killed.get(step)]
     difference = f"step {bad[0]}: {whole.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
@@ -95,14 +95,14 @@ def check_records(name: str, whole: dict[int, float], killed: dict[int, float]) 
 
 
 def check_once(records: Records) -> Check:
-    """Every step stands once in the log of the run that was killed."""
+    """Check that every step occurs once in the killed run's log."""
     twice = [item for item in Counter(record["step"] for record in records).items() if item[1] > 1]
     difference = f"step {twice[0][0]} stands {twice[0][1]} times" if twice else ""
     return Check("one record a step", difference, f"{len(records)} records")
 
 
 def check_results(whole: dict[str, Any], killed: dict[str, Any]) -> Check:
-    """What result.json says of quality."""
+    """Compare the quality fields of result.json."""
     keys = ("eval_loss_before", "eval_loss", "tokens", "sample_before", "sample_after", "skill")
     bad = [key for key in keys if whole.get(key) != killed.get(key)]
     difference = f"{bad[0]}: {whole.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
@@ -110,7 +110,7 @@ def check_results(whole: dict[str, Any], killed: dict[str, Any]) -> Check:
 
 
 def check_tensors(name: str, whole: str, killed: str, *, chosen: Callable[[str], bool] = lambda name: True) -> Check:
-    """The bytes of every tensor of the safetensors files of two folders whose name is `chosen`."""
+    """Compare all tensors, byte for byte, in the safetensors files accepted by `chosen` of two folders."""
     names = [
         [file for file in paths.list_names(folder) if file.endswith(".safetensors") and chosen(file)]
         for folder in (whole, killed)
@@ -127,35 +127,35 @@ def check_tensors(name: str, whole: str, killed: str, *, chosen: Callable[[str],
 
 
 def same_bytes(one: Tensor | None, other: Tensor | None) -> bool:
-    """Equal shape, kind and bits (a NaN equals itself)."""
+    """Return whether shape, dtype and bits are equal (a NaN equals itself)."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def training_records(place: str, run: str) -> Records:
-    """Training records of metrics.jsonl."""
+    """Return the training records of metrics.jsonl."""
     lines = paths.read_text(paths.join(place, run, "metrics.jsonl")).split("\n")
     return [record for line in lines if line and "train/loss" in (record := json.loads(line))]
 
 
 def values(records: Records, key: str) -> dict[int, float]:
-    """One value by step."""
+    """Return the values of a key by step."""
     return {record["step"]: record[key] for record in records}
 
 
 def adapter_folder(place: str, run: str) -> str:
-    """Where the export lies: the adapter, or the whole model."""
+    """Return the folder of the export: the adapter, or the whole model."""
     names = paths.list_names(paths.join(place, run))
     return paths.join(place, run, "adapter" if "adapter" in names else "model")
 
 
 def newest_checkpoint(place: str, run: str) -> str:
-    """Folder of the last checkpoint."""
+    """Return the folder of the newest checkpoint."""
     folder = paths.join(place, run, "checkpoints")
     return paths.join(folder, max(name for name in paths.list_names(folder) if name.startswith("step_")))
 
 
 def shown(items: list[str] | None) -> str:
-    """The first few."""
+    """Format the first four items."""
     return ", ".join((items or ["none"])[:4])

@@ -1,4 +1,4 @@
-"""The verdict and the cost of a resume, as a table and as JSON."""
+"""Format the verdict and the cost of a resume as a table and as JSON."""
 
 from dataclasses import asdict
 from itertools import pairwise
@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def costs(lives: list[Life]) -> list[dict[str, Any]]:
-    """What each resume of the killed run cost; seconds are wall time of this machine."""
+    """Return the cost of each resume of the killed run; seconds are wall time of this machine."""
     killed = lives[1:]
     found = []
     for before, life in pairwise(killed):
@@ -31,7 +31,7 @@ def costs(lives: list[Life]) -> list[dict[str, Any]]:
 
 
 def as_json(verdict: Verdict, lives: list[Life]) -> dict[str, Any]:
-    """The content of resume_check.json."""
+    """Return the content of resume_check.json."""
     whole = lives[0]
     return {
         "equal": verdict.is_equal,
@@ -43,7 +43,7 @@ def as_json(verdict: Verdict, lives: list[Life]) -> dict[str, Any]:
 
 
 def as_text(verdict: Verdict, lives: list[Life], *, place: str) -> str:
-    """Two tables and a sentence."""
+    """Return the checks, the costs and a conclusion as text."""
     whole = lives[0]
     lines = [f"{max(whole.rows)} steps, killed {len(lives) - 2} times, beside the same without a kill"]
     lines += [

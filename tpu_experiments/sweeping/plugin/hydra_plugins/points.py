@@ -1,7 +1,7 @@
-"""Hydra instantiates launchers of this namespace only, and finds them by looking into it."""
+"""Register the launcher: Hydra finds and instantiates launchers of this namespace only."""
 
 from tpu_experiments.sweeping import launcher
 
 
 class PointLauncher(launcher.PointLauncher):
-    """Every point of a sweep as a process of its own."""
+    """Hydra launcher that runs every point of a sweep as a process of its own."""
