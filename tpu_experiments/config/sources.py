@@ -133,8 +133,9 @@ class CleanConfig:
 class DuplicatesConfig:
     """What happens to a document that was there before, anywhere in its source; the first one stays."""
 
-    exact: str = choice("drop", "keep", default="drop")
-    """Same words: letters case-folded, runs of blanks made one."""
+    exact: str = choice("drop", "folded", "keep", default="drop")
+    """`drop`: the same text (and roles), letter for letter, once `clean` has done its work. `folded`: the same words,
+    letters case-folded and runs of blanks made one. `keep`: none is left out."""
     near: float | None = number(default=None, above=0, at_most=1)
     """Jaccard similarity of word 5-grams from which a document counts as a copy, estimated by MinHash (Broder 1997);
     null does not look."""

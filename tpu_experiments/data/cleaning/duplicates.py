@@ -30,8 +30,13 @@ GRAMS_AT_ONCE = 2**14  # 8 MiB of permuted hashes
 
 
 def content_key(document: Document) -> bytes:
-    """16 bytes, equal for documents with the same words (and roles): case-folded, runs of blanks made one space."""
+    """16 bytes, equal for documents with the same words (and roles): case-folded, runs of blanks made one."""
     return hashlib.blake2b(_content(document).encode(), digest_size=16).digest()
+
+
+def exact_key(document: Document) -> bytes:
+    """16 bytes, equal for documents with the same text (and roles), letter for letter."""
+    return hashlib.blake2b(document.content.encode(), digest_size=16).digest()
 
 
 def prompt_key(document: Document) -> bytes:
@@ -115,7 +120,7 @@ def find_duplicates(
     other, so a sequence that opens a block's file when it is asked for it keeps no more than one open.
 
     Args:
-        keys_D2: `content_key` of each document.
+        keys_D2: `content_key` or `exact_key` of each document.
         signatures: of the same documents in order, in blocks (D_b, P); only looked at with `near`.
         near: share of equal entries from which signatures are alike; None looks for exact duplicates only.
 

@@ -1,7 +1,7 @@
 """Cleaned documents as parquet, a file for each block: to look at, and to prepare again with another tokenizer."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pyarrow
 import pyarrow.parquet
@@ -37,4 +37,13 @@ def write_documents(documents: Sequence[Document], *, folder: str, name: str, so
     ]
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
-    paths.write_bytes_atomic(paths.join(folder, f"{name}.parquet"), buffer.getvalue())
+    paths.write_bytes_atomic(_path(folder, name), buffer.getvalue())
+
+
+def are_kept(names: Iterable[str], folder: str) -> bool:
+    """Whether the documents of all these blocks are there; each file is whole or absent."""
+    return all(paths.exists(_path(folder, name)) for name in names)
+
+
+def _path(folder: str, name: str) -> str:
+    return paths.join(folder, f"{name}.parquet")

@@ -22,6 +22,9 @@ from tpu_experiments.io.sealed import DamagedFile, read_sealed_json, write_seale
 VERSION = 3
 """Goes up when the same input gives other tokens or rows, or other files of them."""
 
+_EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
+"""As it is hashed: `folded` was called `drop` before there was another, and its folders stay valid."""
+
 REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
 
 
@@ -39,6 +42,7 @@ def tokens_key(
             "max_documents": spec.max_documents,
             "clean": asdict(source.clean),
             "signed": source.duplicates.near is not None,
+            **({"exact": True} if source.duplicates.exact == "drop" else {}),
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             "tokenizer": tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if spec.kind == "chat" else None,
@@ -52,7 +56,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
         {
             "version": VERSION,
             "tokens": tokens,
-            "duplicates": asdict(source.duplicates),
+            "duplicates": asdict(source.duplicates) | {"exact": _EXACT[source.duplicates.exact]},
             "eval_fraction": source.eval_fraction,
             "test_fraction": source.test_fraction,
             "split_by": source.split_by,

@@ -42,10 +42,11 @@ def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens_fol
     first_D = np.full(num_documents, -1, np.int64)
     is_near_D = np.zeros(num_documents, np.bool_)
     rules = source.duplicates
-    if rules.exact == "drop" or rules.near is not None:
+    if rules.exact != "keep" or rules.near is not None:
         with tempfile.TemporaryDirectory(prefix="tpu_experiments_") as scratch:
             signatures = None if rules.near is None else _Signatures(tokens_folder, blocks, scratch=scratch)
-            first_D, is_near_D = find_duplicates(keys_D2, signatures=signatures, near=rules.near)
+            compared_D2 = keys_D2 if keys.exact_D2 is None else keys.exact_D2
+            first_D, is_near_D = find_duplicates(compared_D2, signatures=signatures, near=rules.near)
         if rules.exact == "keep":
             first_D[~is_near_D] = -1
     groups_D = _groups(keys, source=source)

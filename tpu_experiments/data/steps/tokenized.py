@@ -23,6 +23,7 @@ from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.reading.sources import resolve_format
 from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, is_whole, read_index
+from tpu_experiments.data.steps.kept import are_kept
 from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, tokens_key
 from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.io import paths
@@ -88,16 +89,20 @@ def tokenize_source(
     made = read_record(done, expected={"key": key}, is_lookup=is_lookup)
     if is_lookup and made is None:
         raise NotPrepared(spec.name)
+    documents_folder = paths.join(target, "documents") if settings.documents == "keep" else None
     if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
         made = None
+    if made is not None and documents_folder and not is_lookup and not are_kept(made["blocks"], documents_folder):
+        made = None  # the blocks were made without them
     if made is None:
         maker = BlockSettings(
             folder=target,
             spec=spec,
             clean=source.clean,
             is_signed=source.duplicates.near is not None,
+            is_compared=source.duplicates.exact == "drop",
             tokenizer=tokenizer,
-            documents_folder=paths.join(target, "documents") if settings.documents == "keep" else None,
+            documents_folder=documents_folder,
         )
         made = _make_all(_Input(spec, files, read), maker=maker, settings=settings)
         write_sealed_json(done, {"key": key, **made})
