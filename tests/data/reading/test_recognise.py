@@ -7,7 +7,7 @@ import pytest
 from tests.data.readers import jsonl, read, recognised, spec_for, split_rows, written
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.reading.locations import SourceFile
-from tpu_experiments.data.reading.sources import resolve_format
+from tpu_experiments.data.reading.sources import SourceRows
 
 CHAT = [
     ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
@@ -94,7 +94,7 @@ def test_nothing_readable(tmp_path):
 
 def test_a_format_that_is_named_stays_and_nothing_is_read(tmp_path):
     spec = spec_for(tmp_path / "nowhere.jsonl", kind="chat", format="messages")
-    assert resolve_format(spec, files=[SourceFile("none.jsonl", spec.path)]) == spec
+    assert SourceRows(spec, files=[SourceFile("none.jsonl", spec.path)]).resolve_format() == spec
 
 
 def test_renamed_fields_must_be_the_formats(tmp_path):

@@ -12,7 +12,7 @@ largest piece held is one line, one array element or one parquet batch.
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
 
 from tpu_experiments.config.errors import ConfigError
@@ -29,7 +29,7 @@ CONTENT_MARKS = ("md5Hash", "crc32c", "content_hash", "etag", "ETag", "generatio
 """What file systems say about an object's content, the surest first."""
 
 
-def read_raw(file: SourceFile, *, spec: SourceSpec) -> Iterator[RawRow | Refused]:
+def read_raw(file: SourceFile, *, spec: SourceSpec) -> Generator[RawRow | Refused]:
     """Rows of one file.
 
     Raises:

@@ -18,13 +18,12 @@ from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
 from tpu_experiments.data.prepared import NotPrepared, read_record
 from tpu_experiments.data.reading.files import read_raw
-from tpu_experiments.data.reading.hub import read_hub
 from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.data.reading.sources import resolve_format
+from tpu_experiments.data.reading.sources import SourceRows
 from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, is_whole, read_index
 from tpu_experiments.data.steps.kept import are_kept
-from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, tokens_key
+from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, format_of_content, tokens_key
 from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.io import paths
 from tpu_experiments.io.peak_memory import PeakMemory
@@ -56,6 +55,8 @@ class _Input:
 
     spec: SourceSpec
     files: list[SourceFile]
+    rows: SourceRows | None
+    """None where `read` is set."""
     read: Read | None
 
 
@@ -78,10 +79,13 @@ def tokenize_source(
         ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
     """
     files = [] if read else list_files(spec)
-    if read is None:
-        spec = resolve_format(spec, files=files)
+    rows = None if read else SourceRows(spec, files=files)
+    if rows is not None:
         content = content_of_files(files, spec=spec, folder=folder)
+        resolve = rows.resolve_format
+        spec = format_of_content(spec, content=content, folder=folder, recognise=resolve, is_lookup=is_lookup)
     else:
+        assert read is not None
         content = content_of_documents(lambda: read(spec))
     key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer)
     target = paths.join(folder, f"{spec.name}-tokens-{key}")
@@ -104,8 +108,10 @@ def tokenize_source(
             tokenizer=tokenizer,
             documents_folder=documents_folder,
         )
-        made = _make_all(_Input(spec, files, read), maker=maker, settings=settings)
+        made = _make_all(_Input(spec, files, rows, read), maker=maker, settings=settings)
         write_sealed_json(done, {"key": key, **made})
+    if rows is not None:
+        rows.close()
     _require_good_rows(made["first_bad_row"], spec=spec)
     return TokenizedSource(spec, key, target, made["blocks"], len(files), made["seconds"], made["peak_rss_gib"])
 
@@ -158,7 +164,9 @@ def _make_blocks(
 def _blocks(given: _Input) -> Iterator[Block]:
     """All blocks of a source, at most `max_documents` rows in all."""
     left = given.spec.max_documents
-    for number, items in enumerate(_items_by_file(given)):
+    # Files of the Hub are counted from 1: 0 was the one stream that they came in before they were told apart.
+    first = 1 if given.read is None and not given.files else 0
+    for number, items in enumerate(_items_by_file(given), start=first):
         for block in cut_blocks(items if left is None else islice(items, left), file_number=number):
             left = None if left is None else left - len(block.items)
             yield block
@@ -167,10 +175,8 @@ def _blocks(given: _Input) -> Iterator[Block]:
 def _items_by_file(given: _Input) -> Iterator[Iterator[Item]]:
     if given.read is not None:
         yield given.read(given.spec)
-    elif not given.files:
-        yield read_hub(given.spec)
-    for file in given.files:
-        yield read_raw(file, spec=given.spec)
+    elif given.rows is not None:
+        yield from given.rows.by_file()
 
 
 class FileMaker:
