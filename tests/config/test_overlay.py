@@ -126,3 +126,14 @@ def test_many_sources_make_a_name_that_a_folder_can_have(tmp_path: Path) -> None
     assert default_name(*names) == made
     assert default_name(*names[:-1], "other") != made
     assert default_name(*names[:2]) == "tiny_conversations_00_conversations_01_cpu"
+
+
+@pytest.mark.parametrize("override", ["data.sample_text.keep.kind=[a,b]", "data.sample_text.keep={kind: [a, b]}"])
+def test_kept_values_are_named_from_the_command_line(override: str) -> None:
+    assert composed("data=sample_text", override).data["sample_text"].keep == {"kind": ["a", "b"]}
+
+
+def test_a_field_without_values_keeps_nothing_and_is_refused() -> None:
+    said = refusal("data=sample_text", "data.sample_text.keep.kind=[]")
+    assert said == "data.sample_text.keep.kind=[]; name at least one value, each a text, a number, true or false."
+    assert "it must be a list" in refusal("data=sample_text", "data.sample_text.keep.kind=a")

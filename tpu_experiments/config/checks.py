@@ -1,6 +1,7 @@
 """Cross-field checks: every problem of a config is collected and reported together, before any device is touched."""
 
 import dataclasses
+import json
 import math
 import pkgutil
 import re
@@ -253,6 +254,13 @@ def _data(config: Config) -> list[str]:
         "nothing is left to train on; their sum must be below 1."
         for name, source in config.data.items()
         if source.eval_fraction + source.test_fraction >= 1
+    ]
+    problems += [
+        f"data.{name}.keep.{each}={json.dumps(values, default=str)}; name at least one value, each a text, a number, "
+        "true or false."
+        for name, source in config.data.items()
+        for each, values in source.keep.items()
+        if not values or not all(isinstance(value, str | int | float) for value in values)
     ]
     asked = [(f"data.{name}.questions", each) for name, source in config.data.items() for each in source.questions]
     problems += [

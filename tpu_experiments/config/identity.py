@@ -45,6 +45,11 @@ MAY_CHANGE = (
 )
 
 
+UNSET: dict[str, Any] = {"questions": {}, "keep": {}}
+"""Values of a source's keys that are as if the key were not there."""
+_SET = object()
+
+
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """One `key.sub: value` per leaf; empty dicts and lists are leaves."""
     if dataclasses.is_dataclass(node):
@@ -60,11 +65,11 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """The flattened config without the keys that may change; what JSON has no number for (`inf`) as its name.
 
-    Secrets are left out of it: another token for the same data is the same run. So are `questions` where none are
-    asked, which runs of before there were any do not have.
+    Secrets are left out of it: another token for the same data is the same run. So are keys of a source that runs of
+    before there were any do not have, where they say nothing (`UNSET`).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
-    kept = {key: value for key, value in kept.items() if not (key.endswith(".questions") and value == {})}
+    kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
     found: dict[str, Any] = redacted(kept)
     return found
 

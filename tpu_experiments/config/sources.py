@@ -15,6 +15,7 @@ FORMATS = (
     "alternating",
     "question_answer",
     "instruction",
+    "prompt_completion",
     "llama2",
     "human_assistant",
 )
@@ -152,8 +153,8 @@ class DataSourceConfig:
     _target_: str = "tpu_experiments.data.reading.sources.read_documents"
     """Swap point: callable that takes a `SourceSpec` and yields `Document`s."""
     path: str = place("input")
-    """File, folder, glob, gs:// address of one of these, or a Hub id. Files are .jsonl, .json, .parquet, .csv, .tsv or
-    .txt, each also as .gz, .bz2, .xz or .zst."""
+    """File, folder, glob, gs:// address of one of these, or a Hub id. Files are .jsonl, .ndjson, .json, .parquet, .csv,
+    .tsv or .txt, each also as .gz, .bz2, .xz or .zst; one without a suffix is JSON or parquet if it begins so."""
     hub_config: str | None = None
     """Configuration name on the Hub, for example `20231101.ro`."""
     hub_split: str = "train"
@@ -168,10 +169,14 @@ class DataSourceConfig:
     """How a row becomes a document; `auto` recognises it from the first row. `text`: field `text`. `messages`: list of
     role and content, or of from and value. `alternating`: field `data`, a list of strings, user first.
     `question_answer`: question, answer, reasoning, topic, difficulty, case_citation as the prompt and response of the
-    UK-law recipe. `instruction`: instruction, input, output. `llama2`: field `text` with [INST] marks.
-    `human_assistant`: field `text` with ### Human and ### Assistant marks."""
+    UK-law recipe. `instruction`: instruction, input, output. `prompt_completion`: prompt and completion, each a string
+    or a list of turns. `llama2`: field `text` with [INST] marks. `human_assistant`: field `text` with ### Human and
+    ### Assistant marks."""
     fields: dict[str, str] = field(default_factory=dict)
     """Where the file calls a field of the format something else: `{text: body}`."""
+    keep: dict[str, list[Any]] = field(default_factory=dict)
+    """Fields of the rows, by the names that the file has, to their values: only rows with one of these values in every
+    such field are read; the others are counted and reported. `{sample_type: [irac, statute]}`."""
     on_bad_row: str = choice("stop", "skip", default="stop")
     """What happens at a row that cannot be read or is not of the format: the run stops, or the row is reported."""
     max_documents: int | None = number(default=None, at_least=1)

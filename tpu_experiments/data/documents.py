@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import DOCUMENT, FIRST_TURN, DataSourceConfig
@@ -9,7 +10,16 @@ from tpu_experiments.io.find import find_local
 
 FORMATS_OF_KIND = {
     "text": ("auto", "text"),
-    "chat": ("auto", "messages", "alternating", "question_answer", "instruction", "llama2", "human_assistant"),
+    "chat": (
+        "auto",
+        "messages",
+        "alternating",
+        "question_answer",
+        "instruction",
+        "prompt_completion",
+        "llama2",
+        "human_assistant",
+    ),
 }
 
 
@@ -25,6 +35,12 @@ class Document:
     group: str | None = None
     """What it has in common with others that stay in its split, where `data.<name>.split_by` is a field."""
 
+    extras: tuple[str, ...] = ()
+    """What each turn has for the template beside its content, as JSON (`tool_calls`, `name`, `tool_call_id`), or
+    nothing; empty where no turn has any."""
+    tools: str = ""
+    """The tools that an assistant is told of, as a JSON list."""
+
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
 
@@ -36,7 +52,14 @@ class Document:
     @property
     def content(self) -> str:
         """All of the document but its id, for hashing."""
-        return self.text if self.text is not None else json.dumps(self.messages)
+        if self.text is not None:
+            return self.text
+        return json.dumps([self.messages, self.extras, self.tools] if self.uses_tools else self.messages)
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether there is more to a conversation than roles and contents."""
+        return bool(self.tools or self.extras)
 
 
 @dataclass(frozen=True)
@@ -69,6 +92,8 @@ class SourceSpec:
     max_documents: int | None = None
     group_field: str | None = None
     """Field of the rows that `Document.group` is read from."""
+    keep: dict[str, list[Any]] = field(default_factory=dict)
+    """Fields of the rows, by their own names, to the values of which a row that is read has one."""
 
     @property
     def key(self) -> str:
@@ -102,6 +127,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         fields=dict(source.fields),
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
+        keep={name: list(values) for name, values in source.keep.items()},
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
     )
 

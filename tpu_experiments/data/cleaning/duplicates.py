@@ -61,7 +61,8 @@ def _content(document: Document) -> str:
     if document.messages is None:
         return _normal(document.text or "")
     # The two separators are blanks to str.split, so no normal text holds one.
-    return "\x1e".join(f"{role}\x1f{_normal(content)}" for role, content in document.messages)
+    turns = [f"{role}\x1f{_normal(content)}" for role, content in document.messages]
+    return "\x1e".join([*turns, *map(_normal, document.extras), *([_normal(document.tools)] if document.tools else [])])
 
 
 class Signer:
@@ -78,7 +79,7 @@ class Signer:
         signatures_DP = np.empty((len(documents), NUM_PERMUTATIONS), np.uint32)
         for row, document in enumerate(documents):
             contents = [content for _, content in document.messages or ()] or [document.text or ""]
-            grams = _gram_hashes(" ".join(contents)).tolist()
+            grams = _gram_hashes(" ".join([*contents, *document.extras])).tolist()
             sketch = self._empty.copy()
             for start in range(0, len(grams), GRAMS_AT_ONCE):
                 sketch.update_batch(grams[start : start + GRAMS_AT_ONCE])

@@ -46,10 +46,14 @@ def read_table(stream: ByteStream, *, name: str, delimiter: str) -> Iterator[Raw
 
 
 def _trouble_with(columns: list[str]) -> str:
-    twice = sorted({column for column in columns if columns.count(column) > 1})
-    if twice:
-        return f"names the column {twice[0]!r} twice"
+    twice = _repeated(columns)
+    if twice is not None:
+        return f"names the column {twice!r} twice"
     return "is not UTF-8" if _escaped_byte(columns) is not None else ""
+
+
+def _repeated(columns: list[str]) -> str | None:
+    return next((column for column in sorted(columns) if columns.count(column) > 1), None)
 
 
 def _records(reader: Any, *, lines: "_Lines", columns: list[str], name: str) -> Iterator[RawRow | Refused]:
@@ -128,6 +132,10 @@ def read_parquet(url: str, *, name: str) -> Iterator[RawRow | Refused]:
         watched = WatchedFile(opened)
         try:
             file = pyarrow.parquet.ParquetFile(watched, page_checksum_verification=True)
+            twice = _repeated(file.schema_arrow.names)
+            if twice is not None:
+                yield Refused("not_parquet", name, f"names the column {twice!r} twice; the file is not read; mend it.")
+                return
             for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
                 for fields in _rows_of(batch):
                     number += 1

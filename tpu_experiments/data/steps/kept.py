@@ -1,7 +1,9 @@
 """Cleaned documents as parquet, a file for each block: to look at, and to prepare again with another tokenizer."""
 
 import io
+import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import pyarrow
 import pyarrow.parquet
@@ -10,6 +12,7 @@ from tpu_experiments.data.documents import Document
 from tpu_experiments.io import paths
 
 _TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+_TOOL_TURN = pyarrow.struct([*_TURN, *((name, pyarrow.string()) for name in ("tool_calls", "name", "tool_call_id"))])
 SCHEMA = pyarrow.schema(
     [
         ("id", pyarrow.string()),
@@ -20,6 +23,10 @@ SCHEMA = pyarrow.schema(
     ]
 )
 """Exactly one of `text` and `messages` is set; `place` says where the document was read."""
+TOOL_SCHEMA = SCHEMA.set(2, pyarrow.field("messages", pyarrow.list_(_TOOL_TURN))).append(
+    pyarrow.field("tools", pyarrow.string())
+)
+"""Of a file with conversations that use tools; calls and tools are JSON."""
 
 
 def write_documents(documents: Sequence[Document], *, folder: str, name: str, source: str) -> None:
@@ -29,15 +36,27 @@ def write_documents(documents: Sequence[Document], *, folder: str, name: str, so
         {
             "id": document.id,
             "text": document.text,
-            "messages": [{"role": r, "content": c} for r, c in document.messages] if document.messages else None,
+            "messages": _turns(document),
             "source": source,
             "place": document.place,
+            "tools": document.tools or None,
         }
         for document in documents
     ]
+    schema = TOOL_SCHEMA if any(document.uses_tools for document in documents) else SCHEMA
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
     paths.write_bytes_atomic(_path(folder, name), buffer.getvalue())
+
+
+def _turns(document: Document) -> list[dict[str, str]] | None:
+    turns = []
+    for (role, content), extra in zip_longest(document.messages or (), document.extras):
+        beside = json.loads(extra) if extra else {}
+        if "tool_calls" in beside:
+            beside["tool_calls"] = json.dumps(beside["tool_calls"], ensure_ascii=False)
+        turns.append({"role": role, "content": content, **beside})
+    return turns or None
 
 
 def are_kept(names: Iterable[str], folder: str) -> bool:

@@ -46,6 +46,7 @@ def tokens_key(
             "clean": asdict(source.clean),
             "signed": source.duplicates.near is not None,
             **({"exact": True} if source.duplicates.exact == "drop" else {}),
+            **({"keep": spec.keep} if spec.keep else {}),
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             "tokenizer": tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if spec.kind == "chat" else None,
