@@ -9,6 +9,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import OWN_KEYS
 
 # None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
 # `trainer.guard` does once a step went wrong, and then its settings are what somebody changes to go on.
@@ -45,6 +46,14 @@ MAY_CHANGE = (
 )
 
 
+UNSET: dict[str, Any] = {
+    **{"questions": {}, "keep": {}, "quoting": "auto", "named_splits": "take", "held_out_copies": "find"},
+    **{key: None for keys in OWN_KEYS.values() for key in keys},
+}
+"""Values of a source's keys that are as if the key were not there."""
+_SET = object()
+
+
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """One `key.sub: value` per leaf; empty dicts and lists are leaves."""
     if dataclasses.is_dataclass(node):
@@ -60,11 +69,11 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """The flattened config without the keys that may change; what JSON has no number for (`inf`) as its name.
 
-    Secrets are left out of it: another token for the same data is the same run. So are `questions` where none are
-    asked, which runs of before there were any do not have.
+    Secrets are left out of it: another token for the same data is the same run. So are keys of a source that runs of
+    before there were any do not have, where they say nothing (`UNSET`).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
-    kept = {key: value for key, value in kept.items() if not (key.endswith(".questions") and value == {})}
+    kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
     found: dict[str, Any] = redacted(kept)
     return found
 

@@ -168,7 +168,8 @@ def duplicates_text(manifest: Manifest) -> str:
     """How many copies were left out, and what was looked for."""
     rules = manifest.get("config", {}).get("duplicates", {})
     reported = manifest["documents_reported"]
-    exact = "kept" if rules.get("exact") == "keep" else f"{reported.get('exact_duplicate', 0):,} left out"
+    folded = " (case and blanks folded)" if rules.get("exact") == "folded" else ""
+    exact = "kept" if rules.get("exact") == "keep" else f"{reported.get('exact_duplicate', 0):,} left out{folded}"
     similar = (
         f"{reported.get('near_duplicate', 0):,} left out (similarity {rules['near']})" if rules.get("near") else ""
     )

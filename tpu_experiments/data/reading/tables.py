@@ -89,7 +89,7 @@ def _dialect_of(first_line: str, *, lines: "_Lines", delimiter: str, name: str, 
 
 @functools.cache
 def _tell(sentence: str) -> None:
-    """Log once; the first rows of a file are read twice."""
+    """Log once; a file may be read more than once."""
     log.info(sentence)
 
 
@@ -156,10 +156,14 @@ def _is_open(error: csv.Error) -> bool:
 
 
 def _trouble_with(columns: list[str]) -> str:
-    twice = sorted({column for column in columns if columns.count(column) > 1})
-    if twice:
-        return f"names the column {twice[0]!r} twice"
+    twice = _repeated(columns)
+    if twice is not None:
+        return f"names the column {twice!r} twice"
     return "is not UTF-8" if _escaped_byte(columns) is not None else ""
+
+
+def _repeated(columns: list[str]) -> str | None:
+    return next((column for column in sorted(columns) if columns.count(column) > 1), None)
 
 
 def _records(
@@ -276,6 +280,10 @@ def read_parquet(url: str, *, name: str) -> Iterator[RawRow | Refused]:
         watched = WatchedFile(opened)
         try:
             file = pyarrow.parquet.ParquetFile(watched, page_checksum_verification=True)
+            twice = _repeated(file.schema_arrow.names)
+            if twice is not None:
+                yield Refused("not_parquet", name, f"names the column {twice!r} twice; the file is not read; mend it.")
+                return
             for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
                 for fields in _rows_of(batch):
                     number += 1
