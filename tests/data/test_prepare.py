@@ -349,3 +349,21 @@ def test_answers_cut_from_their_questions_are_counted_and_found(tmp_path, tokeni
     assert made.manifests[512]["splits"]["train"]["supervised_without_prompt"] == 0
     plain = prepared({"b": text_source(texts(tmp_path / "b.jsonl", 50))}, folder=tmp_path / "p", tokenizer=tokenizer)
     assert "supervised_without_prompt" not in manifest_of(plain["b"])["splits"]["train"]
+
+
+def test_left_out_rows_are_reported_with_how_they_begin(tmp_path, tokenizer):
+    long = " ".join(["cuvânt"] * 300)
+    rows = [{"text": f"Textul lung numărul {i}, {long}"} for i in range(30)]
+    rows += [{"text": "Scurt\nși rău."}, rows[4], {"body": "altceva"}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = text_source(path, on_bad_row="skip", format="text", clean=CleanConfig(min_words=5))
+    made = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[64])["a"]
+    examples = {reason: found[0] for reason, found in manifest_of(made)["examples"].items()}
+    assert examples["too_few_words"]["text"] == "Scurt și rău."
+    assert examples["no_field"]["text"] == '{"body": "altceva"}'
+    assert examples["exact_duplicate"]["message"] == "repeats line 5 of a.jsonl."
+    assert examples["exact_duplicate"]["text"].startswith("Textul lung numărul 4, cuvânt")
+    assert all(len(example["text"]) <= 200 for example in examples.values())
+    (report,) = (tmp_path / "p").rglob("reported.jsonl")
+    texts_of = {entry["reason"]: entry.get("text") for entry in map(json.loads, report.read_text().splitlines())}
+    assert texts_of["no_field"] == '{"body": "altceva"}'

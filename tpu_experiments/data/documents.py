@@ -62,6 +62,12 @@ class Document:
         return not content.strip() and not (self.extras and self.extras[turn])
 
     @property
+    def beginning(self) -> str:
+        """How it begins, on one line."""
+        turns = (f"{role}: {content[: 2 * TEXT_SHOWN]}" for role, content in (self.messages or ())[:TEXT_SHOWN])
+        return beginning(self.text if self.text is not None else " / ".join(turns))
+
+    @property
     def content(self) -> str:
         """All of the document but its id, for hashing."""
         if self.text is not None:
@@ -87,6 +93,18 @@ class Refused:
     """What is wrong with it and what to do, without key and place."""
     is_bad_row: bool = True
     """Whether `on_bad_row` decides about it; False where a rule did its work."""
+    text: str = ""
+    """How it begins, on one line."""
+
+
+TEXT_SHOWN = 200
+
+
+def beginning(text: str) -> str:
+    """The first `TEXT_SHOWN` characters of a text on one line, as UTF-8 can hold them."""
+    line = " ".join(text[: 2 * TEXT_SHOWN].split())
+    line = line.encode("utf-8", "replace").decode()
+    return line if len(line) <= TEXT_SHOWN and len(text) <= 2 * TEXT_SHOWN else f"{line[: TEXT_SHOWN - 1]}…"
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 import pyarrow
 import pyarrow.parquet
 
-from tpu_experiments.data.documents import Refused, SourceSpec
+from tpu_experiments.data.documents import Refused, SourceSpec, beginning
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
 from tpu_experiments.io.streams import ByteStream, ReadableStream, WatchedFile, open_binary
 
@@ -182,12 +182,15 @@ def _records(
             return  # a part of a record; the caller reports the cut
         if values:
             row = _record(values, columns=columns, lines=lines, name=name, number=number, dialect=dialect)
-            yield row
-            if isinstance(row, Refused):
-                # What was swallowed may be rows, each of them in a count.
-                for inside in range(number + 1, lines.number + 1):
-                    place, message = place_of(inside, unit="line", file=name), f"is inside the record of line {number}."
-                    yield Refused(row.reason, place, message)
+            if not isinstance(row, Refused):
+                yield row
+                continue
+            first, *others = lines.record
+            yield replace(row, text=beginning(first))
+            # What was swallowed may be rows, each of them in a count.
+            for inside, line in enumerate(others, start=number + 1):
+                place, message = place_of(inside, unit="line", file=name), f"is inside the record of line {number}."
+                yield Refused(row.reason, place, message, text=beginning(line))
 
 
 def _record(

@@ -16,7 +16,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ class BlockMaker:
         made: list[tuple[Document, Tokens]] = []
         for document, tokens in zip(documents, self.tokenizer.tokenize(documents), strict=True):
             if isinstance(tokens, Refused):
-                refused.append(tokens)
+                refused.append(replace(tokens, text=document.beginning))
             else:
                 made.append((document, tokens))
         changes = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
@@ -134,7 +134,12 @@ class BlockMaker:
             document = Refused("no_group", document.place or document.id, message)
         if isinstance(document, Document) and document.is_empty:
             document = Refused("empty", document.place, "has no text.", is_bad_row=False)
-        return document if isinstance(document, Refused) else self.cleaner.clean(document)
+        read = item
+        if isinstance(document, Document):
+            read, document = document, self.cleaner.clean(document)
+        if isinstance(document, Refused) and not isinstance(read, Refused):
+            document = replace(document, text=read.beginning)
+        return document
 
     def _write(
         self, block: Block, made: list[tuple[Document, Tokens]], *, refused: list[Refused], changes: Counter[str]

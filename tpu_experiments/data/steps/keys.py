@@ -99,8 +99,9 @@ def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> li
     """A hash of all that a reader of the user's own yields; nothing else says whether it changed."""
     digest = hashlib.sha256()
     for document in read():
-        # Without what most documents do not have: it came later, and what was prepared before stays found.
-        known = {name: value for name, value in vars(document).items() if name not in _LATER or value}
+        # Without what most of them do not have: it came later, and what was prepared before stays found.
+        later = _LATER if isinstance(document, Document) else ("text",)
+        known = {name: value for name, value in vars(document).items() if name not in later or value}
         digest.update(json.dumps(known, ensure_ascii=False).encode(errors="surrogatepass"))
     return [digest.hexdigest()]
 
