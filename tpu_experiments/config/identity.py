@@ -45,7 +45,7 @@ MAY_CHANGE = (
 )
 
 
-UNSET: dict[str, Any] = {"questions": {}, "keep": {}}
+UNSET: dict[str, Any] = {"questions": {}, "keep": {}, "weight": None}
 """Values of a source's keys that are as if the key were not there."""
 _SET = object()
 
