@@ -1,4 +1,4 @@
-"""Batches of a stage that draws by weights, as the trainer takes them: token shares, going on, other processes, the log."""
+"""Batches of a stage that draws by weights: token shares, going on, other processes, what the log says."""
 
 from collections import Counter
 from pathlib import Path

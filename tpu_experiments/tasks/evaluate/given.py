@@ -99,6 +99,7 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
             how=how,
             max_documents=task.max_documents,
             seed=config.seed,
+            by=task.by,
         )
         for name, source in config.data.items()
     }
@@ -108,6 +109,8 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
             f"task.split={task.split}; no source holds a document back for it ({_fractions(config)}); raise the "
             "fraction before you train, or take the other split."
         )
+    if task.by is not None and all(held_out.values is None for held_out in found.values()):
+        raise ConfigError(f"task.by={task.by}; no source has such a field in its rows; name one that is there.")
     return found
 
 
