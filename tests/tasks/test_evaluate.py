@@ -117,7 +117,8 @@ def test_the_difference_is_between_the_two_on_the_same_documents(results):
 def test_the_same_is_said_of_every_value_of_a_field(results):
     assert (results["by"], list(results["values"])) == ("title", ["sample_text"]), "conversations have no titles"
     values, whole = results["values"]["sample_text"], results["sources"]["sample_text"]
-    titles = [json.loads(line)["title"] for line in Path("tpu_experiments/samples/wiki_ro.jsonl").open()]
+    lines = Path("tpu_experiments/samples/wiki_ro.jsonl").read_text(encoding="utf-8").strip().split("\n")
+    titles = [json.loads(line)["title"] for line in lines]
     assert set(values) < set(titles)
     for count in ("num_documents", "num_tokens", "num_bytes"):
         assert sum(comparison[count] for comparison in values.values()) == whole[count]
