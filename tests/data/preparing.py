@@ -14,6 +14,7 @@ SHARED = REPOSITORY.parent / "shared" / "data"
 
 def write_lines(path, rows):
     """A .jsonl file of `rows`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 

@@ -7,6 +7,9 @@ CHATML = (
 )
 
 
+# The prompt for generation goes on where no answer of the past does.
+GENERATES_OTHERWISE = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+
 QWEN25 = (
     "{%- if messages[0]['role'] == 'system' %}"
     "{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"

@@ -111,6 +111,13 @@ def test_each_document_has_its_rows_value(tmp_path, tokenizer, values):
     assert not values or "statute" not in found.values
 
 
+def test_values_of_test_files_of_ones_own(tmp_path, tokenizer):
+    (tmp_path / "own").mkdir()
+    found = documents_by(tmp_path, tokenizer, "sample_type", test_path=str(typed(tmp_path / "own", count=9)))
+    assert found.values is not None
+    assert sorted(found.values) == ["client"] * 2 + ["irac"] * 3 + ["null"] + ["statute"] * 3
+
+
 def test_a_field_that_no_row_has_is_named(tmp_path, tokenizer, caplog):
     assert documents_by(tmp_path, tokenizer, "sampl_type").values is None
     assert "no held-out row has the field 'sampl_type' (task.by). Did you mean 'sample_type'?" in caplog.text

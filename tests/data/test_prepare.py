@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import re
@@ -17,10 +18,11 @@ from tests.data.preparing import (
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.sources import CleanConfig, DataSourceConfig, DuplicatesConfig
+from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.cleaning.duplicates import content_key
 from tpu_experiments.data.cleaning.split import SPLITS, split_of
 from tpu_experiments.data.documents import Document
-from tpu_experiments.data.steps.keys import rows_key
+from tpu_experiments.data.steps.keys import content_of_documents, rows_key
 
 SAMPLES = "tpu_experiments/samples"
 
@@ -142,6 +144,16 @@ def test_folders_of_folded_duplicates_keep_their_names():
     source = text_source("a.jsonl", duplicates=DuplicatesConfig(exact="folded"))
     settings = PrepareConfig()
     assert rows_key("tokens", source=source, settings=settings, seq_len=64, pad_id=0) == "2f10a9f0f680e043"
+
+
+def test_documents_of_a_reader_keep_their_key_where_they_have_nothing_new():
+    turns = (("user", "a"), ("assistant", "b"))
+    known = {"id": "1", "text": None, "messages": turns, "place": "", "group": None}
+    before = hashlib.sha256(json.dumps(known, ensure_ascii=False).encode()).hexdigest()
+    documents = [Document("1", messages=turns, **new) for new in ({}, {"context": (1,)}, {"tools": "[]"})]
+    keys = [content_of_documents(lambda one=one: iter([one])) for one in documents]
+    assert keys[0] == [before]
+    assert len({key for (key,) in keys}) == 3
 
 
 def test_a_bad_row_stops_the_run_by_name(tmp_path, tokenizer):
@@ -290,3 +302,50 @@ def test_real_data(file, kind, count, tmp_path, tokenizer):
     rows = all_rows(prepared_source, "train", 1024)
     assert np.all(rows.learn_NT <= (rows.positions_NT > 0)), "a segment's first token is never predicted"
     assert 0.05 < rows.num_supervised / rows.num_tokens <= 1
+
+
+def test_answers_that_are_not_learnt_are_counted(tmp_path, tokenizer):
+    def turns(*answers):
+        pairs = [[{"role": "user", "content": "?"}, {"role": "assistant", **answer}] for answer in answers]
+        return {"messages": [turn for pair in pairs for turn in pair]}
+
+    rows = [turns({"content": f"Răspunsul {i}."}) for i in range(40)]
+    rows += [
+        turns({"content": "Nu."}, {"content": " "}, {"content": f"Da, {i}."}, {"content": "x", "train": False})
+        for i in range(4)
+    ]
+    rows += [turns({"content": "Nu.", "weight": 0}, {"content": f"Ba da, {i}."}) for i in range(5)]
+    rows += [{"messages": [{"role": "assistant", "content": "Bună!"}, *rows[i]["messages"]]} for i in range(6)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = chat_source(path, eval_fraction=0, test_fraction=0, split_by="document")
+    made = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, documents="keep")["a"]
+    manifest = manifest_of(made)
+    assert manifest["changes"] == {"answer_as_context": 5, "begins_with_answer": 6, "blank_answer_not_learnt": 4}
+    rows = all_rows(made, "train")
+    learnt = tokenizer.decode(rows.ids_NT[rows.learn_NT])
+    assert learnt.count("Nu.") == 4
+    assert learnt.count("Bună!") == 6
+    assert "system" not in learnt
+    assert "assistant" not in learnt
+    assert learnt.count("<|im_end|>") == sum(map(learnt.count, (".<|im_end|>", "!<|im_end|>")))
+    # Kept documents say the same.
+    kept = chat_source(tmp_path / "p", eval_fraction=0, test_fraction=0, split_by="document")
+    kept.path = str(next((tmp_path / "p").rglob("documents")))
+    again = prepared({"b": kept}, folder=tmp_path / "q", tokenizer=tokenizer)["b"]
+    assert (all_rows(again, "train").learn_NT == rows.learn_NT).all()
+
+
+def test_answers_cut_from_their_questions_are_counted_and_found(tmp_path, tokenizer):
+    rows = [{"data": [f"întrebarea {i}?", " ".join(f"cuvântul {k}" for k in range(60))]} for i in range(20)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = chat_source(path, eval_fraction=0, test_fraction=0, duplicates=DuplicatesConfig(exact="keep"))
+    made = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[64, 512])["a"]
+    numbers = manifest_of(made)["splits"]["train"]
+    assert 0.5 < numbers["supervised_without_prompt"] / numbers["supervised_tokens"] < 1
+    p95 = made.manifests[64]["length_percentiles"]["95"]
+    (finding,) = [f for f in audit_findings([made.manifests[64]]) if "lost their prompt" in f.message]
+    assert finding.severity == "warning"
+    assert f"trainer.seq_len={-(-p95 // 128) * 128} holds 95 % of the documents ({p95} tokens" in finding.message
+    assert made.manifests[512]["splits"]["train"]["supervised_without_prompt"] == 0
+    plain = prepared({"b": text_source(texts(tmp_path / "b.jsonl", 50))}, folder=tmp_path / "p", tokenizer=tokenizer)
+    assert "supervised_without_prompt" not in manifest_of(plain["b"])["splits"]["train"]

@@ -170,7 +170,9 @@ def test_model(make_config, model, expected, words):
     ],
 )
 def test_data(make_config, rows, expected, words):
-    verdict, said = verdict_of(sources.judge_data({"a": rows, "b": sources.Rows("/d", "here")}, make_config()))
+    verdict, said = verdict_of(
+        sources.judge_data({"a.path": rows, "b.path": sources.Rows("/d", "here")}, make_config())
+    )
     assert verdict == expected
     assert words in said
 

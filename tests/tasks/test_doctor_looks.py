@@ -131,6 +131,9 @@ def test_what_this_repository_ships_is_there(make_config):
     assert data().verdict == "ok"
     assert data("data=sample_text", "data.sample_text.path=/nowhere/x.jsonl").verdict == "failed"
     assert data("data=uk_law").verdict == "not checked"  # HF_HUB_OFFLINE of tests
+    gone = data("data=sample_text", "data.sample_text.eval_path=held/out")
+    assert gone.verdict == "failed"
+    assert "data.sample_text.eval_path=held/out is not there" in gone.seen
     assert sources.judge_model(sources.look_at_model(make_config(), task), make_config()).verdict == "ok"
 
 

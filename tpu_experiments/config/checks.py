@@ -18,7 +18,7 @@ from tpu_experiments.config.hardware_checks import hardware_problems
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import AXES, SAVABLE
+from tpu_experiments.config.sources import AXES, OWN_KEYS, SAVABLE
 from tpu_experiments.config.tracing import tracing_problems
 
 KINDS = {str: "a text", int: "a whole number", float: "a number"}
@@ -254,6 +254,13 @@ def _data(config: Config) -> list[str]:
         "nothing is left to train on; their sum must be below 1."
         for name, source in config.data.items()
         if source.eval_fraction + source.test_fraction >= 1
+    ]
+    problems += [
+        f"data.{name}.{path_key}={getattr(source, path_key)} and data.{name}.{split_key}={getattr(source, split_key)}; "
+        f"the {split} split is one or the other; leave one out."
+        for name, source in config.data.items()
+        for split, (path_key, split_key) in OWN_KEYS.items()
+        if getattr(source, path_key) and getattr(source, split_key)
     ]
     problems += [
         f"data.{name}.keep.{each}={json.dumps(values, default=str)}; name at least one value, each a text, a number, "

@@ -9,6 +9,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import OWN_KEYS
 
 # None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
 # `trainer.guard` does once a step went wrong, and then its settings are what somebody changes to go on.
@@ -45,7 +46,11 @@ MAY_CHANGE = (
 )
 
 
-UNSET: dict[str, Any] = {"questions": {}, "keep": {}, "weight": None}
+UNSET: dict[str, Any] = {
+    **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
+    **{"named_splits": "take", "held_out_copies": "find"},
+    **{key: None for keys in OWN_KEYS.values() for key in keys},
+}
 """Values of a source's keys that are as if the key were not there."""
 _SET = object()
 

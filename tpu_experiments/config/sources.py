@@ -1,5 +1,6 @@
 """Schema of the groups `model`, `data`, `lora` and `sharding`: what is trained, and on what."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,6 +145,8 @@ class DuplicatesConfig:
 
 FIRST_TURN, DOCUMENT = "first_turn", "document"
 """Values of `split_by` that are no field of the rows."""
+OWN_KEYS = {"evaluation": ("eval_path", "eval_split"), "test": ("test_path", "test_split")}
+"""Keys of a source that name a whole split: files, or a split of the Hub."""
 
 
 @dataclass
@@ -159,6 +162,21 @@ class DataSourceConfig:
     """Configuration name on the Hub, for example `20231101.ro`."""
     hub_split: str = "train"
     """Split on the Hub."""
+    eval_path: str | None = place("input", default=None)
+    """Files of the evaluation split, as `path` names them, in the same format. Then all of `path` is trained on, and
+    without test files of your own there is no test split; `eval_fraction` and `test_fraction` do nothing."""
+    test_path: str | None = place("input", default=None)
+    """Files of the test split. Without evaluation files of your own, `eval_fraction` of `path` is the evaluation."""
+    eval_split: str | None = None
+    """Split on the Hub that is the evaluation split, in place of `eval_path`."""
+    test_split: str | None = None
+    """Split on the Hub that is the test split, in place of `test_path`."""
+    named_splits: str = choice("take", "ignore", default="take")
+    """Of a `path` with several files: `take` takes those that are named train, validation (or valid, val, dev, eval)
+    and test, or lie in folders of these names, as those splits; `ignore` takes all alike."""
+    held_out_copies: str = choice("find", "drop", default="find")
+    """Documents of `path` that evaluation or test files of your own have too. `find`: they are trained on, and the
+    audit has an error. `drop`: they are left out of train (with `duplicates.near`, near copies too) and reported."""
     revision: str | None = None
     """Hub revision; null is the newest."""
     sample_path: str | None = place("input", default=None)
@@ -174,13 +192,18 @@ class DataSourceConfig:
     ### Assistant marks."""
     fields: dict[str, str] = field(default_factory=dict)
     """Where the file calls a field of the format something else: `{text: body}`."""
+    quoting: str = choice("auto", "minimal", "none", default="auto")
+    """Quotation marks in .csv and .tsv. `minimal`: they may surround a field, which may then hold separators and line
+    ends. `none`: plain characters, a line is a record. `auto`: of the two, each file's own, the one with which more of
+    its first lines have as many fields as the file has columns."""
     keep: dict[str, list[Any]] = field(default_factory=dict)
     """Fields of the rows, by the names that the file has, to their values: only rows with one of these values in every
     such field are read; the others are counted and reported. `{sample_type: [irac, statute]}`."""
     on_bad_row: str = choice("stop", "skip", default="stop")
     """What happens at a row that cannot be read or is not of the format: the run stops, or the row is reported."""
     max_documents: int | None = number(default=None, at_least=1)
-    """Read at most this many rows, in file order; null reads all."""
+    """Read at most this many rows, in file order; null reads all. Evaluation and test files of your own are read
+    whole."""
     eval_fraction: float = number(default=0.1, at_least=0, below=1)
     """Share of documents held out for evaluation during training, chosen by a hash of what `split_by` says."""
     test_fraction: float = number(default=0.1, at_least=0, below=1)
@@ -211,6 +234,17 @@ class DataSourceConfig:
     """Name of a set to a .jsonl file of held-out conversations in the format `messages`, whose last turn is the answer
     that is expected. They are asked before training, at every evaluation and after it, always for the likeliest tokens
     and in rows of `sample.window` tokens; the first sentence counts. The file is not trained on."""
+
+
+def hashed_shares(source: DataSourceConfig, *, own: Collection[str]) -> tuple[float, float]:
+    """Shares of `path` that a hash puts into evaluation and test, where the splits of `own` have files of their own."""
+    evaluation = 0.0 if "evaluation" in own else source.eval_fraction
+    return evaluation, 0.0 if own else source.test_fraction
+
+
+def own_splits(source: DataSourceConfig) -> frozenset[str]:
+    """The splits for which a key names files or a split of the Hub; names of files may add others."""
+    return frozenset(split for split, keys in OWN_KEYS.items() if any(getattr(source, key) for key in keys))
 
 
 @dataclass

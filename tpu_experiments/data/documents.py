@@ -35,6 +35,8 @@ class Document:
     group: str | None = None
     """What it has in common with others that stay in its split, where `data.<name>.split_by` is a field."""
 
+    context: tuple[int, ...] = ()
+    """Assistant turns, from 0, that are read and not learnt (`train: false`)."""
     extras: tuple[str, ...] = ()
     """What each turn has for the template beside its content, as JSON (`tool_calls`, `name`, `tool_call_id`), or
     nothing; empty where no turn has any."""
@@ -49,12 +51,23 @@ class Document:
         """Nothing to read: white space, or no turn."""
         return not self.messages and not (self.text or "").strip()
 
+    def is_taught(self, turn: int) -> bool:
+        """Whether the turn is an answer that is learnt: it is not blank, and is not marked as context."""
+        role, _ = (self.messages or ())[turn]
+        return role == "assistant" and not self.is_blank(turn) and turn not in self.context
+
+    def is_blank(self, turn: int) -> bool:
+        """Whether the turn neither says anything nor calls a tool."""
+        _, content = (self.messages or ())[turn]
+        return not content.strip() and not (self.extras and self.extras[turn])
+
     @property
     def content(self) -> str:
         """All of the document but its id, for hashing."""
         if self.text is not None:
             return self.text
-        return json.dumps([self.messages, self.extras, self.tools] if self.uses_tools else self.messages)
+        beside = (self.extras, self.tools, self.context)
+        return json.dumps([self.messages, *beside] if any(beside) else self.messages)
 
     @property
     def uses_tools(self) -> bool:
@@ -88,17 +101,30 @@ class SourceSpec:
     kind: str = "text"
     format: str = "auto"
     fields: dict[str, str] = field(default_factory=dict)
+    quoting: str = "auto"
     on_bad_row: str = "stop"
     max_documents: int | None = None
     group_field: str | None = None
     """Field of the rows that `Document.group` is read from."""
     keep: dict[str, list[Any]] = field(default_factory=dict)
     """Fields of the rows, by their own names, to the values of which a row that is read has one."""
+    eval_path: str | None = None
+    test_path: str | None = None
+    eval_split: str | None = None
+    test_split: str | None = None
+    named_splits: str = "take"
+    path_key: str = "path"
+    """Key of the source's config that `path` is from."""
 
     @property
     def key(self) -> str:
         """Start of every error sentence about this source."""
-        return f"data.{self.name}.path={self.path}"
+        return f"{self.ask}{self.path}"
+
+    @property
+    def ask(self) -> str:
+        """What to set: `data.<name>.path=`."""
+        return f"data.{self.name}.{self.path_key}="
 
 
 def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpec:
@@ -116,6 +142,8 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
             f"data.{name}.format={source.format} with data.{name}.kind={source.kind}; that format "
             f"gives {kind} documents; set data.{name}.kind={kind} or another format."
         )
+    # A sample stands for all of the data, so that it is divided like data without files of its own.
+    keys = ("eval_path", "test_path", "eval_split", "test_split") if data_size == "full" else ()
     return SourceSpec(
         name=name,
         path=str(find_local(path) or path),
@@ -125,10 +153,13 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         kind=source.kind,
         format=source.format,
         fields=dict(source.fields),
+        quoting=source.quoting,
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
         keep={name: list(values) for name, values in source.keep.items()},
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
+        named_splits=source.named_splits,
+        **{key: getattr(source, key) for key in keys},
     )
 
 
@@ -148,5 +179,5 @@ def raise_if_bad(refused: Refused, *, spec: SourceSpec) -> None:
 def no_document(spec: SourceSpec) -> ConfigError:
     """The error for a source without a single document."""
     return ConfigError(
-        f"{spec.key}; it is empty: 0 documents were read; point data.{spec.name}.path= at a file with at least one row."
+        f"{spec.key}; it is empty: 0 documents were read; point {spec.ask} at a file with at least one row."
     )

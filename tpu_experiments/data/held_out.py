@@ -17,7 +17,7 @@ from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import spec_of
 from tpu_experiments.data.prepare import Preparation
-from tpu_experiments.data.reading.locations import list_files
+from tpu_experiments.data.reading.parts import list_parts
 from tpu_experiments.data.reading.sources import field_values
 from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_report, read_tokens
@@ -105,7 +105,7 @@ def held_out_documents(
         is_lookup=True,
     )
     blocks = [read_index(tokens.folder, block) for block in tokens.block_names]
-    chosen_D = select(blocks, source=source, tokens_folder=tokens.folder).chosen(split)
+    chosen_D = select(blocks, source=source, tokens=tokens).chosen(split)
     members = np.flatnonzero(chosen_D)
     num_in_split = len(members)
     if max_documents is not None and num_in_split > max_documents:
@@ -124,7 +124,11 @@ def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_
         )
     places = [place for name in tokens.block_names for place in read_report(tokens.folder, name)[0]]
     wanted = [places[index] for index in members.tolist()]
-    found, names = field_values(tokens.spec, files=list_files(tokens.spec), field=by, places=frozenset(wanted))
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for part in list_parts(tokens.spec).parts:
+        of_part, fields = field_values(part.spec, files=part.files, field=by, places=frozenset(wanted))
+        found, names = found | of_part, names or fields
     if not found and wanted:
         log.warning("data.%s: no held-out row has the field %r (task.by). %s", tokens.spec.name, by, suggest(by, names))
         return None

@@ -20,8 +20,8 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.rows import Lengths
-from tpu_experiments.config.sources import FIRST_TURN, DataSourceConfig
-from tpu_experiments.data.audit.summary import audit_hash
+from tpu_experiments.config.sources import FIRST_TURN, OWN_KEYS, DataSourceConfig, hashed_shares
+from tpu_experiments.data.audit.summary import audit_hash, origins_text
 from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import SourceSpec, spec_of
@@ -194,7 +194,7 @@ def _make_rows(
     """Write the shards and the report; returns the manifest without seconds and memory."""
     paths.make_dirs(folder)
     blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
-    selection = select(blocks, source=source, tokens_folder=tokens.folder)
+    selection = select(blocks, source=source, tokens=tokens)
     records = _pack_windows(blocks, selection=selection, tokens=tokens, seq_len=seq_len, how=how, folder=folder)
     splits = {split: merged([r for r in records if r["split"] == split], seq_len=seq_len) for split in SPLITS}
     groups = write_groups(folder, selection)
@@ -219,6 +219,7 @@ def _make_rows(
             record["name"]: record["md5"] for record in [*(r["shard"] for r in records if r["shard"]), *groups.values()]
         },
         "config": _settings_of(source, tokens=tokens),
+        **({"origins": tokens.origins} if tokens.origins else {}),
     }
     assert manifest["documents_in"] == manifest["documents_out"] + sum(reported.values()), "a document was lost"
     return manifest | {"audit_hash": audit_hash(manifest)}
@@ -254,13 +255,15 @@ def _percentiles(blocks: list[BlockIndex], *, chosen_D: NDArray[np.bool_]) -> di
 
 
 def _settings_of(source: DataSourceConfig, *, tokens: TokenizedSource) -> dict[str, Any]:
+    eval_fraction, test_fraction = hashed_shares(source, own=tokens.own)
     return {
         "format": tokens.spec.format,
         "clean": asdict(source.clean),
         "duplicates": asdict(source.duplicates),
-        "eval_fraction": source.eval_fraction,
-        "test_fraction": source.test_fraction,
+        "eval_fraction": eval_fraction,
+        "test_fraction": test_fraction,
         "split_by": source.split_by,
+        **({"own_splits": sorted(tokens.own), "held_out_copies": source.held_out_copies} if tokens.own else {}),
     }
 
 
@@ -284,6 +287,7 @@ def _pack_windows(
         long_documents=how.settings.long_documents,
         pad_id=pad_id(how.tokenizer),
         vocab_size=1 + max(how.tokenizer.get_vocab().values()),
+        is_chat=tokens.spec.kind == "chat",
     )
     records = []
     with tqdm(desc=f"{tokens.spec.name}: rows", unit=" rows", mininterval=0.5, leave=False, disable=None) as bar:
@@ -300,23 +304,32 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
     splits, key = manifest["splits"], f"data.{tokens.spec.name}"
     reasons = ", ".join(f"{count} {reason}" for reason, count in manifest["documents_reported"].items())
     read = f"{manifest['documents_in']} documents were read" + (f", left out: {reasons}" if reasons else "")
+    for split in sorted(tokens.own):
+        if not splits[split]["rows"]:
+            raise ConfigError(
+                f"{key}; no row is left of its {split} split, {tokens.origins[split]} ({read}); loosen {key}.clean, or "
+                f"set {key}.{OWN_KEYS[split][0]}= to other files."
+            )
+    eval_fraction, test_fraction = hashed_shares(source, own=tokens.own)
     if not splits["train"]["rows"]:
         raise ConfigError(
-            f"{key}.eval_fraction={source.eval_fraction} and {key}.test_fraction={source.test_fraction}; no row is "
+            f"{key}.eval_fraction={eval_fraction} and {key}.test_fraction={test_fraction}; no row is "
             f"left to train on ({read}); lower the fractions, loosen {key}.clean, or add documents to "
             f"{tokens.spec.path}."
         )
-    if source.eval_fraction and not splits["evaluation"]["rows"]:
+    if eval_fraction and not splits["evaluation"]["rows"]:
         is_by_turn = source.split_by == FIRST_TURN and source.kind == "chat"
         alike = f"set {key}.split_by=document if many begin with the same question, " if is_by_turn else ""
         raise ConfigError(
-            f"{key}.eval_fraction={source.eval_fraction}; no row was held out ({read}); raise it, set it to 0, "
+            f"{key}.eval_fraction={eval_fraction}; no row was held out ({read}); raise it, set it to 0, "
             f"{alike}or add documents to {tokens.spec.path}."
         )
 
 
 def _log_source(manifest: Mapping[str, Any], *, folder: str) -> None:
     train, evaluation, test = (manifest["splits"][split] for split in SPLITS)
+    if manifest.get("origins"):
+        log.info("data.%s: %s", manifest["source"], origins_text(manifest))
     log.info(
         "data.%s: %d documents in, %d out -> %d rows of %d (%d to evaluate, %d to test), %d tokens, %.1f%% of the rows "
         "filled, %.1f%% supervised; %s",

@@ -8,7 +8,7 @@ them there. While `computed` runs, `apply_rotary_pos_emb` of the model's file ha
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.runtime.attention import has_attention_kernel
+from tpu_experiments.runtime.patches import replaced
 
 log = logging.getLogger(__name__)
 NAME = "apply_rotary_pos_emb"
@@ -76,15 +77,11 @@ def _is_usual(turn: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _left_to_the_kernel(files: list[ModuleType]) -> Iterator[None]:
-    own = {file: getattr(file, NAME) for file in files}
-    for file, turn in own.items():
-        setattr(file, NAME, _leaving(turn))
-    try:
+    with ExitStack() as stack:
+        stack.callback(_waiting.clear)
+        for file in files:
+            stack.enter_context(replaced(file, NAME, _leaving(getattr(file, NAME))))
         yield
-    finally:
-        _waiting.clear()
-        for file, turn in own.items():
-            setattr(file, NAME, turn)
 
 
 def _leaving(turn: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.runtime.patches import mosaic_for_libtpu
 
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
-MOSAIC_VERSION = 7
-"""libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,10 @@ def _topology(name: str, *, num_chips: int) -> Any:
 def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
     import jax
     import numpy as np
-    from jax._src import compiler, tpu_custom_call
+    from jax._src import compiler
     from jax._src.lib import xla_client
 
     jax.config.update("jax_default_device", topology.devices[0])  # a Pallas kernel is lowered for the default device
-    tpu_custom_call.get_ir_version = lambda _: MOSAIC_VERSION
     mesh, replicas = Mesh(**request["mesh"]), request["num_replicas"]
     partitions = mesh.num_devices
     count = partitions * replicas
@@ -113,7 +111,8 @@ def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
     options.executable_build_options.use_shardy_partitioner = False
     devices = xla_client.DeviceList(tuple(topology.devices[:count]))
     module = _annotated(hlo, request["arguments"], mesh=mesh)
-    return topology.devices[0].client.compile(module, devices, options)
+    with mosaic_for_libtpu():
+        return topology.devices[0].client.compile(module, devices, options)
 
 
 def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.intervals import intervals_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import hashed_shares, own_splits
 from tpu_experiments.planning.money import RunLength, StageLength
 from tpu_experiments.planning.timing import StepTime
 
@@ -73,7 +74,8 @@ def assumed_steps(config: Config, stage: Stage) -> int | None:
     tokens: float | None = stage.tokens
     if tokens is None:
         sources = [config.data[name] for name in stage.sources]
-        kept = [s.total_tokens * (1 - s.eval_fraction - s.test_fraction) for s in sources if s.total_tokens is not None]
+        held = [sum(hashed_shares(source, own=own_splits(source))) for source in sources]
+        kept = [s.total_tokens * (1 - share) for s, share in zip(sources, held, strict=True) if s.total_tokens]
         if len(kept) < len(sources) or stage.epochs is None:
             return None
         tokens = stage.epochs * sum(kept) / (1 - stage.replay)

@@ -17,6 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.tracing import trace_interval
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.patches import require_versions
 from tpu_experiments.runtime.stopping import Ticket, join, signals_for_children
 from tpu_experiments.runtime.tether import die_with
 
@@ -40,6 +41,7 @@ def launch(main: Main, config: Config, *args: Any) -> None:
 def make_runtime(config: Config, *, process: int = 0) -> Runtime:
     """The Runtime of this process, the `process`-th of this machine."""
     if config.hw.runtime == "xla":
+        require_versions("torch", "torch_xla")
         from tpu_experiments.runtime.xla import XlaRuntime
 
         cache = compile_cache_folder(config, process=process)

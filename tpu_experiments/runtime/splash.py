@@ -14,17 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import tpu_custom_call
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpu_experiments.runtime.attention_call import AttentionCall, Direction, Target
+from tpu_experiments.runtime.patches import mosaic_for_libtpu, replaced, require_versions
 from tpu_experiments.runtime.splash_flat import flat_call, heads_beside, heads_first, turned
 
+require_versions("jax")
 jax.config.update("jax_platforms", "cpu")  # jax computes nothing here, and a TPU in this process is torch_xla's
-MOSAIC_VERSION = 7
-"""libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8 where no TPU tells it otherwise."""
 SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
 
 
@@ -35,13 +34,13 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
     q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32; rotation (2, B, T, D), left out where nothing is
     turned; log-sum-exp (B, H, T) float32.
     """
-    tpu_custom_call.get_ir_version = lambda _: MOSAIC_VERSION
     jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla's programs are partitioned by GSPMD
     run = attention_function(call.of_one_chip, direction=direction, target=target)
     if call.num_shards * call.head_shards > 1:
         run = _of_each_chip(run, call, direction=direction)
-    traced = jax.jit(run, keep_unused=True).trace(*_arguments(call, direction=direction))
-    module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
+    with mosaic_for_libtpu():
+        traced = jax.jit(run, keep_unused=True).trace(*_arguments(call, direction=direction))
+        module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
     return bytes(module.as_serialized_hlo_module_proto())
 
 
@@ -189,8 +188,5 @@ def _as_wanted(call: AttentionCall) -> Iterator[None]:
         build = flat_call(real.pallas_call, phase=phase) if call.is_flat else real.pallas_call
         return build(*args, name=name, cost_estimate=cost, **settings)
 
-    kernels.pl = SimpleNamespace(**vars(real) | {"pallas_call": pallas_call})
-    try:
+    with replaced(kernels, "pl", SimpleNamespace(**vars(real) | {"pallas_call": pallas_call})):
         yield
-    finally:
-        kernels.pl = real

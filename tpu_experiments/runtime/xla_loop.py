@@ -15,7 +15,7 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.loop import Body, Loop, Tensors, detached, length_of
-from tpu_experiments.runtime.xla_buffer import StacksMadeBy, Unwritten, unwritten_for
+from tpu_experiments.runtime.xla_buffer import Unwritten, stacks_made_by, unwritten_for
 
 
 def loop_for(device: str, *, mesh: Mesh) -> Loop:
@@ -47,7 +47,7 @@ def xla_loop(
         _check_types(new, carry_types)
         return (detached(new), fixed), detached(y)
 
-    stacks = StacksMadeBy(unwritten(rows)) if unwritten and rows else nullcontext()
+    stacks = stacks_made_by(unwritten(rows)) if unwritten and rows else nullcontext()
     with torch.no_grad(), stacks:
         state = (detached(carry), detached(consts))
         (carry, _), ys = _scan_impl_pytree(body, state, detached(xs), reverse=reverse)

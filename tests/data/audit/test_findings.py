@@ -34,10 +34,16 @@ def test_sound_data_has_no_findings():
             manifest(overlaps={"test_prompt_in_train": 1}),
             "data.ultrachat_ro; train holds the first question of 1 document of the test split too",
         ),
+        (
+            changed("train", supervised_without_prompt=1_000),
+            "data.ultrachat_ro; 5.0 % of the supervised training tokens (1,000 of 20,000) have lost their prompt or "
+            "a part of it: documents longer than 1,024 tokens are split, and their row begins inside the question or "
+            "the answer; trainer.seq_len=2432 holds 99 % of the documents (2,400 tokens or fewer)",
+        ),
         (changed("test", rows=0, tokens=0), "data.ultrachat_ro.test_fraction=0.1; the test split has 0 rows"),
         (changed("evaluation", rows=0, tokens=0), "data.ultrachat_ro.eval_fraction=0.1; the evaluation split has 0"),
     ],
-    ids=["supervised", "reported", "packing", "prompts", "no_test_row", "no_evaluation_row"],
+    ids=["supervised", "reported", "packing", "prompts", "cut", "no_test_row", "no_evaluation_row"],
 )
 def test_each_suspicious_number_gives_one_warning(made, begins):
     (message,) = messages_of(made, "warning")
@@ -52,6 +58,14 @@ def test_numbers_at_the_threshold_give_none():
     # 0.9 of 97 rows, and one more that may be part empty.
     assert messages_of(changed("train", rows=97, tokens=88_474), "warning") == []
     assert messages_of(manifest(packing="pad") | {"splits": changed("train", rows=200)["splits"]}, "warning") == []
+
+
+def test_a_few_answers_without_their_question_are_none():
+    assert messages_of(changed("train", supervised_without_prompt=600), "warning") == []
+    made = changed("train", supervised_without_prompt=601)
+    assert "trainer.seq_len=2432 holds 99 % " in messages_of(made, "warning")[0]
+    made["seq_len"], made["length_percentiles"]["95"] = 512, 1_010
+    assert "trainer.seq_len=1024 holds 95 % " in messages_of(made, "warning")[0]
 
 
 def test_a_split_that_nobody_asked_for_may_be_empty():

@@ -115,7 +115,9 @@ def test_broken_file(tmp_path, monkeypatch, name, content, num_documents, reason
     monkeypatch.setattr(streams, "CHUNK_BYTES", chunk_bytes)
     documents, refused = split_rows(written(tmp_path, name, content))
     assert len(documents) == num_documents
-    assert [row.reason for row in refused] == [reason]
+    # Every line of an unclosed quotation is reported, since it may have been a row.
+    lines = 3 if "by the end of the file" in sentence and name == "a.csv" else 1
+    assert [row.reason for row in refused] == [reason] * lines
     assert sentence in f"{refused[0].place} {refused[0].message}"
     assert refused[0].is_bad_row
 

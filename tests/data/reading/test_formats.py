@@ -219,6 +219,54 @@ def test_bad_rows(fields, layout, reason, sentence):
     assert re.search(re.escape(sentence), found.message)
 
 
+def marked(*marks):
+    """A conversation whose answers have these fields beside role and content."""
+    turns = [
+        [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", **mark}]
+        for i, mark in enumerate(marks)
+    ]
+    return {"messages": [turn for pair in turns for turn in pair]}
+
+
+@pytest.mark.parametrize(
+    "mark", [{"train": False}, {"training": False}, {"weight": 0}, {"weight": 0.0}, {"train": False, "weight": 0}]
+)
+def test_answers_marked_as_context(mark):
+    found = document(marked(mark, {"train": None, "weight": 1}, mark, {"train": True}, mark), "messages")
+    assert len(found.messages) == 8, "what follows the last learnt answer is left out"
+    assert found.context == (1, 5)
+    sharegpt = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **mark}] * 2}
+    sharegpt["conversations"][3] = {"from": "gpt", "value": "b", "weight": 1.0}
+    assert document(sharegpt, "messages").context == (1,)
+
+
+def test_marks_of_other_turns_say_nothing():
+    said = [{"role": "system", "content": "s", "weight": 0}, {"role": "user", "content": "q", "train": False}]
+    found = document({"messages": [*said, {"role": "assistant", "content": "a"}]}, "messages")
+    assert found.context == ()
+
+
+def test_a_conversation_of_context_teaches_nothing():
+    found = refused(marked({"train": False}, {"weight": 0}), "messages")
+    assert (found.reason, found.is_bad_row) == ("no_answer", False)
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ({"weight": 0.5}, "has weight: 0.5 in turn 2; an answer is learnt (weight: 1) or only read (weight: 0)"),
+        ({"train": "no"}, 'has train: "no" in turn 2; an answer is learnt (train: true)'),
+        ({"weight": True}, "has weight: true in turn 2"),
+        ({"train": 0}, "has train: 0 in turn 2"),
+        ({"train": True, "weight": 0}, "says both that turn 2 is learnt and that it is not"),
+    ],
+)
+def test_marks_that_say_neither(mark, words):
+    found = refused(marked(mark, {}), "messages")
+    assert (found.reason, found.is_bad_row) == ("bad_mark", True)
+    assert words in found.message
+
+
 def test_prompts_and_completions():
     assert document({"prompt": "Q", "completion": "A"}, "prompt_completion").messages == turns("Q", "A")
     row = {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}], "completion": "A"}
@@ -255,6 +303,28 @@ USED = [
     {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "ploaie"},
     {"role": "assistant", "content": "Plouă."},
 ]
+
+
+def test_calls_that_are_marked_as_context():
+    marked_call = {**USED[1], "train": False}
+    found = document({"messages": [USED[0], marked_call, *USED[2:]]}, "messages")
+    assert (found.context, bool(found.extras[1])) == ((1,), True)
+    assert [found.is_taught(turn) for turn in range(4)] == [False, False, False, True]
+    assert document({"messages": USED}, "messages").is_taught(1), "a call is an answer, although it has no text"
+    found = refused({"messages": [USED[0], marked_call, USED[2], {**USED[3], "weight": 0}]}, "messages")
+    assert found.reason == "no_answer"
+
+
+def test_answers_of_a_prompt_are_context_and_those_of_a_completion_may_be():
+    asked = [{"role": r, "content": c} for r, c in turns("Q1", "A1", "Q2")]
+    told = [{"role": r, "content": c} for r, c in turns("A2", "Q3", "A3")]
+    told = [turn | {"role": role} for turn, role in zip(told, ("assistant", "user", "assistant"), strict=True)]
+    row = {"prompt": asked, "completion": told}
+    assert document(row, "prompt_completion").context == (1,)
+    told[0]["train"] = False
+    assert document(row, "prompt_completion").context == (1, 3)
+    found = document({"prompt": asked, "completion": "A2"}, "prompt_completion")
+    assert (found.context, found.messages) == ((1,), turns("Q1", "A1", "Q2", "A2"))
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])

@@ -106,7 +106,8 @@ def test_tables_with_line_ends_and_quotes_in_their_fields(tmp_path, rows, column
     writer.writerows(records)
     (tmp_path / "a.csv").write_bytes(file.getvalue().encode())
     documents, refused = outcome(tmp_path / "a.csv")
-    assert len(documents) + len(refused) == len(records)
+    # Each line of a record over several lines that cannot be read has a report.
+    assert len(documents) + sum("is inside the record" not in row.message for row in refused) == len(records)
     whole = [record[0] for record in records if len(record) == 2 and record[0].strip()]
     assert [document.text for document in documents] == whole
 

@@ -58,6 +58,22 @@ def test_no_token_is_lost_or_doubled_but_counted_ones(masks, seq_len):
 
 @settings(deadline=None)
 @given(masks=masks_st, seq_len=st.integers(2, 16))
+def test_supervised_tokens_without_their_question_are_counted(masks, seq_len):
+    result = packed(masks, seq_len=seq_len)
+    flags = [flag for mask in masks for flag in mask]
+    begins = set(np.cumsum([0, *map(len, masks)]).tolist())
+    learnt = set(result.rows.ids_NT[result.rows.learn_NT].tolist())
+    expected = 0
+    for segment in segments_of(result.rows):
+        for token in segment if segment[0] not in begins else []:
+            if flags[token] & CUT:
+                break
+            expected += token in learnt
+    assert result.counts["supervised_without_prompt"] == expected
+
+
+@settings(deadline=None)
+@given(masks=masks_st, seq_len=st.integers(2, 16))
 def test_a_dropped_piece_has_nothing_to_learn(masks, seq_len):
     """Every learnt token is either in the rows and marked, or was the first of its piece."""
     rows = packed(masks, seq_len=seq_len).rows

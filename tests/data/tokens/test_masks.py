@@ -123,17 +123,22 @@ def prepared(name):
 @given(name=st.sampled_from(sorted(LAYOUTS)), pairs=st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
 @example(name="CHATML", pairs=[("<|im_end|>\n<|im_start|>assistant\nDa", "<|im_start|>")])
 @example(name="GEMMA3", pairs=[(" <end_of_turn>", "\n"), ("", "🚀")])
+@example(name="CHATML", pairs=[("?", "Da"), ("?", " ")])
 def test_answers_are_learnt_and_nothing_else_whatever_they_contain(name, pairs):
     tokenizer, document_tokenizer = prepared(name)
     trim = str.strip if name == "GEMMA3" else str
-    text, asked, learnt = LAYOUTS[name][0], [], []
+    while pairs and not pairs[-1][1].strip():  # nothing is learnt from there on
+        pairs = pairs[:-1]
+    if not pairs:
+        return
+    text, asked, learnt, blank = LAYOUTS[name][0], [], [], []
     for question, answer in pairs:
         for content, kind in ((trim(question), 1), (trim(answer), 2)):
             before, after = LAYOUTS[name][kind]
             begin = len((text + before).encode())
             text += before + content + after
             end = begin + len((content + after.rstrip() * (kind == 2)).encode())
-            (asked, learnt)[kind - 1].append((begin, end))
+            (asked if kind == 1 else learnt if content.strip() else blank).append((begin, end))
     messages = tuple((role, c) for pair in pairs for role, c in zip(("user", "assistant"), pair, strict=True))
     [tokens] = document_tokenizer.tokenize([Document("d", messages=messages)])
     lengths_L = np.array([byte_length(token, tokenizer=tokenizer) for token in tokens.ids.tolist()])
@@ -146,6 +151,8 @@ def test_answers_are_learnt_and_nothing_else_whatever_they_contain(name, pairs):
     for begin, end in asked:
         assert not flag_of_byte[begin:end].any()
         assert not is_special[begin:end].any()
+    for begin, end in blank:
+        assert not flag_of_byte[begin:end].any()
     # Tokens of the marks around may share no more than blanks with an answer.
     for begin, end in learnt:
         flag_of_byte[begin:end] = 0

@@ -257,3 +257,82 @@ def test_one_answer_after_another_shares_no_token_with_a_question(tokenizer):
     tokens = one(tokenizer, Document("d1", messages=BUILT_IN[2]))
     assert isinstance(tokens, Tokens)
     assert not np.any((tokens.flags & LEARN > 0) & (tokens.flags & CUT > 0))
+
+
+FIRST = (("assistant", "Bună ziua!"), ("user", "Care este capitala?"), ("assistant", "București."))
+
+
+@pytest.mark.parametrize("name", ["CHATML", "QWEN25", "PHI3", "GENERATES_OTHERWISE"])
+@pytest.mark.parametrize("has_system", [False, True])
+def test_nothing_before_the_first_answer_is_learnt(with_template, name, has_system):
+    tokenizer = with_template(name)
+    messages = (SYSTEM, *FIRST) if has_system else FIRST
+    runs = learnt(chat(messages, tokenizer=tokenizer), tokenizer=tokenizer)
+    assert len(runs) == 2
+    assert runs[0].startswith("Bună ziua!<|")
+    assert runs[1].startswith("București.<|")
+
+
+def test_conversations_that_begin_with_an_answer_are_counted(tokenizer):
+    tokenize = DocumentTokenizer(tokenizer)
+    tokenize.tokenize(documents([FIRST, (SYSTEM, *FIRST), FIRST[1:]]))
+    assert +tokenize.counts == {"begins_with_answer": 2}
+
+
+def test_a_part_of_a_conversation_that_a_template_refuses(tokenizer):
+    asks = (
+        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+        "{{ raise_exception('No user query found') }}{% endif %}" + templates.CHATML
+    )
+    tokenizer = small_tokenizers.with_template(tokenizer, asks, *TURN_MARKERS)
+    refused = chat((SYSTEM, *FIRST), tokenizer=tokenizer)
+    assert (refused.reason, refused.is_bad_row) == ("template", True)
+    assert "No user query found" in refused.message
+
+
+@pytest.mark.parametrize("name", ["CHATML", "QWEN25", "MISTRAL_V02", "GEMMA3"])
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_a_blank_answer_is_not_learnt(with_template, name, blank):
+    tokenizer = with_template(name)
+    tokenize = DocumentTokenizer(tokenizer)
+    messages = (*TWO_QUESTIONS[:1], ("assistant", blank), *TWO_QUESTIONS[2:], ("user", "?"), ("assistant", blank))
+    [tokens] = tokenize.tokenize(documents([messages]))
+    assert learnt(tokens, tokenizer=tokenizer) == [f"Paris.{MARKERS[name][0]}"]
+    assert +tokenize.counts == {"blank_answer_not_learnt": 1}, "the last turn is not even read"
+
+
+def test_blank_answers_alone_are_none(tokenizer):
+    refused = chat((("user", "?"), ("assistant", " ")), tokenizer=tokenizer)
+    assert refused.reason == "no_answer"
+
+
+@pytest.mark.parametrize("name", ["CHATML", "MISTRAL_V02", "GEMMA3"])
+def test_an_answer_of_context_is_read_and_not_learnt(with_template, name):
+    tokenizer = with_template(name)
+    tokenize = DocumentTokenizer(tokenizer)
+    [whole] = tokenize.tokenize(documents([TWO_QUESTIONS]))
+    [tokens] = tokenize.tokenize([Document("0", messages=TWO_QUESTIONS, context=(1,))])
+    assert tokens.ids.tolist() == whole.ids.tolist()
+    assert learnt(tokens, tokenizer=tokenizer) == [f"Paris.{MARKERS[name][0]}"]
+    assert +tokenize.counts == {"answer_as_context": 1}
+    [short] = tokenize.tokenize([Document("0", messages=TWO_QUESTIONS, context=(3,))])
+    assert learnt(short, tokenizer=tokenizer) == [f"București, pe Dâmbovița.{MARKERS[name][0]}"]
+    [none] = tokenize.tokenize([Document("0", messages=TWO_QUESTIONS, context=(1, 3))])
+    assert none.reason == "no_answer"
+
+
+def test_joined_answers_are_learnt_when_all_of_them_are(with_template):
+    tokenizer = with_template("MISTRAL_V02")
+    messages = (("user", "?"), ("assistant", "A"), ("assistant", "B"), ("user", "?"), ("assistant", "C"))
+    tokenize = DocumentTokenizer(tokenizer)
+    found = [
+        learnt(tokens, tokenizer=tokenizer)
+        for tokens in tokenize.tokenize(
+            [
+                Document("0", messages=messages),
+                Document("1", messages=messages, context=(1,)),
+                Document("2", messages=tuple((r, " " if c == "A" else c) for r, c in messages)),
+            ]
+        )
+    ]
+    assert found == [["A\n\nB</s>", "C</s>"], ["C</s>"], ["B</s>", "C</s>"]]

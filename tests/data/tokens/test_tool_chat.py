@@ -109,6 +109,34 @@ def test_calls_are_learnt_and_what_a_tool_answers_is_not():
     assert tokenizer.decode(tokens.ids[cut:]).startswith("<|im_start|>user\nMulțumesc!"), "no piece begins at an answer"
 
 
+@pytest.mark.parametrize("system", [[], CONVERSATIONS["one call"][:1]])
+def test_what_the_template_writes_before_a_first_answer_is_not_learnt(system):
+    tokenizer = with_template(byte_level(), templates_of("qwen2_5")[0], *MARKERS)
+    messages = [
+        *system,
+        {"role": "assistant", "content": "Bună!"},
+        *CONVERSATIONS["a call at the end"],
+        {"role": "tool", "content": "ploaie"},
+        {"role": "assistant", "content": "Plouă."},
+    ]
+    tokens = tokens_of(read(messages), tokenizer)
+    learnt = tokenizer.decode(tokens.ids[(tokens.flags & LEARN) > 0])
+    call_begins = learnt.index("<tool_call>")
+    assert learnt[:call_begins].strip() == "Bună!<|im_end|>"
+    assert learnt.endswith("Plouă.<|im_end|>")
+
+
+def test_calls_that_are_context_are_not_learnt_and_are_counted():
+    tokenizer = with_template(byte_level(), templates_of("qwen2_5")[0], *MARKERS)
+    question, asks, *rest = CONVERSATIONS["one call"][1:]
+    document = read([question, {**asks, "train": False}, *rest])
+    ours = DocumentTokenizer(tokenizer)
+    [tokens] = ours.tokenize([document])
+    assert tokenizer.decode(tokens.ids[(tokens.flags & LEARN) > 0]) == "Plouă.<|im_end|>"
+    assert '"city": "Iași"' in tokenizer.decode(tokens.ids)
+    assert (ours.counts["answer_as_context"], ours.counts["blank_answer_not_learnt"]) == (1, 0)
+
+
 def test_special_tokens_in_what_a_tool_answers_or_is_asked_are_text():
     tokenizer = with_template(byte_level(), templates_of("qwen2_5")[0])
     messages = [
@@ -153,6 +181,8 @@ def test_a_template_that_leaves_something_out_is_refused(template, messages, too
 def test_kept_documents_are_read_back_with_their_calls(tmp_path):
     tokenizer = with_template(byte_level(), templates_of("qwen2_5")[0], *MARKERS)
     rows = [{"messages": messages, "tools": json.dumps(TOOLS)} for messages in CONVERSATIONS.values()]
+    marked = [{**turn, "train": False} if turn.get("tool_calls") else turn for turn in CONVERSATIONS["one call"]]
+    rows += [{"messages": [*marked[:1], {"role": "user", "content": "Vremea?"}, *marked[2:]], "tools": TOOLS}]
     rows += [
         {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Da"}]} for i in range(9)
     ]

@@ -1,5 +1,6 @@
 """What the manifests of prepared data say, and what in it looks wrong."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ Manifest = dict[str, Any]
 MIN_SUPERVISED_SHARE = 0.02
 MAX_REPORTED_SHARE = 0.2
 MIN_PACKING_EFFICIENCY = 0.9
+MAX_WITHOUT_PROMPT = 0.03
+"""Share of the supervised training tokens that may be in answers whose question is in another row."""
+ROW_MULTIPLE = 128
+"""Row lengths are advised in multiples of this, which a TPU computes without padding."""
 ANSWERS_SHOWN = 8
 """Answers of a conversation that are told apart; later ones are joined."""
 
@@ -99,9 +104,23 @@ def _lost(manifest: Manifest) -> Found:
 
 
 def _overlapping(manifest: Manifest) -> Found:
-    name = manifest["source"]
+    name, own = manifest["source"], manifest.get("config", {}).get("own_splits", [])
     for split, what, other, count in overlaps_of(manifest):
-        if count and what == "content":
+        if count and split in own and what == "content":
+            yield (
+                "error",
+                f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split "
+                f"({manifest['origins'][split]}) word for word; a score on them says nothing; leave them out of "
+                f"{other} with data.{name}.held_out_copies=drop.",
+            )
+        elif count and split in own:
+            yield (
+                "warning",
+                f"data.{name}; {other} holds the first question of {_counted(count, 'document')} of the {split} "
+                f"split ({manifest['origins'][split]}) too; a score on them is in part recall; take these questions "
+                "out of one of the two, or read the score with that in mind.",
+            )
+        elif count and what == "content":
             yield (
                 "error",
                 f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split word for word; "
@@ -123,11 +142,16 @@ def _across(manifest: Manifest) -> Found:
         other = shared["trained_by"]
         count = _counted(shared["groups"], "text or first question", "texts or first questions")
         own, theirs = (shared["fractions"][key] for key in (name, other))
+        remedy = (
+            f"give both the same eval_fraction (now {own[0]} and {theirs[0]}) and test_fraction ({own[1]} and "
+            f"{theirs[1]}): then both hold out the same."
+        )
+        if shared.get("is_own"):
+            remedy = f"one of the two has evaluation or test files of its own: take these out of data.{other}.path."
         yield (
             "error",
             f"data.{name}; data.{other} trains on {count} of its "
-            f"{shared['split']} split; a score on them says nothing; give both the same eval_fraction (now {own[0]} "
-            f"and {theirs[0]}) and test_fraction ({own[1]} and {theirs[1]}): then both hold out the same.",
+            f"{shared['split']} split; a score on them says nothing; {remedy}",
         )
 
 
@@ -160,6 +184,8 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
             f"data.{name}; {percent(supervised, tokens)} of the {split} tokens are supervised ({supervised:,} of "
             f"{tokens:,}); almost all computation goes into context; check data.{name}.format and the chat template.",
         )
+    if split == "train":
+        yield from _without_prompt(manifest, numbers=numbers)
     # Few rows are held out, and one row may be part empty however good the packing.
     if (
         split == "train"
@@ -171,6 +197,29 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
             f"data.{name}; prepare.packing=best_fit fills {percent(tokens, rows * seq_len)} of the training rows; "
             f"many documents are a little longer than half of {seq_len:,} tokens and find no partner; use longer rows.",
         )
+
+
+def _without_prompt(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
+    """Answers that were cut from their questions."""
+    lost, supervised, seq_len = without_prompt(numbers), numbers["supervised_tokens"], manifest["seq_len"]
+    if lost <= MAX_WITHOUT_PROMPT * supervised:
+        return
+    lengths: dict[int, int] = {int(share): tokens for share, tokens in manifest["length_percentiles"].items()}
+    longer = ((share, tokens) for share, tokens in sorted(lengths.items()) if share >= 95 and tokens > seq_len)
+    share, tokens = next(longer, (100, max(lengths.values(), default=int(seq_len))))
+    row = math.ceil(tokens / ROW_MULTIPLE) * ROW_MULTIPLE
+    yield (
+        "warning",
+        f"data.{manifest['source']}; {percent(lost, supervised)} of the supervised training tokens ({lost:,} of "
+        f"{supervised:,}) have lost their prompt or a part of it: documents longer than {seq_len:,} tokens are split, "
+        f"and their row begins inside the question or the answer; trainer.seq_len={row} holds {share} % of the "
+        f"documents ({tokens:,} tokens or fewer), and prepare.long_documents=truncate keeps none of these tokens.",
+    )
+
+
+def without_prompt(numbers: Mapping[str, Any]) -> int:
+    """Supervised tokens of a split in answers whose question does not begin in their row; 0 where nobody counted."""
+    return int(numbers.get("supervised_without_prompt", 0))
 
 
 def _counted(count: int, noun: str, several: str = "") -> str:

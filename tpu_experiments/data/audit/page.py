@@ -19,7 +19,14 @@ from tpu_experiments.data.audit.findings import (
     supervised_by_answer,
 )
 from tpu_experiments.data.audit.rows import choose_rows, row_html
-from tpu_experiments.data.audit.summary import audit_hash, audit_json, duplicates_text, long_documents_text, shortened
+from tpu_experiments.data.audit.summary import (
+    audit_hash,
+    audit_json,
+    duplicates_text,
+    long_documents_text,
+    origins_text,
+    shortened,
+)
 from tpu_experiments.data.rows import RowSource
 
 REASONS_SHOWN = 8
@@ -169,6 +176,7 @@ def _facts(manifest: Manifest) -> str:
     overlaps = ", ".join(f"{split} {what} in {other} {count:,}" for split, what, other, count in overlaps_of(manifest))
     tokenizer = shortened(manifest["tokenizer"], 60)
     facts = {
+        **({"Splits": escape(origins_text(manifest))} if manifest.get("origins") else {}),
         "Changed by cleaning": escape(changes or "nothing"),
         "Longer than a row": escape(long_documents_text(manifest)),
         "Duplicates": escape(duplicates_text(manifest)),

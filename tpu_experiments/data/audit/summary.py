@@ -6,7 +6,7 @@ All of it is computed from the manifests, so that an audit can be made again wit
 import hashlib
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,7 @@ from tpu_experiments.data.audit.findings import (
     overlaps_of,
     percent,
     supervised_by_answer,
+    without_prompt,
 )
 
 COLUMNS = 100
@@ -117,6 +118,8 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
             # A message may quote the file, and a control character of it would reach the terminal.
             readable = "".join(character if character.isprintable() else " " for character in text)
             yield "  for example", shortened(readable, 2 * (COLUMNS - 20))
+    if manifest.get("origins"):
+        yield "splits", origins_text(manifest)
     changes = _listed(f"{change} {count:,}" for change, count in by_count(manifest["changes"]))
     yield "changed", changes or "nothing"
     if manifest["length_percentiles"]:
@@ -151,7 +154,14 @@ def long_documents_text(manifest: Manifest) -> str:
     splits = manifest["splits"].values()
     keys = ("documents_split", "documents_truncated", "documents_truncated_in_turn", "tokens_dropped")
     split, cut, cut_inside, dropped = (sum(numbers.get(key, 0) for numbers in splits) for key in keys)
-    return f"{split:,} split, {cut:,} truncated ({cut_inside:,} inside a turn), {dropped:,} tokens dropped"
+    text = f"{split:,} split, {cut:,} truncated ({cut_inside:,} inside a turn), {dropped:,} tokens dropped"
+    lost = sum(map(without_prompt, splits))
+    return text + (f", {lost:,} supervised tokens without their whole prompt" if lost else "")
+
+
+def origins_text(manifest: Mapping[str, Any]) -> str:
+    """Where each split is from, where that is not decided by the hash alone."""
+    return "; ".join(f"{split}: {words}" for split, words in manifest["origins"].items())
 
 
 def duplicates_text(manifest: Manifest) -> str:
@@ -163,7 +173,9 @@ def duplicates_text(manifest: Manifest) -> str:
     similar = (
         f"{reported.get('near_duplicate', 0):,} left out (similarity {rules['near']})" if rules.get("near") else ""
     )
-    return f"exact {exact}, near {similar or 'not looked for'}"
+    held_out = reported.get("held_out_copy")
+    copies = f", of held-out documents {held_out:,} left out" if held_out else ""
+    return f"exact {exact}, near {similar or 'not looked for'}{copies}"
 
 
 def shortened(text: str, width: int) -> str:

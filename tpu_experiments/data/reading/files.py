@@ -19,7 +19,7 @@ from itertools import chain, islice
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused, SourceSpec
 from tpu_experiments.data.reading.json_array import read_array, wrapped_at
-from tpu_experiments.data.reading.locations import SourceFile, content_suffixes
+from tpu_experiments.data.reading.locations import TABLES, SourceFile, content_suffixes
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, not_utf8, place_of
 from tpu_experiments.data.reading.tables import read_parquet, read_table
 from tpu_experiments.io import find
@@ -39,7 +39,7 @@ def read_raw(file: SourceFile, *, spec: SourceSpec) -> Generator[RawRow | Refuse
     """
     num_rows = 0
     try:
-        for row in _rows(file):
+        for row in _rows(file, spec=spec):
             num_rows += 1
             yield row
     except UnreadableError as error:
@@ -73,13 +73,13 @@ def _sha256(url: str) -> str:
     return f"sha256={digest.hexdigest()}"
 
 
-def _rows(file: SourceFile) -> Iterator[RawRow | Refused]:
+def _rows(file: SourceFile, *, spec: SourceSpec) -> Iterator[RawRow | Refused]:
     data, compression = content_suffixes(file.name, file.url)
     if data == ".parquet":
         return read_parquet(file.url, name=file.name)
     stream = ByteStream(file.url, compression=SUFFIXES.get(compression))
-    if data in (".csv", ".tsv"):
-        return read_table(stream, name=file.name, delimiter="," if data == ".csv" else "\t")
+    if data in TABLES:
+        return read_table(stream, name=file.name, delimiter="," if data == ".csv" else "\t", spec=spec)
     if data == ".json":
         return _read_json(stream, name=file.name)
     return _read_lines(stream, chunks=_without_mark(stream), name=file.name, is_text=data == ".txt")

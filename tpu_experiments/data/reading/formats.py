@@ -1,7 +1,8 @@
 """One raw row to one Document, by `data.<name>.format`; runs in worker processes.
 
 text             field `text`
-messages         field `messages` or `conversations` (or `data`), a list of role and content or of from and value
+messages         field `messages` or `conversations` (or `data`), a list of role and content or of from and value; an
+                 assistant's turn with `train: false` (or `weight: 0`) is read and not learnt
 alternating      field `data`, a list of strings, user first
 question_answer  the chain-of-thought answer of the UK-law recipe
 prompt_completion  `prompt` and `completion`, strings or lists of turns; the completion is learnt
@@ -52,6 +53,9 @@ OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("tools",),
 }
 
+MARKS = ("train", "training", "weight")
+"""Fields of a turn in `messages` that say whether it is learnt; others write `training: false` or `weight: 0`."""
+
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 USING_TOOLS = ("messages", "conversations", "prompt", "completion", "tools")
 """Fields whose members a template may read."""
@@ -90,8 +94,10 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
                 return Refused("empty", row.place, "has no text.", is_bad_row=False)
             return Document(identity, text=text, place=row.place, group=_group(fields, spec))
         turns = _TURNS_OF[spec.format](fields, spec)
-        extras, tools = _tool_use(_written_turns(fields, spec), fields=fields)
-        turns = _answered(turns, extras)
+        written = _written_turns(fields, spec)
+        extras, tools = _tool_use(written, fields=fields)
+        context = _context(written, turns, num_asked=_num_asked(fields, spec))
+        turns = _answered(turns, extras=extras, context=context)
         if not turns:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
         return Document(
@@ -99,6 +105,7 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             messages=tuple(turns),
             place=row.place,
             group=_group(fields, spec),
+            context=tuple(turn for turn in context if turn < len(turns)),
             extras=extras[: len(turns)],
             tools=tools,
         )
@@ -203,14 +210,46 @@ def _group(fields: Fields, spec: SourceSpec) -> str | None:
     return json.dumps(value)
 
 
-def _answered(turns: Turns, extras: tuple[str, ...]) -> Turns:
-    """Up to the last assistant turn that says something or calls a tool."""
+def _answered(turns: Turns, *, extras: tuple[str, ...], context: tuple[int, ...]) -> Turns:
+    """Up to the last assistant turn that says something or calls a tool, and is learnt."""
     answers = [
         number
         for number, (role, content) in enumerate(turns)
-        if role == "assistant" and (content.strip() or (extras and extras[number]))
+        if role == "assistant" and (content.strip() or (extras and extras[number])) and number not in context
     ]
     return turns[: answers[-1] + 1] if answers else []
+
+
+def _context(written: list[Any], turns: Turns, *, num_asked: int) -> tuple[int, ...]:
+    """Assistant turns that are not to be learnt: the row marks them so, or they are of the first, the prompt."""
+    return tuple(
+        number
+        for number, (turn, (role, _)) in enumerate(zip(written, turns, strict=bool(written)))
+        if role == "assistant" and (number < num_asked or _is_context(turn, number=number + 1))
+    )
+
+
+def _num_asked(fields: Fields, spec: SourceSpec) -> int:
+    """Turns of the prompt where a row has it apart from what is learnt."""
+    prompt = fields["prompt"] if spec.format == "prompt_completion" else []
+    return len(prompt) if isinstance(prompt, list) else 1
+
+
+def _is_context(turn: Fields, *, number: int) -> bool:
+    """Whether a turn says `train: false`, or the same as `training: false` or `weight: 0`."""
+    marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+    for name, value in marks.items():
+        wanted = (0, 1) if name == "weight" else (False, True)
+        if isinstance(value, bool) != (name != "weight") or value not in wanted:
+            shown = json.dumps(value, default=str)[:40]
+            raise BadRow(
+                "bad_mark",
+                f"has {name}: {shown} in turn {number}; an answer is learnt ({name}: {json.dumps(wanted[1])}) or only "
+                f"read ({name}: {json.dumps(wanted[0])}); mend the row.",
+            )
+    if len(set(map(bool, marks.values()))) > 1:
+        raise BadRow("bad_mark", f"says both that turn {number} is learnt and that it is not, {marks}; mend the row.")
+    return not all(marks.values())
 
 
 def _messages(fields: Fields, spec: SourceSpec) -> Turns:

@@ -43,10 +43,11 @@ class HubRows:
             ConfigError: there is no such split, or the Hub is out of reach.
         """
         spec, number = self._spec, 0
+        name = spec.path if spec.hub_split == "train" else f"{spec.path} {spec.hub_split}"
         try:
             for fields in self._builder.as_streaming_dataset(split=spec.hub_split):
                 number += 1
-                yield RawRow(dict(fields), spec.path, "row", number)
+                yield RawRow(dict(fields), name, "row", number)
         except Exception as error:  # datasets, the Hub client and httpx raise a dozen unrelated types
             raise _out_of_reach(error, spec=spec, num_rows=number) from error
 

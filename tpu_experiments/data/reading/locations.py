@@ -15,6 +15,7 @@ from tpu_experiments.io.streams import ByteStream, UnreadableError
 log = logging.getLogger(__name__)
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
+TABLES = (".csv", ".tsv")
 SUPPORTED = ".jsonl, .ndjson, .json, .parquet, .csv, .tsv or .txt"
 BEGINNINGS = {b"PAR1": ".parquet", b"{": ".json", b"[": ".json"}
 """First bytes, but for white space and a byte order mark, of what a file without a suffix may be."""
@@ -34,6 +35,8 @@ class SourceFile:
     """Relative to the source's path, for ids and reports."""
     url: str
     """Local path, or URL."""
+    split: str | None = None
+    """The split that all of its rows are of; None where a hash decides."""
 
 
 def list_files(spec: SourceSpec) -> list[SourceFile]:
@@ -67,6 +70,11 @@ def suffixes_of(name: str) -> tuple[str, str]:
     if parts.suffix in COMPRESSION_OF_SUFFIX:
         return PurePosixPath(parts.stem).suffix, parts.suffix
     return parts.suffix, ""
+
+
+def is_table(name: str) -> bool:
+    """Whether a file is .csv or .tsv."""
+    return suffixes_of(name)[0] in TABLES
 
 
 def content_suffixes(name: str, url: str) -> tuple[str, str]:
@@ -119,7 +127,7 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
 
 def _require_hub_id(spec: SourceSpec) -> None:
     """Raise when `path` is not there and can only have meant a file or folder."""
-    ask = f"Point data.{spec.name}.path= at a {SUPPORTED} file, a folder of them, or a Hub id."
+    ask = f"Point {spec.ask} at a {SUPPORTED} file, a folder of them, or a Hub id."
     if is_remote(spec.path):
         raise ConfigError(f"{spec.key}; there is nothing there. {find.remote_near_misses(spec.path)}{ask}")
     if find.is_glob(spec.path):
@@ -138,8 +146,7 @@ def _require_readable(name: str, url: str, *, spec: SourceSpec) -> None:
     data, compression = _suffixes(name, url)
     if data in ARCHIVES:
         raise ConfigError(
-            f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point data.{spec.name}.path= at "
-            f"the folder."
+            f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point {spec.ask} at the folder."
         )
     if data == ".parquet" and compression:
         raise ConfigError(f"{spec.key}; parquet is compressed inside; unpack the {compression} around it.")
@@ -161,7 +168,7 @@ def _data_files(found: dict[str, str], *, spec: SourceSpec) -> dict[str, str]:
         held = ", ".join(Path(name).name for name in list(inside)[:5]) or "nothing"
         raise ConfigError(
             f"{spec.key}; no {SUPPORTED} file is among the {len(inside)} files there ({held}); point "
-            f"data.{spec.name}.path= at data."
+            f"{spec.ask} at data."
         )
     others = [name for name in inside if name not in files]
     left_out = [name for name in others if name.lower().endswith((*ARCHIVES, *OTHER_DATA)) or not suffixes_of(name)[0]]

@@ -1,35 +1,48 @@
 """Rows of tables: .csv, .tsv and .parquet."""
 
 import csv
+import functools
 import io
+import logging
 import sys
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow
 import pyarrow.parquet
 
-from tpu_experiments.data.documents import Refused
+from tpu_experiments.data.documents import Refused, SourceSpec
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
 from tpu_experiments.io.streams import ByteStream, ReadableStream, WatchedFile, open_binary
 
+log = logging.getLogger(__name__)
+
+HEAD_CHARACTERS = 4 << 20
+"""Of a .csv or .tsv, looked at to tell what its quotation marks are; about 0.1 s of work."""
+MIN_WHOLE_LINES = 4
+"""Lines inside of quotations, each with all the columns, that are rows of a .csv and not prose with commas."""
 PARQUET_BATCH_BYTES = 8 << 20
 PARQUET_BATCH_ROWS = 1000
 
 
-def read_table(stream: ByteStream, *, name: str, delimiter: str) -> Iterator[RawRow | Refused]:
-    """Records of a .csv or .tsv with a line of column names, in Python's default dialect (Excel's).
+def read_table(
+    stream: ByteStream, *, name: str, delimiter: str, spec: SourceSpec | None = None
+) -> Iterator[RawRow | Refused]:
+    """Records of a .csv or .tsv with a line of column names; quotation marks are read as `spec.quoting` says.
 
     A .csv whose names are separated by semicolons, as Excel writes it in most of Europe, is read as such. A record
-    is numbered by its first line.
+    is numbered by its first line. Of a record over several lines that cannot be read, every line is a Refused.
     """
     csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise
     lines = _Lines(stream)
     first_line = next((line for line in lines if line.strip("\r\n")), "")
     if delimiter == "," and ";" in first_line and "," not in first_line:
         delimiter = ";"
-    reader = csv.reader(chain([first_line], lines), delimiter=delimiter)
+    dialect = _dialect_of(first_line, lines=lines, delimiter=delimiter, name=name, spec=spec)
+    reader = csv.reader(chain([first_line], lines), delimiter=delimiter, quoting=dialect.quoting)
     place = place_of(lines.number, unit="line", file=name)
     try:
         columns = next(reader)
@@ -40,9 +53,106 @@ def read_table(stream: ByteStream, *, name: str, delimiter: str) -> Iterator[Raw
     if trouble and first_line:
         yield Refused("not_csv", place, f"{trouble}; the file is not read; mend its line of column names.")
         return
-    yield from _records(reader, lines=lines, columns=columns, name=name)
+    yield from _records(reader, lines=lines, columns=columns, name=name, dialect=dialect)
     if stream.damage:
         yield cut_off(place_of(lines.number + lines.last_is_whole, unit="line", file=name), damage=stream.damage)
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """How a file is written."""
+
+    delimiter: str
+    quoting: Literal[0, 3]
+    """csv.QUOTE_MINIMAL or csv.QUOTE_NONE."""
+    is_guessed: bool
+    remedy: str
+    """What to set where the guess is wrong."""
+
+
+def _dialect_of(first_line: str, *, lines: "_Lines", delimiter: str, name: str, spec: SourceSpec | None) -> _Dialect:
+    key = f"data.{spec.name}.quoting" if spec else "quoting"
+    asked = spec.quoting if spec else "auto"
+    remedy = f"set {key}=none if quotation marks are plain characters there"
+    if asked != "auto":
+        return _Dialect(delimiter, csv.QUOTE_NONE if asked == "none" else csv.QUOTE_MINIMAL, False, remedy)
+    head = [first_line, *lines.look_ahead(HEAD_CHARACTERS)]
+    bad_quoted, bad_plain = _bad_lines(head, delimiter=delimiter, is_whole=lines.is_at_end)
+    if bad_plain >= bad_quoted:
+        return _Dialect(delimiter, csv.QUOTE_MINIMAL, True, remedy)
+    _tell(
+        f"{spec.key if spec else ''}; {name}: quotation marks are read as plain characters ({key}=auto); surrounding "
+        f"fields, they would leave {bad_quoted} of {len(head)} lines without the columns of the file, so {bad_plain}"
+    )
+    return _Dialect(delimiter, csv.QUOTE_NONE, True, remedy)
+
+
+@functools.cache
+def _tell(sentence: str) -> None:
+    """Log once; a file may be read more than once."""
+    log.info(sentence)
+
+
+def _bad_lines(head: list[str], *, delimiter: str, is_whole: bool) -> tuple[int, int]:
+    """Lines that speak against quotation marks around fields, and against plain ones.
+
+    The first: lines of records that break the rules of RFC 4180 or have another number of fields than the columns. A
+    record over several lines speaks against them too where one of its further lines has all the columns: at once in a
+    .tsv, since no field holds tabs as prose holds commas, in a .csv when all lines of the file have them and
+    `MIN_WHOLE_LINES` are inside of such records. The second: lines with another number of
+    fields, and records that only quotation explains.
+    """
+    if not any('"' in line for line in head):
+        return 0, 0
+    plain = [line.count(delimiter) + 1 for line in head]
+    columns = next(csv.reader(head[:1], delimiter=delimiter, quoting=csv.QUOTE_NONE), [])
+    try:
+        if next(csv.reader(head[:1], delimiter=delimiter, strict=True), []) != columns:
+            return 0, 1  # its names stand in quotation marks
+    except csv.Error as error:
+        return (0, 1) if _is_open(error) else (1, 0)  # a name over several lines
+    width, bad_quoted, swallowed = len(columns), 0, 0
+    bad_plain = sum(fields != width for fields, line in zip(plain, head, strict=True) if line.strip("\r\n"))
+    for first, last, values in _strict_records(head, delimiter=delimiter, is_whole=is_whole):
+        is_over_several = last - first > 1
+        whole = plain[first + 1 : last].count(width) if width > 1 else 0
+        is_tab = delimiter == "\t"
+        is_wrong = values is not None and len(values) != width and (is_tab or not is_over_several)
+        if values is None or is_wrong or (whole and is_tab):
+            bad_quoted += last - first
+        elif whole:
+            swallowed += whole
+        elif is_over_several and width == 1:
+            bad_plain += last - first
+        elif len(values) == width and any('""' in line for line in head[first:last]):
+            bad_plain += 1
+    if bad_plain == 0 and swallowed >= MIN_WHOLE_LINES:
+        bad_quoted += swallowed
+    return bad_quoted, bad_plain
+
+
+def _strict_records(head: list[str], *, delimiter: str, is_whole: bool) -> Iterator[tuple[int, int, list[str] | None]]:
+    """(first line, line after the last, fields) of each record; None for fields that break the rules of quotation."""
+    reader = csv.reader(iter(head), delimiter=delimiter, strict=True)
+    first = 0
+    while True:
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            # A record may go on behind the head; of one column, it may as well be a text whose end is missing.
+            if not _is_open(error) or (is_whole and delimiter in head[0]):
+                yield first, reader.line_num, None
+        else:
+            if values:
+                yield first, reader.line_num, values
+        first = reader.line_num
+
+
+def _is_open(error: csv.Error) -> bool:
+    """Whether a quotation is not closed by the end."""
+    return "unexpected end of data" in str(error)
 
 
 def _trouble_with(columns: list[str]) -> str:
@@ -56,9 +166,11 @@ def _repeated(columns: list[str]) -> str | None:
     return next((column for column in sorted(columns) if columns.count(column) > 1), None)
 
 
-def _records(reader: Any, *, lines: "_Lines", columns: list[str], name: str) -> Iterator[RawRow | Refused]:
+def _records(
+    reader: Any, *, lines: "_Lines", columns: list[str], name: str, dialect: _Dialect
+) -> Iterator[RawRow | Refused]:
     while True:
-        number = lines.number + 1
+        number = lines.start_record()
         try:
             values = next(reader)
         except StopIteration:
@@ -69,17 +181,31 @@ def _records(reader: Any, *, lines: "_Lines", columns: list[str], name: str) -> 
         if lines.stream.damage and (lines.is_over or not lines.last_is_whole):
             return  # a part of a record; the caller reports the cut
         if values:
-            yield _record(values, columns=columns, lines=lines, name=name, number=number)
+            row = _record(values, columns=columns, lines=lines, name=name, number=number, dialect=dialect)
+            yield row
+            if isinstance(row, Refused):
+                # What was swallowed may be rows, each of them in a count.
+                for inside in range(number + 1, lines.number + 1):
+                    place, message = place_of(inside, unit="line", file=name), f"is inside the record of line {number}."
+                    yield Refused(row.reason, place, message)
 
 
-def _record(values: list[str], *, columns: list[str], lines: "_Lines", name: str, number: int) -> RawRow | Refused:
+def _record(
+    values: list[str], *, columns: list[str], lines: "_Lines", name: str, number: int, dialect: _Dialect
+) -> RawRow | Refused:
     place = place_of(number, unit="line", file=name)
     if lines.is_over:  # only a record that goes on asks for a line after the last
-        message = f"opens a quotation that is not closed by the end of the file, line {lines.number}; close it."
-        return Refused("not_csv", place, message)
+        message = f"opens a quotation that is not closed by the end of the file, line {lines.number}; close it"
+        return Refused("not_csv", place, f"{message}, or {dialect.remedy}.")
+    over = f", read as one record up to line {lines.number} for its quotation mark" if lines.number > number else ""
     if len(values) != len(columns):
-        message = f"has {len(values)} fields where the file has {len(columns)} columns; mend or remove the record."
-        return Refused("wrong_columns", place, message)
+        has_mark = dialect.quoting == csv.QUOTE_MINIMAL and any('"' in line for line in lines.record)
+        message = f"has {len(values)} fields where the file has {len(columns)} columns{over}; mend or remove the record"
+        return Refused("wrong_columns", place, message + (f", or {dialect.remedy}." if has_mark else "."))
+    is_tab = dialect.delimiter == "\t" and len(columns) > 1
+    if is_tab and dialect.is_guessed and any(line.count("\t") + 1 == len(columns) for line in lines.record[1:]):
+        message = f"has lines that have all the columns{over}; {dialect.remedy}, or to minimal if they are not."
+        return Refused("quotation", place, message)
     byte = _escaped_byte(values)
     if byte is not None:
         return Refused("not_utf8", place, f"is not UTF-8: it holds the byte 0x{byte:02x}; convert the file to UTF-8.")
@@ -107,16 +233,38 @@ class _Lines:
         self.last_is_whole = True
         self.is_over = False
         """Whether a line was asked for when there was none left."""
+        self.record: list[str] = []
+        """The lines since `start_record`."""
+        self._ahead: deque[str] = deque()
+        self.is_at_end = False
+        """Whether looking ahead has come to the end."""
+
+    def look_ahead(self, num_characters: int) -> list[str]:
+        """The next lines, about so many characters of them, which are still to come."""
+        held = 0
+        while held < num_characters and not self.is_at_end:
+            line = self._file.readline()
+            self.is_at_end = not line
+            held += len(line)
+            if line:
+                self._ahead.append(line)
+        return list(self._ahead)
+
+    def start_record(self) -> int:
+        """Number of the line that the next record begins in."""
+        self.record.clear()
+        return self.number + 1
 
     def __iter__(self) -> "_Lines":
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline()
+        line = self._ahead.popleft() if self._ahead else self._file.readline()
         if not line:
             self.is_over = True
             raise StopIteration
         self.number += 1
+        self.record.append(line)
         self.last_is_whole = line.endswith(("\n", "\r"))
         return line
 

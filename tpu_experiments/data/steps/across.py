@@ -36,7 +36,8 @@ def write_groups(folder: str, selection: Selection) -> dict[str, ShardRecord]:
 def add_across(prepared: Mapping[str, PreparedSource], *, sources: Mapping[str, DataSourceConfig]) -> None:
     """Put `across` into the manifests of sources whose held-out documents another one trains on.
 
-    Sources of equal fractions hold out the same hashes, so that only those of unequal ones are read.
+    Sources of equal fractions hold out the same hashes, so that only those of unequal ones are read, and those with
+    evaluation or test files of their own.
 
     Raises:
         DamagedFile: the hashes of a source are missing, or not what was written.
@@ -53,14 +54,21 @@ def _shared(
     """What `name` holds out and `other` trains on."""
     own, theirs = sources[name], sources[other]
     is_alike = (own.kind, own.split_by) == (theirs.kind, theirs.split_by)
-    if name == other or not is_alike or _fractions(own) == _fractions(theirs):
+    is_own = any(_own_splits(prepared[source]) for source in (name, other))
+    if name == other or not is_alike or (_fractions(own) == _fractions(theirs) and not is_own):
         return
     trained = _read(prepared[other], "train")
     for split in SPLITS[1:]:
         count = len(np.intersect1d(_read(prepared[name], split), trained, assume_unique=True))
         if count:
             fractions = {name: _fractions(own), other: _fractions(theirs)}
-            yield {"split": split, "trained_by": other, "groups": count, "fractions": fractions}
+            shared = {"split": split, "trained_by": other, "groups": count, "fractions": fractions}
+            yield shared | ({"is_own": True} if is_own else {})
+
+
+def _own_splits(source: PreparedSource) -> list[str]:
+    found: list[str] = next(iter(source.manifests.values()))["config"].get("own_splits", [])
+    return found
 
 
 def _fractions(source: DataSourceConfig) -> list[float]:

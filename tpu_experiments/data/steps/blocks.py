@@ -52,6 +52,8 @@ class Block:
 
     name: str
     items: list[Item] = field(repr=False)
+    split: str | None = None
+    """The split that all of it is of; None where a hash decides."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class BlockSettings:
     documents_folder: str | None = None
 
 
-def cut_blocks(items: Iterable[Item], *, file_number: int) -> Iterator[Block]:
+def cut_blocks(items: Iterable[Item], *, file_number: int, split: str | None = None) -> Iterator[Block]:
     """Blocks of one file's rows, in order."""
     pending: list[Item] = []
     num_bytes = number = 0
@@ -77,10 +79,10 @@ def cut_blocks(items: Iterable[Item], *, file_number: int) -> Iterator[Block]:
         pending.append(item)
         num_bytes += _size(item)
         if len(pending) >= BLOCK_ROWS or num_bytes >= BLOCK_BYTES:
-            yield Block(f"{file_number:05d}-{number:06d}", pending)
+            yield Block(f"{file_number:05d}-{number:06d}", pending, split)
             pending, num_bytes, number = [], 0, number + 1
     if pending:
-        yield Block(f"{file_number:05d}-{number:06d}", pending)
+        yield Block(f"{file_number:05d}-{number:06d}", pending, split)
 
 
 def _size(item: Item) -> int:
@@ -176,6 +178,7 @@ class BlockMaker:
             "changes": dict(sorted(changes.items())),
             "first_bad_row": bad,
             "sha256": digests,
+            **({} if block.split is None else {"split": block.split}),
         }
         # One entry, since safetensors writes several in an order of chance.
         content = sealed(save(arrays, metadata={"facts": json.dumps(facts)}))
@@ -200,6 +203,8 @@ class BlockIndex:
     max_token_id: int
     sha256: dict[str, str]
     """Of the block's other files: `tokens`, and `minhash` where near duplicates are looked for."""
+    split: str | None = None
+    """The split that all documents are of; None where a hash decides."""
 
 
 def is_whole(folder: str, name: str) -> bool:
@@ -235,6 +240,7 @@ def read_index(folder: str, name: str) -> BlockIndex:
         first_bad_row=Refused(**bad) if bad else None,
         max_token_id=int(arrays["max_token_id"][0]),
         sha256=facts["sha256"],
+        split=facts.get("split"),
     )
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 from tpu_experiments.data.documents import Document
 from tpu_experiments.io import paths
 
-_TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+_TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("train", pyarrow.bool_())])
 _TOOL_TURN = pyarrow.struct([*_TURN, *((name, pyarrow.string()) for name in ("tool_calls", "name", "tool_call_id"))])
 SCHEMA = pyarrow.schema(
     [
@@ -22,7 +22,8 @@ SCHEMA = pyarrow.schema(
         ("place", pyarrow.string()),
     ]
 )
-"""Exactly one of `text` and `messages` is set; `place` says where the document was read."""
+"""Exactly one of `text` and `messages` is set; `train` is false of an answer that is not learnt, else null; `place`
+says where the document was read."""
 TOOL_SCHEMA = SCHEMA.set(2, pyarrow.field("messages", pyarrow.list_(_TOOL_TURN))).append(
     pyarrow.field("tools", pyarrow.string())
 )
@@ -49,13 +50,13 @@ def write_documents(documents: Sequence[Document], *, folder: str, name: str, so
     paths.write_bytes_atomic(_path(folder, name), buffer.getvalue())
 
 
-def _turns(document: Document) -> list[dict[str, str]] | None:
+def _turns(document: Document) -> list[dict[str, str | bool | None]] | None:
     turns = []
-    for (role, content), extra in zip_longest(document.messages or (), document.extras):
+    for turn, ((role, content), extra) in enumerate(zip_longest(document.messages or (), document.extras)):
         beside = json.loads(extra) if extra else {}
         if "tool_calls" in beside:
             beside["tool_calls"] = json.dumps(beside["tool_calls"], ensure_ascii=False)
-        turns.append({"role": role, "content": content, **beside})
+        turns.append({"role": role, "content": content, "train": False if turn in document.context else None, **beside})
     return turns or None
 
 

@@ -22,19 +22,30 @@ from tpu_experiments.io.sealed import DamagedFile, read_sealed_json, write_seale
 VERSION = 3
 """Goes up when the same input gives other tokens or rows, or other files of them."""
 
+CHAT_VERSION = 2
+"""Goes up when the same conversation gives other tokens, or others of them are learnt."""
+
 RECOGNITION = 1
 """Goes up when `format: auto` takes the same rows for another format."""
 
 _EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
 """As it is hashed: `folded` was called `drop` before there was another, and its folders stay valid."""
 
+_LATER = ("context", "extras", "tools")
+"""What documents did not have at first, and most have not."""
+
 REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
 
 
 def tokens_key(
-    spec: SourceSpec, *, source: DataSourceConfig, content: list[str], tokenizer: PreTrainedTokenizerBase
+    spec: SourceSpec,
+    *,
+    source: DataSourceConfig,
+    content: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    has_tables: bool = False,
 ) -> str:
-    """Key of the tokenised documents of a source, whose content is `content`."""
+    """Key of the tokenised documents of a source, whose content is `content`; `has_tables`: a .csv or .tsv is in it."""
     return short_hash(
         {
             "version": VERSION,
@@ -50,6 +61,8 @@ def tokens_key(
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             "tokenizer": tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if spec.kind == "chat" else None,
+            **({"quoting": spec.quoting} if has_tables else {}),
+            **({"chat": CHAT_VERSION} if spec.kind == "chat" else {}),
         }
     )
 
@@ -64,6 +77,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
             "eval_fraction": source.eval_fraction,
             "test_fraction": source.test_fraction,
             "split_by": source.split_by,
+            **({} if source.held_out_copies == "find" else {"held_out_copies": source.held_out_copies}),
             "seq_len": seq_len,
             "pad_id": pad_id,
             "packing": settings.packing,
@@ -85,7 +99,9 @@ def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> li
     """A hash of all that a reader of the user's own yields; nothing else says whether it changed."""
     digest = hashlib.sha256()
     for document in read():
-        digest.update(json.dumps(vars(document), ensure_ascii=False).encode(errors="surrogatepass"))
+        # Without what most documents do not have: it came later, and what was prepared before stays found.
+        known = {name: value for name, value in vars(document).items() if name not in _LATER or value}
+        digest.update(json.dumps(known, ensure_ascii=False).encode(errors="surrogatepass"))
     return [digest.hexdigest()]
 
 
@@ -98,7 +114,8 @@ def format_of_content(
     """
     if spec.format != "auto":
         return recognise()
-    facts = {"content": content, "kind": spec.kind, "fields": spec.fields, "version": RECOGNITION}
+    facts = {"version": RECOGNITION, "content": content, "kind": spec.kind, "fields": spec.fields}
+    facts["quoting"] = spec.quoting
     memory, key = _Memory(paths.join(folder, "formats.json")), short_hash(facts)
     known = memory.read().get(key)
     if known is not None:

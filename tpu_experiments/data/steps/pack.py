@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.steps.fill import Placed, fill_gaps
 from tpu_experiments.data.tokens.lengths import split_points, truncate
-from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
+from tpu_experiments.data.tokens.tokenize import CUT, LEARN, Tokens
 
 Index = NDArray[np.int64]
 
@@ -47,7 +47,8 @@ class Packed:
     """Which documents are in the rows, in part at least."""
     counts: Counter[str] = field(default_factory=Counter)
     """`documents_split`, `documents_truncated`, `documents_truncated_in_turn`; `tokens_dropped` by truncation and with
-    pieces in which nothing can be learnt; `too_long` and `nothing_to_learn`, the documents that are not kept."""
+    pieces in which nothing can be learnt; `too_long` and `nothing_to_learn`, the documents that are not kept;
+    `supervised_without_prompt`, tokens learnt in answers whose question does not begin in the row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +95,21 @@ def pack(
     if packing == "best_fit" and long_documents == "split":
         placed = fill_gaps(placed, is_split_D=flat.lengths_D > seq_len, seq_len=seq_len)
         learn_L[placed.start_P] = False
+    counts["supervised_without_prompt"] = _without_prompt(flat, learn_L, placed=placed)
     rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id)
     _fill(rows, flat.ids_L, learn_L, placed=placed)
     return Packed(rows, kept_D, counts)
+
+
+def _without_prompt(flat: FlatTokens, learn_L: NDArray[np.bool_], *, placed: Placed) -> int:
+    """Learnt tokens of pieces that begin inside a turn, up to the next question."""
+    begins_D = np.cumsum(flat.lengths_D) - flat.lengths_D
+    cuts = np.append(np.flatnonzero(flat.flags_L & CUT), len(flat.flags_L))
+    is_inside_P = (placed.length_P > 0) & ~np.isin(placed.start_P, begins_D) & ~np.isin(placed.start_P, cuts)
+    start_P, end_P = placed.start_P[is_inside_P], (placed.start_P + placed.length_P)[is_inside_P]
+    end_P = np.minimum(cuts[np.searchsorted(cuts, start_P)], end_P)
+    learnt_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(learn_L, dtype=np.int64)])
+    return int((learnt_before[end_P] - learnt_before[start_P]).sum())
 
 
 def _place(pieces: _Pieces, *, seq_len: int, packing: str) -> Placed:

@@ -51,6 +51,7 @@ def _reported(tokens: TokenizedSource, *, selection: Selection, records: Sequenc
             earlier = int(selection.first_D[index])
             if earlier >= 0:
                 kind = "near_duplicate" if selection.is_near_D[index] else "exact_duplicate"
+                kind = "held_out_copy" if selection.is_own_D[earlier] else kind
                 yield Refused(kind, place, f"repeats {place_of[earlier]}.", is_bad_row=False)
             elif index in unpacked:
                 yield Refused(unpacked[index], place, _MESSAGES[unpacked[index]], is_bad_row=False)

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.config.sources import FIRST_TURN, DataSourceConfig
+from tpu_experiments.config.sources import FIRST_TURN, DataSourceConfig, hashed_shares
 from tpu_experiments.data.cleaning.duplicates import find_duplicates
+from tpu_experiments.data.cleaning.lookup import is_among
 from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes
 from tpu_experiments.data.steps.blocks import BlockIndex, Keys, joined, read_keys, read_whole
+from tpu_experiments.data.steps.tokenized import TokenizedSource
 from tpu_experiments.io import paths
 
 DROPPED = -1
+BY_HASH = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,8 @@ class Selection:
     """The earlier document that this one repeats, or -1."""
     is_near_D: NDArray[np.bool_]
     """Whether it repeats it nearly, not exactly."""
+    is_own_D: NDArray[np.bool_]
+    """Whether it is of evaluation or test files of the user's own."""
     groups_D: NDArray[np.uint64]
     """Equal where `split_by` puts documents into one split."""
     overlaps: dict[str, int]
@@ -35,24 +40,68 @@ class Selection:
         return self.code_D == SPLITS.index(split)
 
 
-def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens_folder: str) -> Selection:
+def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens: TokenizedSource) -> Selection:
     """Duplicates and splits of all documents; about 45 bytes of memory a document, 60 with near duplicates."""
-    keys = joined([read_keys(tokens_folder, block.name) for block in blocks])
-    keys_D2, num_documents = keys.content_D2, len(keys.content_D2)
-    first_D = np.full(num_documents, -1, np.int64)
-    is_near_D = np.zeros(num_documents, np.bool_)
-    rules = source.duplicates
-    if rules.exact != "keep" or rules.near is not None:
-        with tempfile.TemporaryDirectory(prefix="tpu_experiments_") as scratch:
-            signatures = None if rules.near is None else _Signatures(tokens_folder, blocks, scratch=scratch)
-            compared_D2 = keys_D2 if keys.exact_D2 is None else keys.exact_D2
-            first_D, is_near_D = find_duplicates(compared_D2, signatures=signatures, near=rules.near)
-        if rules.exact == "keep":
-            first_D[~is_near_D] = -1
+    keys = joined([read_keys(tokens.folder, block.name) for block in blocks])
+    codes = [SPLITS.index(block.split) if block.split else BY_HASH for block in blocks]
+    own_D = np.repeat(np.array(codes, np.int8), [len(block.lengths_D) for block in blocks])
+    first_D, is_near_D = _copies(keys, blocks=blocks, own_D=own_D, source=source, folder=tokens.folder)
     groups_D = _groups(keys, source=source)
-    code_D = split_codes(groups_D, eval_fraction=source.eval_fraction, test_fraction=source.test_fraction)
+    eval_fraction, test_fraction = hashed_shares(source, own=tokens.own)
+    code_D = split_codes(groups_D, eval_fraction=eval_fraction, test_fraction=test_fraction)
+    code_D = np.where(own_D == BY_HASH, code_D, own_D)
     code_D[first_D >= 0] = DROPPED
-    return Selection(code_D, first_D, is_near_D, groups_D, overlaps(keys_D2, keys.prompts_D, code_D))
+    found = overlaps(keys.content_D2, keys.prompts_D, code_D)
+    return Selection(code_D, first_D, is_near_D, own_D != BY_HASH, groups_D, found)
+
+
+def _copies(
+    keys: Keys,
+    *,
+    blocks: Sequence[BlockIndex],
+    own_D: NDArray[np.int8],
+    source: DataSourceConfig,
+    folder: str,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The document that each of D documents is left out for, or -1, and whether it is alike only.
+
+    Documents of evaluation and test files of the user's own are all kept. Where those of `path` that repeat one of them
+    are to go, they come first, and are compared word for word, as the audit does.
+    """
+    rules, is_own_D = source.duplicates, own_D != BY_HASH
+    first_D, is_near_D = np.full(len(own_D), -1, np.int64), np.zeros(len(own_D), np.bool_)
+    drops_held_out = source.held_out_copies == "drop" and bool(is_own_D.any())
+    if rules.exact == "keep" and rules.near is None and not drops_held_out:
+        return first_D, is_near_D
+    own = [block for block in blocks if block.split] if drops_held_out else []
+    looked_at = [*own, *(block for block in blocks if not block.split)]
+    index_M = np.concatenate([np.flatnonzero(is_own_D) if own else [], np.flatnonzero(~is_own_D)]).astype(np.int64)
+    with tempfile.TemporaryDirectory(prefix="tpu_experiments_") as scratch:
+        signatures = None if rules.near is None else _Signatures(folder, looked_at, scratch=scratch)
+        compared_D2 = _compared(keys, is_own_D=is_own_D if own else None)
+        first_M, is_near_M = find_duplicates(compared_D2[index_M], signatures=signatures, near=rules.near)
+    first_D[index_M] = np.where(first_M >= 0, index_M[first_M], -1)
+    is_near_D[index_M] = is_near_M
+    if rules.exact == "keep":
+        of_held_out_D = (first_D >= 0) & is_own_D[first_D]
+        first_D[~is_near_D & ~of_held_out_D] = -1
+    first_D[is_own_D] = -1
+    return first_D, is_near_D & ~is_own_D
+
+
+def _compared(keys: Keys, *, is_own_D: NDArray[np.bool_] | None) -> NDArray[np.uint64]:
+    """Keys (D, 2) that are equal for copies: `content_key` of `is_own_D` and of what repeats them, else `exact_key`."""
+    if keys.exact_D2 is None:
+        return keys.content_D2
+    if is_own_D is None:
+        return keys.exact_D2
+    own = np.flatnonzero(is_own_D)
+    candidates = np.flatnonzero(is_among(keys.content_D2[:, 0], np.unique(keys.content_D2[own, 0])))
+    held_out = set(map(tuple, keys.content_D2[own].tolist()))
+    is_one = np.array([tuple(key) in held_out for key in keys.content_D2[candidates].tolist()], np.bool_)
+    compared_D2 = keys.exact_D2.copy()
+    compared_D2[candidates[is_one]] = keys.content_D2[candidates[is_one]]
+    return compared_D2
 
 
 def _groups(keys: Keys, *, source: DataSourceConfig) -> NDArray[np.uint64]:

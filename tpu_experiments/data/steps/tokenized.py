@@ -6,7 +6,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
 from tpu_experiments.data.prepared import NotPrepared, read_record
 from tpu_experiments.data.reading.files import read_raw
-from tpu_experiments.data.reading.locations import SourceFile, list_files
+from tpu_experiments.data.reading.locations import SourceFile, is_table
+from tpu_experiments.data.reading.parts import Part, list_parts
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.reading.sources import SourceRows
 from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, is_whole, read_index
@@ -44,6 +45,10 @@ class TokenizedSource:
     folder: str
     block_names: list[str] = field(repr=False)
     num_files: int
+    own: frozenset[str]
+    """The splits that have files of their own."""
+    origins: dict[str, str]
+    """Where each split is from, in words, where not from the hash alone (data/reading/parts.py)."""
     seconds: float
     """Of the process that finished the blocks."""
     peak_rss_gib: float
@@ -53,11 +58,14 @@ class TokenizedSource:
 class _Input:
     """Where a source's rows come from."""
 
-    spec: SourceSpec
-    files: list[SourceFile]
-    rows: SourceRows | None
-    """None where `read` is set."""
+    parts: list[Part]
+    rows: list[SourceRows]
+    """Of each part; none where `read` is set."""
     read: Read | None
+
+    @property
+    def spec(self) -> SourceSpec:
+        return self.parts[0].spec
 
 
 def tokenize_source(
@@ -78,16 +86,17 @@ def tokenize_source(
         NotPrepared: they are not complete, and `is_lookup` says to make none.
         ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
     """
-    files = [] if read else list_files(spec)
-    rows = None if read else SourceRows(spec, files=files)
-    if rows is not None:
-        content = content_of_files(files, spec=spec, folder=folder)
-        resolve = rows.resolve_format
-        spec = format_of_content(spec, content=content, folder=folder, recognise=resolve, is_lookup=is_lookup)
-    else:
-        assert read is not None
-        content = content_of_documents(lambda: read(spec))
-    key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer)
+    found_parts = list_parts(spec, has_reader=read is not None)
+    parts = found_parts.parts
+    rows = [] if read else [SourceRows(part.spec, files=part.files) for part in parts]
+    contents = [_content(part, read=read, folder=folder) for part in parts]
+    if rows:
+        resolve = rows[0].resolve_format
+        spec = format_of_content(spec, content=contents[0], folder=folder, recognise=resolve, is_lookup=is_lookup)
+    given = _Input([_with_format(part, like=spec) for part in parts], rows, read)
+    has_tables = any(is_table(file.name) for file in found_parts.files)
+    content = [line for lines in contents for line in lines]
+    key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer, has_tables=has_tables)
     target = paths.join(folder, f"{spec.name}-tokens-{key}")
     done = paths.join(target, BLOCKS)
     made = read_record(done, expected={"key": key}, is_lookup=is_lookup)
@@ -108,12 +117,36 @@ def tokenize_source(
             tokenizer=tokenizer,
             documents_folder=documents_folder,
         )
-        made = _make_all(_Input(spec, files, rows, read), maker=maker, settings=settings)
+        made = _make_all(given, maker=maker, settings=settings)
         write_sealed_json(done, {"key": key, **made})
-    if rows is not None:
-        rows.close()
+    for each in rows:
+        each.close()
     _require_good_rows(made["first_bad_row"], spec=spec)
-    return TokenizedSource(spec, key, target, made["blocks"], len(files), made["seconds"], made["peak_rss_gib"])
+    return TokenizedSource(
+        spec=spec,
+        key=key,
+        folder=target,
+        block_names=made["blocks"],
+        num_files=len(found_parts.files),
+        own=found_parts.own,
+        origins=found_parts.origins,
+        seconds=made["seconds"],
+        peak_rss_gib=made["peak_rss_gib"],
+    )
+
+
+def _with_format(part: Part, *, like: SourceSpec) -> Part:
+    """All parts are in the format of the first."""
+    return replace(part, spec=replace(part.spec, format=like.format, fields=like.fields))
+
+
+def _content(part: Part, *, read: Read | None, folder: str) -> list[str]:
+    """What the rows of a part are known by."""
+    if read is None:
+        content = content_of_files(part.files, spec=part.spec, folder=folder)
+    else:
+        content = content_of_documents(lambda: read(part.spec))
+    return content if part.split is None else [f"{part.split} {line}" for line in content]
 
 
 def _make_all(given: _Input, *, maker: BlockSettings, settings: PrepareConfig) -> dict[str, Any]:
@@ -127,14 +160,23 @@ def _make_all(given: _Input, *, maker: BlockSettings, settings: PrepareConfig) -
             bad = bad or first_bad_row
             _require_good_rows(vars(bad) if bad else None, spec=given.spec)
             names.append(name)
-    if not names:
-        raise no_document(given.spec)
+    _require_parts(names, given=given, folder=maker.folder)
     return {
         "blocks": names,
         "first_bad_row": vars(bad) if bad else None,
         "seconds": time.perf_counter() - started,
         "peak_rss_gib": memory.gib,
     }
+
+
+def _require_parts(names: list[str], *, given: _Input, folder: str) -> None:
+    """Raise where a part has no row."""
+    if not names:
+        raise no_document(given.spec)
+    found = {read_index(folder, name).split for name in names} if len(given.parts) > 1 else {None}
+    for part in given.parts:
+        if part.split not in found:
+            raise no_document(part.spec)
 
 
 def _require_good_rows(first_bad_row: dict[str, Any] | None, *, spec: SourceSpec) -> None:
@@ -149,8 +191,9 @@ def _make_blocks(
     """Names of all blocks, each once it is complete, with its first bad row."""
     engine, workers = settings.engine, settings.workers
     made: Iterator[list[str]]
-    if engine == "ray" and given.files and given.spec.max_documents is None:
-        made = map_jobs(FileMaker, maker, enumerate(given.files), engine=engine, workers=workers)
+    if engine == "ray" and all(part.files for part in given.parts) and given.spec.max_documents is None:
+        files = (file for part in given.parts for file in part.files)
+        made = map_jobs(FileMaker, maker, enumerate(files), engine=engine, workers=workers)
     else:
         made = ([name] for name in map_jobs(BlockMaker, maker, _blocks(given), engine=engine, workers=workers))
     # disable=None: no bar unless stderr is a terminal.
@@ -162,21 +205,23 @@ def _make_blocks(
 
 
 def _blocks(given: _Input) -> Iterator[Block]:
-    """All blocks of a source, at most `max_documents` rows in all."""
+    """All blocks of a source, at most `max_documents` rows of those that a hash divides."""
     left = given.spec.max_documents
     # Files of the Hub are counted from 1: 0 was the one stream that they came in before they were told apart.
-    first = 1 if given.read is None and not given.files else 0
-    for number, items in enumerate(_items_by_file(given), start=first):
-        for block in cut_blocks(items if left is None else islice(items, left), file_number=number):
-            left = None if left is None else left - len(block.items)
+    first = 1 if given.read is None and not given.parts[0].files else 0
+    for number, (part, items) in enumerate(_items_by_file(given), start=first):
+        limit = left if part.split is None else None
+        rows = items if limit is None else islice(items, limit)
+        for block in cut_blocks(rows, file_number=number, split=part.split):
+            left = None if left is None or part.split is not None else left - len(block.items)
             yield block
 
 
-def _items_by_file(given: _Input) -> Iterator[Iterator[Item]]:
-    if given.read is not None:
-        yield given.read(given.spec)
-    elif given.rows is not None:
-        yield from given.rows.by_file()
+def _items_by_file(given: _Input) -> Iterator[tuple[Part, Iterator[Item]]]:
+    for number, part in enumerate(given.parts):
+        files: Iterator[Iterator[Item]]
+        files = iter([given.read(part.spec)]) if given.read is not None else given.rows[number].by_file()
+        yield from ((part, items) for items in files)
 
 
 class FileMaker:
@@ -189,4 +234,4 @@ class FileMaker:
         """Names of the file's blocks, all complete."""
         number, file = job
         rows: Iterator[RawRow | Refused] = read_raw(file, spec=self.maker.settings.spec)
-        return [self.maker(block) for block in cut_blocks(rows, file_number=number)]
+        return [self.maker(block) for block in cut_blocks(rows, file_number=number, split=file.split)]

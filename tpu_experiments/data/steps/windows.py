@@ -31,6 +31,8 @@ COUNTS = (
     *("documents", "rows", "tokens", "supervised_tokens", "tokens_dropped"),
     *("documents_split", "documents_truncated", "documents_truncated_in_turn"),
 )
+WITHOUT_PROMPT = "supervised_without_prompt"
+"""Counted of conversations."""
 MAX_TURNS = 16  # answers of a conversation counted one by one; later ones go with the last
 
 
@@ -58,6 +60,7 @@ class WindowSettings:
     long_documents: str
     pad_id: int
     vocab_size: int
+    is_chat: bool = False
 
 
 def cut_windows(
@@ -127,6 +130,8 @@ class WindowMaker:
             packing=settings.packing,
             long_documents=settings.long_documents,
         )
+        if not settings.is_chat:
+            del packed.counts[WITHOUT_PROMPT]  # a text has no prompt
         shard = None
         if packed.rows.num_rows:
             name = f"{window.split}/{window.number:05d}.npy"
@@ -206,6 +211,7 @@ def merged(records: Sequence[dict[str, Any]], *, seq_len: int) -> dict[str, Any]
     slots = seq_len * sum(shard["rows"] for shard in shards)
     return {
         **{name: counts[name] for name in COUNTS},
+        **({WITHOUT_PROMPT: counts[WITHOUT_PROMPT]} if WITHOUT_PROMPT in counts else {}),
         "characters": sum(record["characters"] for record in records),
         "supervised_per_turn": sums["supervised_per_turn"],
         "documents_per_turn": sums["documents_per_turn"],

@@ -111,7 +111,10 @@ def render_by_prefixes(messages: Messages, *, tokenizer: PreTrainedTokenizerBase
     for i, (role, content) in enumerate(messages):
         if role != "assistant":
             continue
-        begin, end = _answer_with_blanks(messages, i, text=text, tokenizer=tokenizer)
+        try:
+            begin, end = _answer_with_blanks(messages, i, text=text, tokenizer=tokenizer)
+        except TemplateError as error:  # a part of the conversation, such as its system turn alone
+            raise _refused(messages[: i + 1], error, tokenizer=tokenizer) from error
         answers.append((begin, without_blanks(text, begin=begin, end=end)))
         if content.strip() not in text[slice(*answers[-1])]:
             raise TemplateRefusal(
@@ -127,16 +130,33 @@ def render_by_prefixes(messages: Messages, *, tokenizer: PreTrainedTokenizerBase
 def _answer_with_blanks(
     messages: Messages, i: int, *, text: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, int]:
-    """(begin, end) of turn `i` in the text of all, from the generation prompt to the next turn."""
-    begin = 0
-    if i > 0:
-        prompt = render(messages[:i], tokenizer=tokenizer, ends_with="generation_prompt")
-        begin = len(prompt)
-        if not text.startswith(prompt):
-            asked = render(messages[:i], tokenizer=tokenizer, ends_with="turn")
-            begin = shared_end(asked, text, tokenizer=tokenizer)
+    """(begin, end) of turn `i` in the text of all, from the generation prompt to the next turn.
+
+    From its content where there is no prompt, since it is the first, or another one: what a template writes before an
+    answer, a system text of its own or the turn's header, is not the assistant's.
+    """
+    prompt = render(messages[:i], tokenizer=tokenizer, ends_with="generation_prompt") if i else None
+    begin = None if prompt is None or not text.startswith(prompt) else len(prompt)
+    if begin is None:
+        begin = _content_begin(messages, i, text=text, tokenizer=tokenizer)
+    if begin is None:
+        # The template rewrites it. The caller refuses it where it is not found after the turns before it.
+        asked = render(messages[:i], tokenizer=tokenizer, ends_with="turn") if i else text
+        begin = shared_end(asked, text, tokenizer=tokenizer)
     answered = render(messages[: i + 1], tokenizer=tokenizer, ends_with="turn")
     return begin, shared_end(answered, text, tokenizer=tokenizer)
+
+
+def _content_begin(messages: Messages, i: int, *, text: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Where the content of turn `i` begins in the text of all; None where the template does not keep it."""
+    marked = (*messages[:i], (messages[i][0], placeholder(i)), *messages[i + 1 :])
+    return begin_of(placeholder(i), marked=render(marked, tokenizer=tokenizer, ends_with="turn"), text=text)
+
+
+def begin_of(mark: str, *, marked: str, text: str) -> int | None:
+    """Where in a text that stands for which `marked` has the mark; None where they differ before it."""
+    before, found, _ = marked.partition(mark)
+    return len(before) if found and text.startswith(before) else None
 
 
 def shared_length(prefix: str, text: str) -> int:
@@ -208,11 +228,11 @@ def _as_they_are(messages: Messages) -> Messages:
 
 
 def _merged(messages: Messages) -> Messages:
-    """Neighbouring turns of one role joined by an empty line."""
+    """Neighbouring turns of one role joined by an empty line, without those that are blank."""
     merged: list[tuple[str, str]] = []
     for role, content in messages:
         if merged and merged[-1][0] == role:
-            content = f"{merged.pop()[1]}\n\n{content}"
+            content = "\n\n".join(part for part in (merged.pop()[1], content) if part.strip())
         merged.append((role, content))
     return tuple(merged)
 

@@ -151,16 +151,19 @@ def _fixed_borders(
     They cannot where a prefix is a whole one, or differs from the text before `limits`, the starts of
     this content and of the next.
     """
-    begin, first_limit, last_limit = 0, *limits
-    if turn > 0:
-        prompt = render(placeholders[:turn], tokenizer=tokenizer, ends_with="generation_prompt")
-        begin = shared_length(prompt, text)
-        if begin < len(prompt):
-            asked = render(placeholders[:turn], tokenizer=tokenizer, ends_with="turn")
-            if begin >= first_limit or not text.startswith(asked):
-                return None
-            begin = len(asked)
-    answered = render(placeholders[: turn + 1], tokenizer=tokenizer, ends_with="turn")
+    first_limit, last_limit = limits
+    begin = first_limit
+    try:
+        if turn > 0:
+            prompt = render(placeholders[:turn], tokenizer=tokenizer, ends_with="generation_prompt")
+            begin = shared_length(prompt, text)
+            if begin < len(prompt):
+                if begin >= first_limit:
+                    return None
+                begin = first_limit
+        answered = render(placeholders[: turn + 1], tokenizer=tokenizer, ends_with="turn")
+    except TemplateError:  # the prefix alone is refused; said where it is rendered by prefixes
+        return None
     end = shared_length(answered, text)
     if begin > first_limit or (end == last_limit and end < len(answered)) or end > last_limit:
         return None

@@ -42,7 +42,9 @@ class DocumentTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.counts: Counter[str] = Counter()
-        """`special_tokens_in_text`: documents with strings of special tokens, which were read as plain text."""
+        """`special_tokens_in_text`: documents with strings of special tokens, which were read as plain text. Of
+        conversations, up to their last answer: `begins_with_answer`, documents; `blank_answer_not_learnt` and
+        `answer_as_context`, turns."""
         self._tokenizer = tokenizer
         self._render = ChatRenderer(tokenizer)
         self._control = ControlTokens(tokenizer)
@@ -80,7 +82,7 @@ class DocumentTokenizer:
         for i, document in enumerate(batch):
             if document.messages is None:
                 continue
-            answered = _up_to_last_answer(document.messages)
+            answered = _up_to_last_answer(document)
             if not answered:
                 done[i] = _no_answer(document)
                 continue
@@ -97,6 +99,7 @@ class DocumentTokenizer:
             except TemplateRefusal as refusal:
                 done[i] = Refused("template", _place(document), f"has {refusal}")
                 continue
+            rendered = self._taught(rendered, document, num_turns=len(answered))
             if is_plain:
                 plain[i] = rendered
             else:
@@ -106,6 +109,26 @@ class DocumentTokenizer:
         texts = {i: rendered.text for i, rendered in plain.items()}
         for i, encoded in self._encoded(texts, with_offsets=True):
             done[i] = self._closed_chat(encoded.ids, flags_of(encoded, rendered=plain[i]))
+
+    def _taught(self, rendered: RenderedChat, document: Document, *, num_turns: int) -> RenderedChat:
+        """Without the answers that are not learnt, which are counted."""
+        messages = (document.messages or ())[:num_turns]
+        answers = [turn for turn, (role, _) in enumerate(messages) if role == "assistant"]
+        self.counts["begins_with_answer"] += next((role == "assistant" for role, _ in messages if role != "system"))
+        if all(map(document.is_taught, answers)):
+            return rendered
+        is_blank = {turn: document.is_blank(turn) for turn in answers}
+        self.counts["blank_answer_not_learnt"] += sum(is_blank.values())
+        self.counts["answer_as_context"] += sum(turn in document.context and not is_blank[turn] for turn in answers)
+        turns = [[turn] for turn in answers]
+        if len(turns) != len(rendered.answers):  # the template takes neighbouring turns of one role as one (chat.py)
+            turns = [[t + i for i in range(n)] for t, n in _runs(answers)]
+        assert len(turns) == len(rendered.answers), f"{len(rendered.answers)} spans of {len(turns)} answers"
+        # One that was joined is learnt when all of it is that says something.
+        said = [[turn for turn in run if not is_blank[turn]] for run in turns]
+        is_learnt = [bool(run) and all(map(document.is_taught, run)) for run in said]
+        spans = [span for span, learnt in zip(rendered.answers, is_learnt, strict=True) if learnt]
+        return RenderedChat(rendered.text, spans, rendered.cuts)
 
     def _encoded(self, texts: dict[int, str], *, with_offsets: bool) -> Iterator[tuple[int, Encoding | WordEncoding]]:
         """Word by word where that is exact, and the others together."""
@@ -205,9 +228,25 @@ def _checked(document: Document, arrays: "_Arrays | Refused") -> Tokens | Refuse
     return Tokens(ids, flags, document.id)
 
 
-def _up_to_last_answer(messages: Messages) -> Messages:
-    """Turns after the last answer are never learnt and never looked back at."""
-    return messages[: max((i + 1 for i, (role, _) in enumerate(messages) if role == "assistant"), default=0)]
+def _up_to_last_answer(document: Document) -> Messages:
+    """Turns after the last answer that is learnt are never learnt and never looked back at."""
+    messages = document.messages or ()
+    return messages[: max((i + 1 for i in range(len(messages)) if document.is_taught(i)), default=0)]
+
+
+def _runs(turns: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, number) of each run of successive numbers.
+
+    >>> _runs([0, 1, 3])
+    [(0, 2), (3, 1)]
+    """
+    runs: list[tuple[int, int]] = []
+    for turn in turns:
+        if runs and turn == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((turn, 1))
+    return runs
 
 
 def _no_answer(document: Document) -> Refused:

@@ -15,6 +15,8 @@ from tpu_experiments.data.tokens.chat import (
     Messages,
     RenderedChat,
     TemplateRefusal,
+    begin_of,
+    placeholder,
     render_turns,
     shared_end,
     without_blanks,
@@ -50,25 +52,30 @@ def render_tool_chat(chat: ToolChat, *, tokenizer: PreTrainedTokenizerBase) -> R
     """
     turns, tools = chat.turns, json.loads(chat.tools) if chat.tools else None
 
-    def text_of(count: int, ends_with: Literal["turn", "generation_prompt"]) -> str:
+    def text_of(part: list[dict[str, Any]], ends_with: Literal["turn", "generation_prompt"]) -> str:
         try:
-            return render_turns(turns[:count], tools=tools, tokenizer=tokenizer, ends_with=ends_with)
+            return render_turns(part, tools=tools, tokenizer=tokenizer, ends_with=ends_with)
         except TemplateError as error:
-            roles = ", ".join(turn["role"] for turn in turns[:count])
+            roles = ", ".join(turn["role"] for turn in part)
             raise TemplateRefusal(
-                f"{count} turns ({roles}), which the chat template of {tokenizer.name_or_path} refuses: {error}; "
+                f"{len(part)} turns ({roles}), which the chat template of {tokenizer.name_or_path} refuses: {error}; "
                 f"mend the row, or {REMEDY}"
             ) from error
 
-    text = text_of(len(turns), "turn")
+    text = text_of(turns, "turn")
     _require_kept(text, turns=turns, tools=tools, tokenizer=tokenizer)
     answers, cuts = [], []
     for i, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        prompt = text_of(i, "generation_prompt") if i else ""
-        begin = len(prompt) if text.startswith(prompt) else shared_end(text_of(i, "turn"), text, tokenizer=tokenizer)
-        end = shared_end(text_of(i + 1, "turn"), text, tokenizer=tokenizer)
+        prompt = text_of(turns[:i], "generation_prompt") if i else None
+        begin = None if prompt is None or not text.startswith(prompt) else len(prompt)
+        if begin is None:  # as in render_by_prefixes
+            marked = text_of([*turns[:i], turn | {"content": placeholder(i)}, *turns[i + 1 :]], "turn")
+            begin = begin_of(placeholder(i), marked=marked, text=text)
+        if begin is None:
+            begin = shared_end(text_of(turns[:i], "turn") if i else text, text, tokenizer=tokenizer)
+        end = shared_end(text_of(turns[: i + 1], "turn"), text, tokenizer=tokenizer)
         answers.append((begin, without_blanks(text, begin=begin, end=end)))
         wanted = [turn["content"].strip(), *(call["function"]["name"] for call in turn.get("tool_calls", []))]
         if not all(part in text[slice(*answers[-1])] for part in wanted):

@@ -11,6 +11,7 @@ import psutil
 
 from tpu_experiments.config.doctoring import DoctorTaskConfig
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import OWN_KEYS
 from tpu_experiments.io import paths
 from tpu_experiments.io.find import find_local, is_glob
 from tpu_experiments.metrics.decoder import read_decoder
@@ -111,6 +112,9 @@ def look_at_data(config: Config, task: DoctorTaskConfig) -> dict[str, Rows]:
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     found = {name: Rows(path, _place_of(path)) for name, path in _paths(config).items()}
+    # Evaluation and test files of one's own are files.
+    held_out = {key: Rows(path, _place_of(path)) for key, path in _held_out_paths(config).items()}
+    held_out = {key: replace(rows, place="missing") if rows.place == "hub" else rows for key, rows in held_out.items()}
     asked = {name: rows for name, rows in found.items() if rows.place == "hub" and not HF_HUB_OFFLINE}
 
     def ask(name: str) -> Hub:
@@ -121,12 +125,20 @@ def look_at_data(config: Config, task: DoctorTaskConfig) -> dict[str, Rows]:
         with ThreadPoolExecutor(len(asked)) as pool:
             answers = dict(zip(asked, pool.map(ask, asked), strict=True))
         found |= {name: replace(asked[name], hub=answer) for name, answer in answers.items()}
-    return found
+    return {f"{name}.path": rows for name, rows in found.items()} | held_out
 
 
 def _paths(config: Config) -> dict[str, str]:
     is_sample = config.data_size == "sample"
     return {name: str(source.sample_path if is_sample else source.path) for name, source in config.data.items()}
+
+
+def _held_out_paths(config: Config) -> dict[str, str]:
+    if config.data_size == "sample":
+        return {}
+    keys = [key for key, _ in OWN_KEYS.values()]
+    named = {f"{name}.{key}": getattr(source, key) for name, source in config.data.items() for key in keys}
+    return {key: str(path) for key, path in named.items() if path}
 
 
 def _place_of(path: str) -> Literal["here", "there", "missing", "hub"]:
@@ -140,11 +152,11 @@ def _place_of(path: str) -> Literal["here", "there", "missing", "hub"]:
 
 def judge_data(data: Mapping[str, Rows], config: Config) -> Finding:
     """Files that are not there; what a source holds is for task=prepare to say."""
-    return worst(_judge_rows(name, rows) for name, rows in data.items())
+    return worst(_judge_rows(f"data.{key}=", rows) for key, rows in data.items())
 
 
-def _judge_rows(name: str, rows: Rows) -> Finding:
-    seen, key = f"data.{name}.path={rows.path}", f"data.{name}.path="
+def _judge_rows(key: str, rows: Rows) -> Finding:
+    seen = f"{key}{rows.path}"
     if rows.place == "missing" or rows.hub == "missing":
         where = "is not there" if rows.place == "missing" else "is no file here, and the Hub shows none of that name"
         return failed(f"{seen} {where}", f"point {key} at a file, a folder or a Hub id")

@@ -107,7 +107,8 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
     if not found:
         raise ConfigError(
             f"task.split={task.split}; no source holds a document back for it ({_fractions(config)}); raise the "
-            "fraction before you train, or take the other split."
+            "fraction before you train, name files of your own (data.<name>.test_path=, eval_path=), or take the other "
+            "split."
         )
     if task.by is not None and all(held_out.values is None for held_out in found.values()):
         raise ConfigError(f"task.by={task.by}; no source has such a field in its rows; name one that is there.")

@@ -15,6 +15,7 @@ from tpu_experiments.config.planning import PlanTaskConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.variants import variant
 from tpu_experiments.planning import complaints
+from tpu_experiments.runtime.patches import require_versions
 
 STOPPED_EXIT_CODE = 75
 """As of a stopped run: the same command goes on."""
@@ -106,4 +107,6 @@ def chosen_method(settings: PlanTaskConfig) -> str:
             "task.method=compiled; libtpu, which holds the TPU's compiler, is not installed (it has wheels for Linux "
             "on x86-64 and Python 3.11 or 3.12); install the tpu extra, or use task.method=analytic."
         )
+    if is_there and settings.method != "analytic":
+        require_versions("torch", "torch_xla", "jax", "libtpu")
     return "compiled" if is_there and settings.method != "analytic" else "analytic"

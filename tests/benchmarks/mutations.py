@@ -1,0 +1,232 @@
+"""Defects put into the code one at a time: which test finds each.
+
+    python -m tests.benchmarks.mutations OUTPUT [WORD ...]     # prints a Markdown table; only defects that name a WORD
+
+Each defect is one replacement in a copy of the tracked files under OUTPUT. The tests of its subject run there until one
+fails; a defect that they pass is shown as NOT FOUND, and the exit code is 1.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One replacement in one file, and the tests of its subject."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+DEFECTS = (
+    Defect(
+        "LoRA's scale has the wrong sign",
+        "tpu_experiments/models/lora.py",
+        "return lora.alpha / (",
+        "return -lora.alpha / (",
+        "tests/models/test_lora_peft.py tests/models/test_lora_inject.py",
+    ),
+    Defect(
+        "the causal mask hides a token from itself",
+        "tpu_experiments/models/attention.py",
+        "(distance_TT >= 0)",
+        "(distance_TT > 0)",
+        "tests/models/test_masks.py tests/models/test_attention.py",
+    ),
+    Defect(
+        "a target in the next document counts",
+        "tpu_experiments/models/forward.py",
+        "(next_learn * same * (",
+        "(next_learn * (",
+        "tests/models/test_masks.py tests/models/test_loss.py",
+    ),
+    Defect(
+        "the second moment is not squared",
+        "tpu_experiments/optim/adamw.py",
+        "* g.square()",
+        "* g.abs()",
+        "tests/optim",
+    ),
+    Defect(
+        "the cosine ends a step late",
+        "tpu_experiments/optim/schedules.py",
+        "max(1, num_steps - 1 - start)",
+        "max(1, num_steps - start)",
+        "tests/optim",
+    ),
+    Defect(
+        "gradients are not clipped",
+        "tpu_experiments/training/step.py",
+        "clip(named, norm=norm, limit=self.clip_norm)",
+        "named",
+        "tests/training/test_step.py tests/training/test_parity.py tests/training/test_processes.py",
+    ),
+    Defect(
+        "the loss is divided by the rows of one process",
+        "tpu_experiments/training/step.py",
+        "(total,) = self.sum_over_processes([supervised])",
+        "total = supervised",
+        "tests/training/test_step.py tests/training/test_processes.py",
+    ),
+    Defect(
+        "a process reads its neighbour's rows",
+        "tpu_experiments/data/batches.py",
+        "part = slice(rank * share, (rank + 1) * share)",
+        "part = slice(0, share)",
+        "tests/data/test_batches.py tests/training/test_processes.py",
+    ),
+    Defect(
+        "evaluation and test overlap",
+        "tpu_experiments/data/cleaning/split.py",
+        "_bound(eval_fraction + test_fraction)",
+        "_bound(test_fraction)",
+        "tests/data/cleaning",
+    ),
+    Defect(
+        "the last row is lost",
+        "tpu_experiments/data/steps/pack.py",
+        "num_rows = len(pieces.length_P)",
+        "num_rows = len(pieces.length_P) - 1",
+        "tests/data/steps",
+    ),
+    Defect(
+        "a checkpoint does not keep the best",
+        "tpu_experiments/checkpoint/retention.py",
+        "*multiples, *best, *keep",
+        "*multiples, *keep",
+        "tests/checkpoint",
+    ),
+    Defect(
+        "what is read back is not compared with its checksum",
+        "tpu_experiments/checkpoint/reading.py",
+        "if digest != facts.sha256:",
+        "if False:",
+        "tests/checkpoint",
+    ),
+    Defect(
+        "a lease is not renewed",
+        "tpu_experiments/io/lease.py",
+        "paths.write_text_atomic(self.path, _text(self._owner))\n                self._renewed_at",
+        "self._renewed_at",
+        "tests/io/test_lease.py",
+    ),
+    Defect(
+        "PiSSA's adapter keeps its old rank",
+        "tpu_experiments/export/peft.py",
+        "r = 2 * lora.r",
+        "r = lora.r",
+        "tests/models/test_lora_peft.py tests/export",
+    ),
+    Defect(
+        "dollars are those of one chip",
+        "tpu_experiments/planning/money.py",
+        "hourly = chip_hour(price).times(num_devices)",
+        "hourly = chip_hour(price).times(1)",
+        "tests/planning",
+    ),
+    Defect(
+        "bits per byte are nats per byte",
+        "tpu_experiments/metrics/held_out.py",
+        "(math.log(2) * num_bytes)",
+        "num_bytes",
+        "tests/metrics",
+    ),
+    Defect(
+        "the batch is not split over the devices",
+        "tpu_experiments/runtime/sharding.py",
+        "rows if dim == rows_dim and ndim > 1 else None",
+        "None",
+        "tests/runtime",
+    ),
+    Defect(
+        "the worst point of a sweep is the best",
+        "tpu_experiments/sweeping/rows.py",
+        'float("inf") if row.eval_loss is None else row.eval_loss',
+        'float("inf") if row.eval_loss is None else -row.eval_loss',
+        "tests/sweeping",
+    ),
+    Defect(
+        "a changed seed is the same run",
+        "tpu_experiments/config/identity.py",
+        "if not key.startswith(MAY_CHANGE)}",
+        'if not key.startswith((*MAY_CHANGE, "seed"))}',
+        "tests/config",
+    ),
+    Defect(
+        "top_p leaves out the token that reaches it",
+        "tpu_experiments/models/generation/choosing.py",
+        "before_BC = probabilities_BC.cumsum(-1) - probabilities_BC",
+        "before_BC = probabilities_BC.cumsum(-1)",
+        "tests/models/generation",
+    ),
+    Defect(
+        "a launch forgets what earlier machines cost",
+        "launch/tpu_vm/money.py",
+        "return record.usd_before + present * limits.usd_per_hour",
+        "return present * limits.usd_per_hour",
+        "tests/launch/test_edges.py tests/launch/test_machine.py tests/launch/test_train.py",
+    ),
+    Defect(
+        "a report marks the highest loss as best",
+        "tpu_experiments/tasks/report/tables.py",
+        '_of("eval_loss"), ",.4f", best=min)',
+        '_of("eval_loss"), ",.4f", best=max)',
+        "tests/tasks/test_report.py",
+    ),
+)
+
+
+def copied(folder: Path) -> Path:
+    """Copy the tracked files; the tests read shared data where the original's would."""
+    target = folder / "main"
+    shutil.rmtree(target, ignore_errors=True)
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    for name in names.rstrip("\0").split("\0"):
+        if (REPOSITORY / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, target / name)
+    return target
+
+
+def finder(defect: Defect, *, tree: Path) -> str | None:
+    """Name the first test that fails with the defect in place; the file is as before afterwards."""
+    file = tree / defect.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(defect.old) != 1:
+        raise SystemExit(f"{defect.file} has {text.count(defect.old)} times {defect.old!r}; mend this list")
+    file.write_text(text.replace(defect.old, defect.new), encoding="utf-8")
+    tests = [name for name in dict.fromkeys(defect.tests.split()) if (tree / name).exists()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    finally:
+        file.write_text(text, encoding="utf-8")
+    found = FAILED.search(done.stdout)
+    return found[1] if found and done.returncode else None
+
+
+def main() -> None:
+    output, *words = sys.argv[1:]
+    tree = copied(Path(output).resolve())
+    chosen = [defect for defect in DEFECTS if not words or any(word in defect.what for word in words)]
+    print("| defect | in | found by |\n| --- | --- | --- |")
+    missed = 0
+    for defect in chosen:
+        found = finder(defect, tree=tree)
+        missed += found is None
+        print(f"| {defect.what} | `{defect.file}` | {f'`{found}`' if found else 'NOT FOUND'} |", flush=True)
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Versions that private names were written for, and attributes that are put back."""
+
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime import patches
+
+
+def test_the_environment_has_the_versions() -> None:
+    patches.require_versions("torch", "torch_xla")
+    assert patches.installed("torch") == version("torch").partition("+")[0] == "2.9.0"
+
+
+def test_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "version", {"torch": "2.9.0+cpu", "torch_xla": "2.10.0"}.__getitem__)
+    with pytest.raises(ConfigError, match=r"^torch_xla is 2\.10\.0; .* install torch==2\.9\.0 torch_xla==2\.9\.0, or"):
+        patches.require_versions("torch", "torch_xla")
+
+
+def test_a_missing_package_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(patches.WRITTEN_FOR, "no_such_package_of_ours", "1.0")
+    with pytest.raises(ConfigError, match="no_such_package_of_ours is missing"):
+        patches.require_versions("no_such_package_of_ours")
+
+
+def test_an_attribute_is_put_back_whatever_happens() -> None:
+    owner = SimpleNamespace(name=1)
+    seen = []
+
+    def failing() -> None:
+        with patches.replaced(owner, "name", 2) as before:
+            seen.append((before, owner.name))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert (seen, owner.name) == ([(1, 2)], 1)
+
+
+def test_jax_writes_its_own_version_of_mosaic_again() -> None:
+    tpu_custom_call = pytest.importorskip("jax._src.tpu_custom_call")
+    own = tpu_custom_call.get_ir_version
+    with patches.mosaic_for_libtpu():
+        assert tpu_custom_call.get_ir_version(None) == 7
+    assert tpu_custom_call.get_ir_version is own

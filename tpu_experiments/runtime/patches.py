@@ -1,0 +1,62 @@
+"""Attributes of libraries that are replaced while a block runs, and the versions that private names were written for.
+
+torch_xla 2.9.0 is its last release, so what its public names lack is taken from below them, in runtime/,
+planning/trace.py and planning/compiler.py. Versions are checked before those are imported, and nothing is replaced for
+longer than a `with` block.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from tpu_experiments.config.errors import ConfigError
+
+WRITTEN_FOR = {"torch": "2.9.0", "torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
+"""torch_xla[tpu,pallas]==2.9.0 names the other three."""
+MOSAIC_VERSION = 7
+"""libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8 where no TPU tells it otherwise."""
+
+
+def require_versions(*packages: str) -> None:
+    """Refuse packages of other versions than the private names here were written for.
+
+    Raises:
+        ConfigError: a package is missing or of another version.
+    """
+    found = {name: installed(name) for name in packages}
+    wrong = [f"{name} is {have or 'missing'}" for name, have in found.items() if have != WRITTEN_FOR[name]]
+    if wrong:
+        wanted = " ".join(f"{name}=={WRITTEN_FOR[name]}" for name in packages)
+        raise ConfigError(
+            f"{' and '.join(wrong)}; this program uses private names that only other versions have: install {wanted}, "
+            "or let launch/local.sh make the environment from launch/requirements.lock."
+        )
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package without its build (`+cpu`); None where it is not installed."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """Set an attribute of a module or class while the block runs; gives the attribute that stood there before."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def mosaic_for_libtpu() -> Iterator[None]:
+    """Have jax write Pallas kernels in the version of Mosaic that libtpu reads, while the block runs."""
+    from jax._src import tpu_custom_call
+
+    with replaced(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION):
+        yield
