@@ -217,6 +217,11 @@ class DataSourceConfig:
     epochs: float = number(default=3.0, above=0)
     """Passes over the rows in a stage that says nothing of its length: one to three for fine-tuning, fewer the more
     there is."""
+    weight: float | None = number(default=None, above=0)
+    """Share of the tokens, without padding, that a stage of several sources draws from this one, relative to the
+    weights of the others; all of a stage's sources have one, or none. An epoch then has as many rows as the sources
+    have together, in which a source with few rows comes up several times and one with many in part. null draws every
+    row once."""
     p95_tokens: int | None = number(default=None, at_least=1)
     """Tokens that 95 % of the documents do not exceed, where known; `trainer.seq_len=auto` counts with them until the
     data is prepared. null counts with rows of `model.row_tokens`."""

@@ -120,6 +120,15 @@ def fields_of(row: RawRow, *, spec: SourceSpec) -> dict[str, Any] | Refused:
     return fields if isinstance(fields, Refused) else _renamed(fields, spec)
 
 
+def field_of(row: RawRow, name: str) -> tuple[str | None, list[str]]:
+    """A field of a row as text (JSON, of what is no text), None where it is not there, and the names of all fields."""
+    fields = _own_fields(row)
+    if isinstance(fields, Refused) or name not in fields:
+        return None, [] if isinstance(fields, Refused) else list(fields)
+    value = fields[name]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), list(fields)
+
+
 def _own_fields(row: RawRow) -> dict[str, Any] | Refused:
     if isinstance(row.data, dict):
         fields = row.data

@@ -1,11 +1,11 @@
 """The reader of every shipped source: files, local or remote, or a Hub id -> Documents."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from itertools import chain, islice
 
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document
 from tpu_experiments.data.reading.files import read_raw
-from tpu_experiments.data.reading.formats import document_of
+from tpu_experiments.data.reading.formats import document_of, field_of
 from tpu_experiments.data.reading.hub import HubRows
 from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
@@ -28,6 +28,25 @@ def read_documents(spec: SourceSpec) -> Iterator[Document | Refused]:
         num_rows += 1
     if num_rows == 0:
         raise no_document(spec)
+
+
+def field_values(
+    spec: SourceSpec, *, files: Sequence[SourceFile], field: str, places: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The values, as text, of a field in the rows at these places, and the names of the first such row's fields.
+
+    Raises:
+        ConfigError: the source cannot be read.
+    """
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for row in chain.from_iterable(SourceRows(spec, files=files).by_file()):
+        if isinstance(row, RawRow) and row.place in places:
+            value, fields = field_of(row, field)
+            names = names or fields
+            if value is not None:
+                found[row.place] = value
+    return found, names
 
 
 class SourceRows:

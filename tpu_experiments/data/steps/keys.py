@@ -115,8 +115,8 @@ def format_of_content(
     """
     if spec.format != "auto":
         return recognise()
-    facts = {"content": content, "kind": spec.kind, "fields": spec.fields, "quoting": spec.quoting}
-    facts["version"] = RECOGNITION
+    facts = {"version": RECOGNITION, "content": content, "kind": spec.kind, "fields": spec.fields}
+    facts["quoting"] = spec.quoting
     memory, key = _Memory(paths.join(folder, "formats.json")), short_hash(facts)
     known = memory.read().get(key)
     if known is not None:
