@@ -30,7 +30,7 @@ from tpu_experiments.config.bugs import bug_sentence
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.help import help_text
 from tpu_experiments.config.load import require_single_choices, to_config
-from tpu_experiments.config.overlay import overlay_file, with_overlay
+from tpu_experiments.config.overlay import overlay_file, with_overlay, with_own_entries
 from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.refusals import is_of_composition, sentence, uncomposable, unreadable_yaml
@@ -170,7 +170,7 @@ if __name__ == "__main__":
         sys.exit(0)
     with ending_in_words():
         check_yaml(sys.argv[1:])
-        sys.argv[1:] = laid_under(sys.argv[1:])
+        sys.argv[1:] = with_own_entries(laid_under(sys.argv[1:]))
         main()
         if PointLauncher.latest is not None:
             sys.exit(PointLauncher.latest.finish())

@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.load import to_config
+from tpu_experiments.config.overlay import with_own_entries
 from tpu_experiments.config.refusals import sentence
 from tpu_experiments.config.schema import Config, register
 
@@ -24,7 +25,7 @@ def composed(*overrides: str) -> Config:
 def composed_as_typed(*overrides: str) -> Config:
     """The checked config of a command; `~local` keeps a developer's own conf/local/default.yaml out of it."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_config(compose("config", overrides=["~local", *overrides]))
+        return to_config(compose("config", overrides=["~local", *with_own_entries(list(overrides))]))
 
 
 def refusal(*overrides: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from run import laid_under
+from tests.config.composing import composed, refusal
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.overlay import overlay_file, override_of, with_overlay
 
@@ -78,3 +79,61 @@ def test_an_overlay_runs_nothing_and_reads_no_environment(text: str, words: str,
         laid_under([f"+plan={file}"])
     assert str(caught.value).startswith(f"+plan={file}; {words}")
     assert [path.name for path in tmp_path.iterdir()] == ["best.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("data.sample_text.fields={text: body}", {"text": "body"}),
+        ("data.sample_text.fields.text=body", {"text": "body"}),
+        ("+data.sample_text.fields.text=body", {"text": "body"}),
+        ("++data.sample_text.fields={text: body, id: number}", {"text": "body", "id": "number"}),
+    ],
+)
+def test_fields_are_renamed_from_the_command_line(override: str, found: dict[str, str]) -> None:
+    assert composed("data=sample_text", override).data["sample_text"].fields == found
+
+
+def test_questions_are_named_from_the_command_line() -> None:
+    asked = composed("data=sample_chat", "data.sample_chat.questions={asked: questions.jsonl}").data["sample_chat"]
+    assert asked.questions == {"asked": "questions.jsonl"}
+
+
+def test_a_mapping_of_a_source_that_is_not_selected_is_refused_by_name() -> None:
+    said = refusal("data=sample_text", "data.sampl_text.fields.text=body")
+    assert said.startswith("data.sampl_text.fields.text=body; sampl_text is not selected. Did you mean 'sample_text'?")
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    said = refusal("data=sample_text", "data.sample_text.fields=3")
+    assert said.endswith("it must be a mapping; write 'data.sample_text.fields={NAME: VALUE}'.")
+
+
+def test_many_sources_make_a_name_that_a_folder_can_have(tmp_path: Path) -> None:
+    names = [f"conversations_{i:02d}" for i in range(29)]
+    (tmp_path / "data").mkdir()
+    for name in [*names, "other"]:
+        (tmp_path / "data" / f"{name}.yaml").write_text(f"{name}: {{path: {name}.jsonl, kind: chat}}\n")
+
+    def default_name(*sources: str) -> str:
+        found = composed(f"hydra.searchpath=[file://{tmp_path}]", f"data=[{','.join(sources)}]").name
+        assert found is not None
+        return found
+
+    made = default_name(*names)
+    assert made.startswith("tiny_conversations_00_and_28_more_")
+    assert len(made.encode()) <= 200
+    assert default_name(*names) == made
+    assert default_name(*names[:-1], "other") != made
+    assert default_name(*names[:2]) == "tiny_conversations_00_conversations_01_cpu"
+
+
+@pytest.mark.parametrize("override", ["data.sample_text.keep.kind=[a,b]", "data.sample_text.keep={kind: [a, b]}"])
+def test_kept_values_are_named_from_the_command_line(override: str) -> None:
+    assert composed("data=sample_text", override).data["sample_text"].keep == {"kind": ["a", "b"]}
+
+
+def test_a_field_without_values_keeps_nothing_and_is_refused() -> None:
+    said = refusal("data=sample_text", "data.sample_text.keep.kind=[]")
+    assert said == "data.sample_text.keep.kind=[]; name at least one value, each a text, a number, true or false."
+    assert "it must be a list" in refusal("data=sample_text", "data.sample_text.keep.kind=a")

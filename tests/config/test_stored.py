@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.identity import UNSET, flatten, identity
 from tpu_experiments.config.stored import DATA_KEYS, MODEL_KEYS, config_of_run
 from tpu_experiments.io.folder import config_yaml
 
@@ -41,3 +41,10 @@ def test_a_key_of_another_version_is_named():
     text = config_yaml(composed()).replace("lora:\n", "lora:\n  rank_of_old: 3\n")
     with pytest.raises(ConfigError, match="rank_of_old"):
         config_of_run(composed("task=evaluate"), text=text, place="place.yaml")
+
+
+def test_keys_of_a_source_that_say_nothing_are_no_part_of_a_run():
+    known = identity(composed("data=sample_text"))
+    assert not [key for key in known if key.rpartition(".")[2] in UNSET]
+    changed = identity(composed("data=sample_text", "data.sample_text.quoting=none"))
+    assert changed == known | {"data.sample_text.quoting": "none"}

@@ -45,10 +45,12 @@ def all_rows(source, split, seq_len=64):
 
 
 def digests(folder):
-    """SHA-256 of every shard below a folder, and the manifests without seconds and memory."""
+    """SHA-256 of every shard and block below a folder, and the manifests without seconds and memory."""
     folder = Path(folder)
     found = {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.npy")
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.suffix in (".npy", ".safetensors", ".parquet")
     }
     for path in folder.rglob("manifest.json"):
         manifest = json.loads(path.read_text())

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.data.reading.sources import read_documents, read_rows, resolve_format
+from tpu_experiments.data.reading.sources import SourceRows, read_documents
 
 TEXTS = ["Bună ziua.", "Două\nrânduri", "„ghilimele” și ș ț"]
 
@@ -42,11 +43,11 @@ def raw(path: Any) -> list[RawRow | Refused]:
 
 
 def rows_of(spec: SourceSpec) -> Iterator[RawRow | Refused]:
-    return read_rows(spec, files=list_files(spec))
+    return chain.from_iterable(SourceRows(spec, files=list_files(spec)).by_file())
 
 
 def recognised(spec: SourceSpec) -> SourceSpec:
-    return resolve_format(spec, files=list_files(spec))
+    return SourceRows(spec, files=list_files(spec)).resolve_format()
 
 
 def file_at(path: Path) -> SourceFile:

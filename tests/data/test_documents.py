@@ -58,3 +58,9 @@ def test_content_leaves_the_id_out():
     turns = (("user", "a"), ("assistant", "b"))
     assert Document("1", messages=turns).content == Document("2", messages=turns).content
     assert Document("1", text="a").content == "a"
+    marked = Document("1", messages=turns, context=(1,))
+    assert marked.content != Document("1", messages=turns).content, "they teach different things"
+    assert Document("1", messages=turns, tools="[]").content not in (
+        marked.content,
+        Document("1", messages=turns).content,
+    )

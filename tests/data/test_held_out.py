@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.preparing import chat_source, prepared, write_lines
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.data import held_out
-from tpu_experiments.data.held_out import HeldOut, lay_out, windows
+from tpu_experiments.data.held_out import HeldOut, held_out_documents, lay_out, windows
+from tpu_experiments.data.prepare import Preparation
 from tpu_experiments.data.steps.pack import flatten
 from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
 
@@ -72,3 +76,56 @@ def test_a_document_without_a_learnt_token_takes_no_room(share):
     laid_out = lay_out(documents([7, 1], share=share), seq_len=8, pad_id=0)
     assert laid_out.rows.num_rows == (1 if share else 0)
     assert laid_out.rows.num_supervised == (6 if share else 0)
+
+
+TYPES = ("irac", "statute", "client")
+
+
+def typed(tmp_path, count=60):
+    rows = [
+        {
+            "sample_type": TYPES[i % 3],
+            "messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": TYPES[i % 3]}],
+        }
+        for i in range(count)
+    ]
+    rows[5]["sample_type"] = None
+    return write_lines(tmp_path / "a.jsonl", rows)
+
+
+def documents_by(tmp_path, tokenizer, by, **values):
+    source = chat_source(typed(tmp_path), eval_fraction=0.3, test_fraction=0.3, **values)
+    prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, workers=1)
+    how = Preparation(PrepareConfig(workers=1), str(tmp_path / "p"), tokenizer, {}, None, True)
+    return held_out_documents("a", source, split="test", data_size="full", how=how, max_documents=10, seed=0, by=by)
+
+
+@pytest.mark.parametrize("values", [{}, {"keep": {"sample_type": ["irac", "client"]}}])
+def test_each_document_has_its_rows_value(tmp_path, tokenizer, values):
+    found = documents_by(tmp_path, tokenizer, "sample_type", **values)
+    assert 2 < found.flat.num_documents <= 10
+    assert found.values is not None
+    for (ids, _), value in zip(found.documents(), found.values, strict=True):
+        text = tokenizer.decode(ids)
+        assert [kind for kind in TYPES if f"\n{kind}" in text] == ([value] if value != "null" else ["client"])
+    assert not values or "statute" not in found.values
+
+
+def test_values_of_test_files_of_ones_own(tmp_path, tokenizer):
+    (tmp_path / "own").mkdir()
+    found = documents_by(tmp_path, tokenizer, "sample_type", test_path=str(typed(tmp_path / "own", count=9)))
+    assert found.values is not None
+    assert sorted(found.values) == ["client"] * 2 + ["irac"] * 3 + ["null"] + ["statute"] * 3
+
+
+def test_a_field_that_no_row_has_is_named(tmp_path, tokenizer, caplog):
+    assert documents_by(tmp_path, tokenizer, "sampl_type").values is None
+    assert "no held-out row has the field 'sampl_type' (task.by). Did you mean 'sample_type'?" in caplog.text
+
+
+def test_a_field_with_too_many_values_is_refused(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(held_out, "MAX_VALUES", 2)
+    with pytest.raises(
+        ConfigError, match=r"task\.by=messages; it has \d+ values in the held-out rows of data\.a, and 2"
+    ):
+        documents_by(tmp_path, tokenizer, "messages")

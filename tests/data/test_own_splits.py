@@ -2,13 +2,17 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
-from huggingface_hub import HfApi
-from huggingface_hub.hf_api import DatasetInfo
 
-from tests.data.preparing import all_rows, chat_source, prepared, text_source, texts, write_lines
+from tests.data.preparing import REPOSITORY, all_rows, chat_source, prepared, text_source, texts, write_lines
 from tests.data.readers import spec_for
+from tests.hub import HubServer
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import DuplicatesConfig
 from tpu_experiments.data.audit.findings import audit_findings
@@ -170,6 +174,19 @@ def test_what_train_shares_with_own_files_is_an_error_or_left_out(tmp_path, make
         assert not audit_findings([manifest])
 
 
+def test_held_out_copies_are_word_for_word_and_those_inside_path_letter_for_letter(tmp_path, make):
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"text": text} for text in ("O mare.", "o  MARE.", "Un om.", "un OM.", "Da.")]
+    )
+    own = write_lines(tmp_path / "dev.jsonl", [{"text": "O Mare."}])
+    for exact, left in (("drop", 3), ("folded", 2), ("keep", 3)):
+        values = {"held_out_copies": "drop", "duplicates": DuplicatesConfig(exact=exact)}
+        manifest = manifest_of(make(text_source(path, eval_path=str(own), **values)))
+        assert manifest["splits"]["train"]["documents"] == left
+        assert manifest["documents_reported"]["held_out_copy"] == 2
+        assert "error" not in {finding.severity for finding in audit_findings([manifest])}
+
+
 def test_copies_inside_own_files_stay_and_those_of_train_go(tmp_path, make):
     row = {"text": "Același text."}
     path = write_lines(tmp_path / "a.jsonl", [row, row, *({"text": f"Textul {i}."} for i in range(9))])
@@ -247,17 +264,40 @@ def test_path_and_split_of_one_kind_are_refused(make_config):
         make_config(*overrides)
 
 
-def test_a_split_of_the_hub(tmp_path, make, held, monkeypatch):
-    first = {"train": 0, "test": 100}
+PREPARES = """
+import json, sys
+from tests.data.conftest import TOKENIZER
+from tests.data.preparing import prepared, text_source
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(str(TOKENIZER), revision=None, chat_template_path=None)
+source = text_source("org/set", **json.loads(sys.argv[1]))
+prepared({"a": source}, folder=sys.argv[2], tokenizer=tokenizer, workers=1)
+"""
 
-    def load_dataset(*_, split, **__):
-        return iter([{"text": f"Documentul numărul {first[split] + i}."} for i in range(20)])
 
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: DatasetInfo(id="org/set", sha="abc"))
-    source = make(text_source("org/set", eval_split="test", test_path=str(texts(tmp_path / "t.jsonl", 5, first=200))))
-    assert held(source) == [numbers(20), numbers(100, 120), numbers(200, 205)]
-    assert manifest_of(source)["origins"]["evaluation"] == "eval_split=test"
+@pytest.mark.parametrize(("suffix", "place"), [("json", "row 21 of test.json"), ("parquet", "row 21 of org/set test")])
+def test_a_split_of_the_hub(tmp_path, suffix, place):
+    """Prepared by the Hub's clients in a process of its own: this one has them offline."""
+    (tmp_path / "set").mkdir()
+    for first, split in ((0, "train"), (100, "test")):
+        rows = [{"text": f"Documentul numărul {first + i}." if i < 20 else " "} for i in range(21)]
+        path = tmp_path / "set" / f"{split}.{suffix}"
+        if suffix == "json":
+            path.write_text(json.dumps(rows))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    values = {"eval_split": "test", "test_path": str(texts(tmp_path / "t.jsonl", 5, first=200))}
+    with HubServer(tmp_path / "set") as hub:
+        command = [sys.executable, "-c", PREPARES, json.dumps(values), str(tmp_path / "p")]
+        environment = os.environ | hub.environment(tmp_path / "home")
+        subprocess.run(command, env=environment, cwd=REPOSITORY, check=True, timeout=300)
+    assert max(hub.reads.values()) == 1 or suffix == "parquet"
+    manifest = json.loads(next((tmp_path / "p").rglob("manifest.json")).read_text())
+    assert manifest["origins"]["evaluation"] == "eval_split=test"
+    counts = {split: numbers["documents"] for split, numbers in manifest["splits"].items()}
+    assert counts == {"train": 20, "evaluation": 20, "test": 5}
+    (report,) = (tmp_path / "p").rglob("reported.jsonl")
+    assert json.loads(report.read_text().splitlines()[-1])["place"] == place
 
 
 def test_a_reader_of_the_users_own_is_asked_for_each_path(tmp_path, tokenizer, held):

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import re
@@ -15,11 +16,13 @@ from tests.data.preparing import (
     write_lines,
 )
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.preparing import PrepareConfig
 from tpu_experiments.config.sources import CleanConfig, DataSourceConfig, DuplicatesConfig
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.cleaning.duplicates import content_key
 from tpu_experiments.data.cleaning.split import SPLITS, split_of
 from tpu_experiments.data.documents import Document
+from tpu_experiments.data.steps.keys import content_of_documents, rows_key
 
 SAMPLES = "tpu_experiments/samples"
 
@@ -103,6 +106,54 @@ def test_left_out_rows_are_counted_and_named(tmp_path, tokenizer):
         entry["place"] for entry in reported
     } == {f"line {n} of a.jsonl" for n in range(61, 67)}
     assert any("line 1 of a.jsonl" in entry["message"] for entry in reported if entry["reason"] == "exact_duplicate")
+
+
+ALIKE = ("Marea e albastră.", "Marea e albastră. ", "marea e  albastră.", "Marea e albastră.", "Marea e verde.")
+
+
+@pytest.mark.parametrize(
+    ("exact", "dropped"), [("drop", ["line 4"]), ("folded", ["line 2", "line 3", "line 4"]), ("keep", [])]
+)
+def test_exact_duplicates_are_those_of_the_same_text(tmp_path, tokenizer, exact, dropped):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in ALIKE])
+    rules = DuplicatesConfig(exact=exact)
+    source = text_source(path, duplicates=rules, eval_fraction=0.0, test_fraction=0.0)
+    manifest = manifest_of(prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer)["a"])
+    assert manifest["documents_out"] == len(ALIKE) - len(dropped)
+    reported = [json.loads(line) for line in next((tmp_path / "p").rglob("reported.jsonl")).read_text().splitlines()]
+    assert [entry["place"] for entry in reported] == [f"{place} of a.jsonl" for place in dropped]
+
+
+@pytest.mark.parametrize(("exact", "num_dropped"), [("drop", 1), ("folded", 2)])
+def test_exact_duplicates_of_conversations_have_the_same_roles(tmp_path, tokenizer, exact, num_dropped):
+    turns = [("user", "Ce e?"), ("assistant", "O mare."), ("user", "Da?"), ("assistant", "Da.")]
+    rows = [turns, turns, [(role, text.upper()) for role, text in turns], [("system", "Ce e?"), *turns[1:]]]
+    messages = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    source = chat_source(
+        write_lines(tmp_path / "a.jsonl", messages),
+        duplicates=DuplicatesConfig(exact=exact),
+        eval_fraction=0.0,
+        test_fraction=0.0,
+    )
+    manifest = manifest_of(prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer)["a"])
+    assert manifest["documents_reported"] == {"exact_duplicate": num_dropped}
+
+
+def test_folders_of_folded_duplicates_keep_their_names():
+    """Until there was another rule it was called `drop`; what was prepared by it is found again."""
+    source = text_source("a.jsonl", duplicates=DuplicatesConfig(exact="folded"))
+    settings = PrepareConfig()
+    assert rows_key("tokens", source=source, settings=settings, seq_len=64, pad_id=0) == "2f10a9f0f680e043"
+
+
+def test_documents_of_a_reader_keep_their_key_where_they_have_nothing_new():
+    turns = (("user", "a"), ("assistant", "b"))
+    known = {"id": "1", "text": None, "messages": turns, "place": "", "group": None}
+    before = hashlib.sha256(json.dumps(known, ensure_ascii=False).encode()).hexdigest()
+    documents = [Document("1", messages=turns, **new) for new in ({}, {"context": (1,)}, {"tools": "[]"})]
+    keys = [content_of_documents(lambda one=one: iter([one])) for one in documents]
+    assert keys[0] == [before]
+    assert len({key for (key,) in keys}) == 3
 
 
 def test_a_bad_row_stops_the_run_by_name(tmp_path, tokenizer):
@@ -298,3 +349,21 @@ def test_answers_cut_from_their_questions_are_counted_and_found(tmp_path, tokeni
     assert made.manifests[512]["splits"]["train"]["supervised_without_prompt"] == 0
     plain = prepared({"b": text_source(texts(tmp_path / "b.jsonl", 50))}, folder=tmp_path / "p", tokenizer=tokenizer)
     assert "supervised_without_prompt" not in manifest_of(plain["b"])["splits"]["train"]
+
+
+def test_left_out_rows_are_reported_with_how_they_begin(tmp_path, tokenizer):
+    long = " ".join(["cuvânt"] * 300)
+    rows = [{"text": f"Textul lung numărul {i}, {long}"} for i in range(30)]
+    rows += [{"text": "Scurt\nși rău."}, rows[4], {"body": "altceva"}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = text_source(path, on_bad_row="skip", format="text", clean=CleanConfig(min_words=5))
+    made = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[64])["a"]
+    examples = {reason: found[0] for reason, found in manifest_of(made)["examples"].items()}
+    assert examples["too_few_words"]["text"] == "Scurt și rău."
+    assert examples["no_field"]["text"] == '{"body": "altceva"}'
+    assert examples["exact_duplicate"]["message"] == "repeats line 5 of a.jsonl."
+    assert examples["exact_duplicate"]["text"].startswith("Textul lung numărul 4, cuvânt")
+    assert all(len(example["text"]) <= 200 for example in examples.values())
+    (report,) = (tmp_path / "p").rglob("reported.jsonl")
+    texts_of = {entry["reason"]: entry.get("text") for entry in map(json.loads, report.read_text().splitlines())}
+    assert texts_of["no_field"] == '{"body": "altceva"}'

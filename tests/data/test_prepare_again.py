@@ -40,6 +40,25 @@ def test_a_preparation_that_was_cut_short_goes_on(tmp_path, tokenizer, monkeypat
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "what is complete is not made again"
 
 
+def test_documents_are_kept_where_the_tokens_are_there_already(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 16)
+    source = {"a": text_source(texts(tmp_path / "a.jsonl", 60))}
+    whole = prepared(source, folder=tmp_path / "at_once", tokenizer=tokenizer, documents="keep") and digests(
+        tmp_path / "at_once"
+    )
+    prepared(source, folder=tmp_path / "later", tokenizer=tokenizer)
+    assert not list((tmp_path / "later").rglob("*.parquet"))
+    prepared(source, folder=tmp_path / "later", tokenizer=tokenizer, documents="keep")
+    assert digests(tmp_path / "later") == whole
+    kept = sorted((tmp_path / "later").rglob("*.parquet"))
+    assert len(kept) == 4
+    kept[1].unlink()
+    others = {path: path.stat().st_mtime_ns for path in kept if path != kept[1]}
+    prepared(source, folder=tmp_path / "later", tokenizer=tokenizer, documents="keep")
+    assert digests(tmp_path / "later") == whole
+    assert {path: path.stat().st_mtime_ns for path in others} == others, "what is there is not written again"
+
+
 @pytest.mark.slow
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer):
     """SIGKILL after ever longer times, until one start gets to its end."""

@@ -11,6 +11,7 @@ from tpu_experiments.metrics.held_out import (
     Resampling,
     compared_answers,
     compared_by_source,
+    compared_by_value,
     document_sums,
 )
 
@@ -83,3 +84,13 @@ def test_scores_of_answers_are_means():
     assert found["trained"]["rougeL"].value == pytest.approx(0.5)
     assert found["difference"]["exact_match"].low == pytest.approx(0.5)
     assert "trained" not in compared_answers(base, None, how=HOW)
+
+
+def test_documents_are_told_apart_by_their_values():
+    base, trained = ({"a": sums(6, seed=0), "b": sums(3, seed=1)}, {"a": sums(6, seed=0, shift=-0.1)})
+    found = compared_by_value(base, trained | {"b": base["b"]}, values={"a": list("xyxyyx")}, how=HOW)
+    assert {name: list(values) for name, values in found.items()} == {"a": ["x", "y"]}
+    for value, rows in (("x", [0, 2, 5]), ("y", [1, 3, 4])):
+        alone = compared_by_source({"a": base["a"][rows]}, {"a": trained["a"][rows]}, how=HOW)["a"]
+        assert found["a"][value] == alone
+        assert alone.num_documents == 3

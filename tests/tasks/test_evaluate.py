@@ -52,7 +52,8 @@ def evaluated(outputs: Path, *overrides: str, file: str = f"{NAME}/test_results.
 def results(trained, tmp_path_factory) -> dict:
     """Of the run on its test split, two answers included."""
     documents = trained / "documents.jsonl"
-    return evaluated(trained, "task.generate=2", "task.max_new_tokens=4", f"task.documents={documents}")
+    more = ("task.generate=2", "task.max_new_tokens=4", "task.by=title")
+    return evaluated(trained, *more, f"task.documents={documents}")
 
 
 def values(results, source="all", side="trained"):
@@ -111,6 +112,19 @@ def test_the_difference_is_between_the_two_on_the_same_documents(results):
         assert 0 <= comparison["share_better"] <= 1
     assert abs(results["sources"]["all"]["difference"]["loss"]["value"]) > 1e-3
     assert results["loss"] == results["sources"]["all"]["trained"]["loss"]["value"]
+
+
+def test_the_same_is_said_of_every_value_of_a_field(results):
+    assert (results["by"], list(results["values"])) == ("title", ["sample_text"]), "conversations have no titles"
+    values, whole = results["values"]["sample_text"], results["sources"]["sample_text"]
+    lines = Path("tpu_experiments/samples/wiki_ro.jsonl").read_text(encoding="utf-8").strip().split("\n")
+    titles = [json.loads(line)["title"] for line in lines]
+    assert set(values) < set(titles)
+    for count in ("num_documents", "num_tokens", "num_bytes"):
+        assert sum(comparison[count] for comparison in values.values()) == whole[count]
+    for side in ("base", "trained"):
+        nats = [told["num_tokens"] * told[side]["loss"]["value"] for told in values.values()]
+        assert sum(nats) / whole["num_tokens"] == pytest.approx(whole[side]["loss"]["value"])
 
 
 def test_answers_are_held_against_the_real_ones(results, trained):

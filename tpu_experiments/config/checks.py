@@ -1,6 +1,7 @@
 """Cross-field checks: every problem of a config is collected and reported together, before any device is touched."""
 
 import dataclasses
+import json
 import math
 import pkgutil
 import re
@@ -260,6 +261,13 @@ def _data(config: Config) -> list[str]:
         for name, source in config.data.items()
         for split, (path_key, split_key) in OWN_KEYS.items()
         if getattr(source, path_key) and getattr(source, split_key)
+    ]
+    problems += [
+        f"data.{name}.keep.{each}={json.dumps(values, default=str)}; name at least one value, each a text, a number, "
+        "true or false."
+        for name, source in config.data.items()
+        for each, values in source.keep.items()
+        if not values or not all(isinstance(value, str | int | float) for value in values)
     ]
     asked = [(f"data.{name}.questions", each) for name, source in config.data.items() for each in source.questions]
     problems += [

@@ -47,6 +47,9 @@ class Stage:
     replay: float = 0.0
     replay_sources: tuple[str, ...] = ()
     """Not empty where `replay` is above 0."""
+    weights: tuple[float, ...] = ()
+    """`data.<name>.weight` of every one of several sources, else empty; `replay_weights` are the replayed ones'."""
+    replay_weights: tuple[float, ...] = ()
     learn: str = "answers"
     trainable: tuple[str, ...] = ()
     exit: ExitTestConfig = field(default_factory=ExitTestConfig)
@@ -72,6 +75,7 @@ def resolve_stages(config: Config) -> list[Stage]:
         )
     names = [name for name, sources in chosen.items() if sources]
     problems = [problem for name in names for problem in _stage_problems(config, name)]
+    problems += _weight_problems(config, chosen)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return [_settle(config, name, index, chosen) for index, name in enumerate(names)]
@@ -204,10 +208,52 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
         tokens=stage.tokens,
         replay=stage.replay if replayed else 0.0,
         replay_sources=replayed if stage.replay else (),
+        weights=_weights(config, own),
+        replay_weights=_weights(config, replayed) if stage.replay else (),
         learn=stage.learn,
         trainable=tuple(stage.trainable),
         exit=stage.exit,
     )
+
+
+def _weights(config: Config, sources: Sequence[str]) -> tuple[float, ...]:
+    """Weights of several sources; empty where they have none, or where one has nothing to be weighed against."""
+    weights = [config.data[name].weight for name in sources]
+    found = tuple(weight for weight in weights if weight is not None)
+    return found if len(found) == len(sources) > 1 else ()
+
+
+def _weight_problems(config: Config, chosen: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Weights that a stage cannot go by, or that no stage would."""
+    problems, used = [], set[str]()
+    for name, own in chosen.items():
+        stage = config.curriculum.stages[name]
+        replayed = (tuple(stage.replay_sources) or _sources_before(name, chosen)) if stage.replay else ()
+        for key, sources in (
+            (f"curriculum.stages.{name}", own),
+            (f"curriculum.stages.{name}.replay_sources", replayed),
+        ):
+            given = [source for source in sources if config.data[source].weight is not None]
+            without = [source for source in sources if source not in given]
+            if given and without:
+                problems.append(
+                    f"data.{given[0]}.weight={config.data[given[0]].weight}; {key} takes {', '.join(sources)}, and "
+                    f"{', '.join(without)} has no weight; give every source of a stage one, or none."
+                )
+            used |= set(given if len(sources) > 1 else [])
+    every = {source for own in chosen.values() for source in own}
+    problems += [
+        f"data.{source}.weight={config.data[source].weight}; no stage of curriculum={config.curriculum.name} draws "
+        f"from {source} beside another source, so the weight would do nothing; use curriculum=single, or leave it out."
+        for source in config.data
+        if source in every and source not in used and config.data[source].weight is not None
+    ]
+    if used and config.loader.order == "written":
+        problems.append(
+            f"loader.order=written with data.{min(used)}.weight={config.data[min(used)].weight}; epochs are written "
+            "with every row once; use loader.order=permutation."
+        )
+    return problems
 
 
 def _lr_of_model(config: Config) -> float:

@@ -25,6 +25,9 @@ class EvaluateTaskConfig(TaskConfig):
     """Documents of each source at most, drawn by `seed`; null takes all."""
     seq_len: int | None = number(default=None, at_least=8, at_most=2**24)
     """Tokens of a row, so the longest context of a token; null is the longest of the run's stages."""
+    by: str | None = None
+    """Field of the rows, such as `sample_type`, for whose values the same is said one by one; a source whose rows do
+    not have it is left out there. The sources are read once more to find the values."""
     documents: str | None = place("file", default=None)
     """JSONL file that the held-out documents are written to as text, for other programs: `source`, and `text` or, of
     conversations up to their last answer, `prompt` and `reference`."""

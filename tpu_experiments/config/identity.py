@@ -9,6 +9,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.sources import OWN_KEYS
 
 # None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
 # `trainer.guard` does once a step went wrong, and then its settings are what somebody changes to go on.
@@ -45,6 +46,15 @@ MAY_CHANGE = (
 )
 
 
+UNSET: dict[str, Any] = {
+    **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
+    **{"named_splits": "take", "held_out_copies": "find"},
+    **{key: None for keys in OWN_KEYS.values() for key in keys},
+}
+"""Values of a source's keys that are as if the key were not there."""
+_SET = object()
+
+
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """Return one `key.sub: value` per leaf; empty dicts and lists are leaves."""
     if dataclasses.is_dataclass(node):
@@ -60,11 +70,11 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
-    Secrets are left out: another token for the same data is the same run. So is `questions` where it is empty, since
-    older runs lack the key.
+    Secrets are left out: another token for the same data is the same run. So are keys of a source that older runs lack,
+    where they have the value that changes nothing (`UNSET`).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
-    kept = {key: value for key, value in kept.items() if not (key.endswith(".questions") and value == {})}
+    kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
     found: dict[str, Any] = redacted(kept)
     return found
 

@@ -1,6 +1,7 @@
 """From Hydra's composed config to the plain dataclass that everything below run.py receives."""
 
 import dataclasses
+import hashlib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -38,13 +39,22 @@ def to_config(composed: DictConfig) -> Config:
         config.name = "report"  # it is about many runs, and not the one that the other keys describe
     if config.name is None:
         model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
-        config.name = "_".join([model, *config.data, config.hw.name])
+        config.name = _default_name(model, list(config.data), config.hw.name)
         if len(config.name) > MAX_NAME_LENGTH:
             raise ConfigError(
-                f"name=null; the name made of model, {len(config.data)} sources and hw has {len(config.name)} letters "
-                f"and a folder's takes {MAX_NAME_LENGTH}; write name=."
+                f"name=null; the name made of model, data and hw has {len(config.name)} letters and a folder's takes "
+                f"{MAX_NAME_LENGTH}; write name=."
             )
     return config
+
+
+def _default_name(model: str, sources: list[str], hw: str) -> str:
+    """The selections; of sources too many for a folder's name the first, how many follow, and a hash of all."""
+    name = "_".join([model, *sources, hw])
+    if len(name) <= MAX_NAME_LENGTH:
+        return name
+    digest = hashlib.sha256(" ".join(sources).encode()).hexdigest()[:8]
+    return "_".join([model, sources[0], f"and_{len(sources) - 1}_more", digest, hw])
 
 
 def _prompt(config: Config) -> str:

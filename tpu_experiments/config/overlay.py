@@ -1,4 +1,4 @@
-"""Overlays: YAML files of override keys and values, laid under the command line by `+plan=FILE`."""
+"""The command line before Hydra reads it: overlays of `+plan=FILE`, and mappings whose entries are the user's own."""
 
 import dataclasses
 import re
@@ -13,6 +13,8 @@ from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 PLAIN = re.compile(r"[\w./:+-]+")
 OPTION = re.compile(r"\+{0,2}plan=(.+)")
+OWN_ENTRIES = re.compile(r"data\.([^.=]+)\.(?:fields|questions|keep)[.=].*", re.DOTALL)
+"""Overrides of a source's mappings whose names nobody else knows; Hydra asks for a `+` before a name that is new."""
 
 
 def override_of(key: str, value: Any) -> str:
@@ -41,6 +43,15 @@ def with_overlay(arguments: list[str], *, text: str, file: str) -> list[str]:
     others = [argument for argument in arguments if not OPTION.fullmatch(argument)]
     given = {argument.partition("=")[0].lstrip("+~") for argument in others}
     return [override_of(k, v) for k, v in _entries(text, file=file).items() if k not in given] + others
+
+
+def with_own_entries(arguments: list[str]) -> list[str]:
+    """The arguments with those that may name new entries of a source's own mappings as Hydra takes them.
+
+    >>> with_own_entries(["data.law.fields.text=body", "data.law.kind=text"])
+    ['++data.law.fields.text=body', 'data.law.kind=text']
+    """
+    return [f"++{argument}" if OWN_ENTRIES.fullmatch(argument) else argument for argument in arguments]
 
 
 def _entries(text: str, *, file: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from yaml import MarkedYAMLError
 
 from tpu_experiments.config.errors import suggest
 from tpu_experiments.config.help import choices
+from tpu_experiments.config.overlay import OWN_ENTRIES
 from tpu_experiments.config.schema import Config
 
 PACKAGE = Path(__file__).parents[1]
@@ -25,6 +26,7 @@ COMPLAINTS = {
     r"is not a ListConfig, list or tuple": "it must be a list; write '{key}=[{value}]'.",
     r"is not Optional": "null is not allowed here; give a value or leave the override out.",
     r"does not support deletion": "a setting cannot be removed; give it another value instead.",
+    r"Cannot assign \w+ to Dict": "it must be a mapping; write '{key}={{NAME: VALUE}}'.",
     r"dict is not a subclass of": "the command line cannot add one; write it in a YAML file of conf/{group}.",
 }
 
@@ -90,7 +92,9 @@ def _null_group(overrides: list[str]) -> str:
 def _override_of(error: Exception) -> str:
     """Return the override that Hydra was processing, empty when it came from a YAML file."""
     found = re.search(r"(?:Error merging override |To append to your config use \+)(.+)", str(error))
-    return found[1] if found else ""
+    given = found[1] if found else ""
+    own = given.removeprefix("++")
+    return own if OWN_ENTRIES.fullmatch(own) else given
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
@@ -130,6 +134,9 @@ def _refused_value(error: OmegaConfBaseException, *, override: str, file: str) -
         return f"{shown}; there is no key {key}. {_hint(key, get_type_hints(kind))}"
     if "is not in struct" in str(error) and isinstance(error.parent_node, DictConfig):
         return _unknown_entry(shown, key=key, parent_node=error.parent_node)
+    forced = OWN_ENTRIES.fullmatch(override)
+    if forced and "dict is not a subclass of" in str(error):
+        return f"{forced[0]}; {forced[1]} is not selected. {suggest(forced[1], choices('data'))}"
     value = override.partition("=")[2] or "VALUE"
     for pattern, advice in COMPLAINTS.items():
         if re.search(pattern, str(error)):

@@ -16,6 +16,7 @@ FORMATS = (
     "alternating",
     "question_answer",
     "instruction",
+    "prompt_completion",
     "llama2",
     "human_assistant",
 )
@@ -134,8 +135,9 @@ class CleanConfig:
 class DuplicatesConfig:
     """Handling of documents that occurred before anywhere in their source; the first one is kept."""
 
-    exact: str = choice("drop", "keep", default="drop")
-    """Same words: letters case-folded, runs of blanks made one."""
+    exact: str = choice("drop", "folded", "keep", default="drop")
+    """`drop`: the same text (and roles), letter for letter, once `clean` has done its work. `folded`: the same words,
+    letters case-folded and runs of blanks made one. `keep`: none is left out."""
     near: float | None = number(default=None, above=0, at_most=1)
     """Jaccard similarity of word 5-grams from which a document counts as a copy, estimated by MinHash (Broder 1997);
     null does not look."""
@@ -154,8 +156,8 @@ class DataSourceConfig:
     _target_: str = "tpu_experiments.data.reading.sources.read_documents"
     """Swap point: callable that takes a `SourceSpec` and yields `Document`s."""
     path: str = place("input")
-    """File, folder, glob, gs:// address of one of these, or a Hub id. Files are .jsonl, .json, .parquet, .csv, .tsv or
-    .txt, each also as .gz, .bz2, .xz or .zst."""
+    """File, folder, glob, gs:// address of one of these, or a Hub id. Files are .jsonl, .ndjson, .json, .parquet, .csv,
+    .tsv or .txt, each also as .gz, .bz2, .xz or .zst; one without a suffix is JSON or parquet if it begins so."""
     hub_config: str | None = None
     """Configuration name on the Hub, for example `20231101.ro`."""
     hub_split: str = "train"
@@ -185,14 +187,18 @@ class DataSourceConfig:
     """How a row becomes a document; `auto` recognises it from the first row. `text`: field `text`. `messages`: list of
     role and content, or of from and value. `alternating`: field `data`, a list of strings, user first.
     `question_answer`: question, answer, reasoning, topic, difficulty, case_citation as the prompt and response of the
-    UK-law recipe. `instruction`: instruction, input, output. `llama2`: field `text` with [INST] marks.
-    `human_assistant`: field `text` with ### Human and ### Assistant marks."""
+    UK-law recipe. `instruction`: instruction, input, output. `prompt_completion`: prompt and completion, each a string
+    or a list of turns. `llama2`: field `text` with [INST] marks. `human_assistant`: field `text` with ### Human and
+    ### Assistant marks."""
     fields: dict[str, str] = field(default_factory=dict)
     """Where the file calls a field of the format something else: `{text: body}`."""
     quoting: str = choice("auto", "minimal", "none", default="auto")
     """Quotation marks in .csv and .tsv. `minimal`: they may surround a field, which may then hold separators and line
     ends. `none`: plain characters, a line is a record. `auto`: of the two, each file's own, the one with which more of
     its first lines have as many fields as the file has columns."""
+    keep: dict[str, list[Any]] = field(default_factory=dict)
+    """Fields of the rows, by the names that the file has, to their values: only rows with one of these values in every
+    such field are read; the others are counted and reported. `{sample_type: [irac, statute]}`."""
     on_bad_row: str = choice("stop", "skip", default="stop")
     """What happens at a row that cannot be read or is not of the format: the run stops, or the row is reported."""
     max_documents: int | None = number(default=None, at_least=1)
@@ -211,6 +217,11 @@ class DataSourceConfig:
     epochs: float = number(default=3.0, above=0)
     """Passes over the rows in a stage that says nothing of its length: one to three for fine-tuning, fewer the more
     there is."""
+    weight: float | None = number(default=None, above=0)
+    """Share of the tokens, without padding, that a stage of several sources draws from this one, relative to the
+    weights of the others; all of a stage's sources have one, or none. An epoch then has as many rows as the sources
+    have together, in which a source with few rows comes up several times and one with many in part. null draws every
+    row once."""
     p95_tokens: int | None = number(default=None, at_least=1)
     """Tokens that 95 % of the documents do not exceed, where known; `trainer.seq_len=auto` counts with them until the
     data is prepared. null counts with rows of `model.row_tokens`."""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.sources import DOCUMENT, FIRST_TURN, DataSourceConfig
@@ -9,7 +10,16 @@ from tpu_experiments.io.find import find_local
 
 FORMATS_OF_KIND = {
     "text": ("auto", "text"),
-    "chat": ("auto", "messages", "alternating", "question_answer", "instruction", "llama2", "human_assistant"),
+    "chat": (
+        "auto",
+        "messages",
+        "alternating",
+        "question_answer",
+        "instruction",
+        "prompt_completion",
+        "llama2",
+        "human_assistant",
+    ),
 }
 
 
@@ -27,6 +37,11 @@ class Document:
 
     context: tuple[int, ...] = ()
     """Assistant turns, from 0, that are read and not learnt (`train: false`)."""
+    extras: tuple[str, ...] = ()
+    """What each turn has for the template beside its content, as JSON (`tool_calls`, `name`, `tool_call_id`), or
+    nothing; empty where no turn has any."""
+    tools: str = ""
+    """The tools that an assistant is told of, as a JSON list."""
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
@@ -37,14 +52,33 @@ class Document:
         return not self.messages and not (self.text or "").strip()
 
     def is_taught(self, turn: int) -> bool:
-        """Whether the turn is an answer that is learnt: it says something, and is not marked as context."""
-        role, content = (self.messages or ())[turn]
-        return role == "assistant" and bool(content.strip()) and turn not in self.context
+        """Whether the turn is an answer that is learnt: it is not blank, and is not marked as context."""
+        role, _ = (self.messages or ())[turn]
+        return role == "assistant" and not self.is_blank(turn) and turn not in self.context
+
+    def is_blank(self, turn: int) -> bool:
+        """Whether the turn neither says anything nor calls a tool."""
+        _, content = (self.messages or ())[turn]
+        return not content.strip() and not (self.extras and self.extras[turn])
+
+    @property
+    def beginning(self) -> str:
+        """How it begins, on one line."""
+        turns = (f"{role}: {content[: 2 * TEXT_SHOWN]}" for role, content in (self.messages or ())[:TEXT_SHOWN])
+        return beginning(self.text if self.text is not None else " / ".join(turns))
 
     @property
     def content(self) -> str:
         """All of the document but its id, for hashing."""
-        return self.text if self.text is not None else json.dumps(self.messages)
+        if self.text is not None:
+            return self.text
+        beside = (self.extras, self.tools, self.context)
+        return json.dumps([self.messages, *beside] if any(beside) else self.messages)
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether there is more to a conversation than roles and contents."""
+        return bool(self.tools or self.extras)
 
 
 @dataclass(frozen=True)
@@ -59,6 +93,18 @@ class Refused:
     """What is wrong with it and what to do, without key and place."""
     is_bad_row: bool = True
     """Whether `on_bad_row` decides about it; False where a rule did its work."""
+    text: str = ""
+    """How it begins, on one line."""
+
+
+TEXT_SHOWN = 200
+
+
+def beginning(text: str) -> str:
+    """The first `TEXT_SHOWN` characters of a text on one line, as UTF-8 can hold them."""
+    line = " ".join(text[: 2 * TEXT_SHOWN].split())
+    line = line.encode("utf-8", "replace").decode()
+    return line if len(line) <= TEXT_SHOWN and len(text) <= 2 * TEXT_SHOWN else f"{line[: TEXT_SHOWN - 1]}…"
 
 
 @dataclass(frozen=True)
@@ -78,6 +124,8 @@ class SourceSpec:
     max_documents: int | None = None
     group_field: str | None = None
     """Field of the rows that `Document.group` is read from."""
+    keep: dict[str, list[Any]] = field(default_factory=dict)
+    """Fields of the rows, by their own names, to the values of which a row that is read has one."""
     eval_path: str | None = None
     test_path: str | None = None
     eval_split: str | None = None
@@ -126,6 +174,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         quoting=source.quoting,
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
+        keep={name: list(values) for name, values in source.keep.items()},
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
         named_splits=source.named_splits,
         **{key: getattr(source, key) for key in keys},

@@ -6,21 +6,30 @@ the one before, and the last one reaches back to be as long as the others. Legen
 end to end, N rows of T tokens.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import spec_of
 from tpu_experiments.data.prepare import Preparation
+from tpu_experiments.data.reading.parts import list_parts
+from tpu_experiments.data.reading.sources import field_values
 from tpu_experiments.data.rows import Rows, padding
-from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_tokens
+from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_report, read_tokens
 from tpu_experiments.data.steps.pack import FlatTokens, best_fit
 from tpu_experiments.data.steps.selection import select
 from tpu_experiments.data.steps.tokenized import TokenizedSource, tokenize_source
 from tpu_experiments.data.tokens.tokenize import LEARN
+
+log = logging.getLogger(__name__)
+
+MAX_VALUES = 100
+NO_VALUE = "(none)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +40,8 @@ class HeldOut:
     kind: str
     flat: FlatTokens
     num_in_split: int
+    values: tuple[str, ...] | None = None
+    """Of each document, the value of the field that was asked for; None where the source's rows do not have it."""
 
     def token_documents(self) -> NDArray[np.int64]:
         """Number of the document that each token is of."""
@@ -72,12 +83,17 @@ def held_out_documents(
     how: Preparation,
     max_documents: int | None,
     seed: int,
+    by: str | None = None,
 ) -> HeldOut:
     """A prepared source's documents of a split, as `data/prepare.py` chose them; `max_documents` at most, by `seed`.
+
+    Args:
+        by: field of the rows whose value is wanted of each document.
 
     Raises:
         NotPrepared: the source is not prepared.
         DamagedFile: a file of it is not what was written.
+        ConfigError: the field has more than `MAX_VALUES` values, or the source has a reader of the user's own.
     """
     tokens = tokenize_source(
         spec_of(name, source, data_size=data_size),
@@ -95,7 +111,34 @@ def held_out_documents(
     if max_documents is not None and num_in_split > max_documents:
         generator = np.random.Generator(np.random.Philox(key=seed))
         members = np.sort(generator.choice(members, max_documents, replace=False))
-    return HeldOut(name, tokens.spec.kind, _read(tokens, members, blocks=blocks), num_in_split)
+    values = None if by is None else _values(tokens, members, by=by, is_own=name in how.readers)
+    return HeldOut(name, tokens.spec.kind, _read(tokens, members, blocks=blocks), num_in_split, values)
+
+
+def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_own: bool) -> tuple[str, ...] | None:
+    """The value of the field `by` for each of the documents with these indices in the source."""
+    if is_own:
+        raise ConfigError(
+            f"task.by={by}; data.{tokens.spec.name} has a reader of your own, of whose rows no field is known; leave "
+            "task.by out."
+        )
+    places = [place for name in tokens.block_names for place in read_report(tokens.folder, name)[0]]
+    wanted = [places[index] for index in members.tolist()]
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for part in list_parts(tokens.spec).parts:
+        of_part, fields = field_values(part.spec, files=part.files, field=by, places=frozenset(wanted))
+        found, names = found | of_part, names or fields
+    if not found and wanted:
+        log.warning("data.%s: no held-out row has the field %r (task.by). %s", tokens.spec.name, by, suggest(by, names))
+        return None
+    values = tuple(found.get(place, NO_VALUE) for place in wanted)
+    if len(set(values)) > MAX_VALUES:
+        raise ConfigError(
+            f"task.by={by}; it has {len(set(values)):,} values in the held-out rows of data.{tokens.spec.name}, and "
+            f"{MAX_VALUES} are told apart at most; name a field that puts documents into a few groups."
+        )
+    return values
 
 
 def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[BlockIndex]) -> FlatTokens:

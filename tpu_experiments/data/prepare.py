@@ -198,7 +198,9 @@ def _make_rows(
     records = _pack_windows(blocks, selection=selection, tokens=tokens, seq_len=seq_len, how=how, folder=folder)
     splits = {split: merged([r for r in records if r["split"] == split], seq_len=seq_len) for split in SPLITS}
     groups = write_groups(folder, selection)
-    reported, examples = write_report(folder, tokens=tokens, selection=selection, records=records)
+    reported, examples = write_report(
+        folder, tokens=tokens, selection=selection, records=records, tokenizer=how.tokenizer
+    )
     changes: Counter[str] = Counter()
     for block in blocks:
         changes.update(block.changes)

@@ -18,7 +18,7 @@ from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.io.mirror import Mirror
 from tpu_experiments.io.retry import shown
 
-NOISY = ("httpx", "httpcore", "urllib3", "fsspec", "gcsfs", "datasets", "filelock", "matplotlib")
+NOISY = ("httpx", "httpx2", "httpcore", "urllib3", "fsspec", "gcsfs", "datasets", "filelock", "matplotlib")
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 NUM_KEPT_RECORDS = 10_000
 

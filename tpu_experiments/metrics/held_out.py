@@ -70,6 +70,25 @@ def compared_by_source(
     return found if len(found) == 1 else found | {ALL: _compared(base, trained, names=list(base), how=how)}
 
 
+def compared_by_value(
+    base: Mapping[str, Sums],
+    trained: Mapping[str, Sums] | None,
+    *,
+    values: Mapping[str, Sequence[str]],
+    how: Resampling,
+) -> dict[str, dict[str, Comparison]]:
+    """The documents of each source by the value that each of them has, in the order of the values."""
+    found: dict[str, dict[str, Comparison]] = {}
+    for name, given in values.items():
+        values_D = np.array(given)
+        for value in sorted(set(given)):
+            chosen_D = values_D == value
+            sides = [None if side is None else {name: side[name][chosen_D]} for side in (base, trained)]
+            assert sides[0] is not None
+            found.setdefault(name, {})[value] = _compared(sides[0], sides[1], names=[name], how=how)
+    return found
+
+
 def _compared(
     base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, names: Sequence[str], how: Resampling
 ) -> Comparison:

@@ -1,7 +1,7 @@
 """task=prepare: write every selected source as rows on disk, with an audit as table, JSON and HTML."""
 
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.audit.page import audit_page
+from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import Manifest, audit_json, audit_table
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.epochs import write_epochs
@@ -43,12 +43,13 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
         write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)
     manifests: list[Manifest] = [m for source in sources.values() for m in source.manifests.values()]
     stores = {(s.name, length): s.store("train", length) for s in sources.values() for length in s.manifests}
-    page = audit_page(manifests, stores=stores, tokenizer=tokenizer)
-    stem = paths.join(folder, "audit", str(config.name))
-    paths.make_dirs(paths.join(folder, "audit"))
-    paths.write_text_atomic(f"{stem}.html", page)
-    paths.write_text_atomic(f"{stem}.json", strict_json.dumps(audit_json(manifests), indent=1) + "\n")
-    return sources, manifests, f"{stem}.html"
+    name, target = str(config.name), paths.join(folder, "audit")
+    pages = audit_pages(manifests, stores=stores, tokenizer=tokenizer, name=name)
+    write_audit_pages(target, pages)
+    paths.write_text_atomic(
+        paths.join(target, f"{name}.json"), strict_json.dumps(audit_json(manifests), indent=1) + "\n"
+    )
+    return sources, manifests, paths.join(target, f"{name}.html")
 
 
 def _say_where(sources: dict[str, PreparedSource], *, page: str) -> None:

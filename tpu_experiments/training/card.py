@@ -150,10 +150,12 @@ def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:
     for record, stage in zip(result["stages"], stages, strict=False):
         replayed = f", {100 * stage.replay:g} % of {', '.join(stage.replay_sources)}" if stage.replay else ""
         geometry = stage.geometry
+        weights = [f" ({100 * weight / sum(stage.weights):.3g} %)" for weight in stage.weights]
+        sources = map("".join, zip(stage.sources, weights or [""] * len(stage.sources), strict=True))
         rows.append(
             (
                 stage.name,
-                ", ".join(stage.sources) + replayed,
+                ", ".join(sources) + replayed,
                 f"{geometry.global_rows} x {geometry.seq_len}",
                 f"{record['steps']:,}",
                 f"{record['tokens']:,}",

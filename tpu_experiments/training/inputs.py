@@ -18,6 +18,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import QUESTION_ROWS
 from tpu_experiments.data.batches import (
     Batch,
+    OrderedRows,
     StageRows,
     WrittenRows,
     fixed_batches,
@@ -27,10 +28,13 @@ from tpu_experiments.data.batches import (
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.steps.epochs import WrittenEpoch
+from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
 from tpu_experiments.training.questions import Question
 
+WEIGHTED_STAGE = 2**17
+"""Added once for each source of a stage that draws by weights, so that sources of one size differ in their order."""
 REPLAY_STAGE = 2**16
 """Added to a stage's number where the order of its replayed rows is drawn, which are in an order of their own."""
 NOISE_STREAM = 2**192
@@ -106,14 +110,43 @@ def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRo
 def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> ReplayedRows:
     """Return the training rows of a stage, permuted anew in each epoch."""
 
-    def rows_of(names: Sequence[str], stage_index: int) -> StageRows:
-        parts = [inputs.sources[name].store("train", stage.geometry.seq_len) for name in names]
-        return StageRows(parts, names=names, seed=seed, stage_index=stage_index)
+    seq_len = stage.geometry.seq_len
 
-    own = rows_of(stage.sources, stage.index)
+    def rows_of(names: Sequence[str], stage_index: int, *, weights: Sequence[float]) -> OrderedRows:
+        parts = [inputs.sources[name].store("train", seq_len) for name in names]
+        if not weights:
+            return StageRows(parts, names=names, seed=seed, stage_index=stage_index)
+        each = [
+            StageRows([part], names=[name], seed=seed, stage_index=stage_index + WEIGHTED_STAGE * number)
+            for number, (part, name) in enumerate(zip(parts, names, strict=True), start=1)
+        ]
+        return WeightedRows(each, shares=_row_shares(inputs, names, weights=weights, seq_len=seq_len))
+
+    own = rows_of(stage.sources, stage.index, weights=stage.weights)
     if not stage.replay:
         return ReplayedRows(own)
-    return ReplayedRows(own, rows_of(stage.replay_sources, REPLAY_STAGE + stage.index), Fraction(str(stage.replay)))
+    replayed = rows_of(stage.replay_sources, REPLAY_STAGE + stage.index, weights=stage.replay_weights)
+    return ReplayedRows(own, replayed, Fraction(str(stage.replay)))
+
+
+def _row_shares(inputs: RunInputs, names: Sequence[str], *, weights: Sequence[float], seq_len: int) -> list[Fraction]:
+    splits = [inputs.sources[name].manifests[seq_len]["splits"]["train"] for name in names]
+    return row_shares(weights, tokens_of_a_row=[Fraction(split["tokens"], split["rows"]) for split in splits])
+
+
+def weights_text(rows: ReplayedRows, stage: Stage, *, num_steps: int) -> str:
+    """What a stage draws of each of its sources by their weights; empty where they have none."""
+    if not isinstance(rows.own, WeightedRows):
+        return ""
+    num_rows = num_steps * stage.geometry.global_rows
+    num_own = num_rows - rows.num_replayed(num_rows)
+    num_own = num_own if stage.epochs is None else min(num_own, rows.total_for(stage.epochs))
+    drawn = zip(stage.sources, stage.weights, rows.own.drawn(num_own), rows.own.counts, strict=True)
+    return ", ".join(
+        f"{100 * weight / sum(stage.weights):.3g} % of the tokens from {name} ({count:,} of its {total:,} rows, "
+        f"{count / total:.2f} times all)"
+        for name, weight, count, total in drawn
+    )
 
 
 def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: Config) -> int:
@@ -140,13 +173,17 @@ def steps_by_stage(inputs: RunInputs, *, config: Config) -> dict[str, int]:
 def tokens_of_a_row(inputs: RunInputs, stage: Stage) -> float:
     """Return the mean tokens per row of a stage, without padding."""
     own, replayed = (
-        _mean_tokens(inputs, names, stage.geometry.seq_len) for names in (stage.sources, stage.replay_sources)
+        _mean_tokens(inputs, names, stage.geometry.seq_len, weights=weights)
+        for names, weights in ((stage.sources, stage.weights), (stage.replay_sources, stage.replay_weights))
     )
     return (1 - stage.replay) * own + stage.replay * replayed
 
 
-def _mean_tokens(inputs: RunInputs, names: Sequence[str], seq_len: int) -> float:
+def _mean_tokens(inputs: RunInputs, names: Sequence[str], seq_len: int, *, weights: Sequence[float]) -> float:
     splits = [inputs.sources[name].manifests[seq_len]["splits"]["train"] for name in names]
+    if weights:
+        shares = _row_shares(inputs, names, weights=weights, seq_len=seq_len)
+        return float(sum(share * split["tokens"] / split["rows"] for share, split in zip(shares, splits, strict=True)))
     return sum(split["tokens"] for split in splits) / max(1, sum(split["rows"] for split in splits))
 
 

@@ -1,10 +1,10 @@
 """What a run was told before it began, in its own folder and under TensorBoard's TEXT tab: the audit and the plan.
 
-<run>/audit.html, audit.json   as task=prepare writes them
+<run>/audit.html, audit.json   and audit/ where sources are many, as task=prepare writes them
 <run>/plan.md, plan.json       the compiled plan of the same programs; else what formulas say, or why nobody does
 """
 
-from tpu_experiments.data.audit.page import audit_page
+from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import audit_json, audit_table
 from tpu_experiments.io import paths, strict_json
 from tpu_experiments.io.folder import RunFolder
@@ -33,9 +33,9 @@ def write_audit(folder: RunFolder, inputs: RunInputs) -> None:
     """Write the audit, audit.html last, since `write_pages` checks for it."""
     sources, manifests = inputs.sources.values(), manifests_of(inputs)
     stores = {(s.name, length): s.store("train", length) for s in sources for length in s.manifests}
-    page = audit_page(manifests, stores=stores, tokenizer=inputs.tokenizer)
+    pages = audit_pages(manifests, stores=stores, tokenizer=inputs.tokenizer, name="audit")
     paths.write_text_atomic(folder.path("audit.json"), strict_json.dumps(audit_json(manifests), indent=1) + "\n")
-    paths.write_text_atomic(folder.path("audit.html"), page)
+    write_audit_pages(folder.path(), pages)
 
 
 def write_plan(folder: RunFolder, promise: Promise) -> None:

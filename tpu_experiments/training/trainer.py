@@ -24,6 +24,7 @@ from tpu_experiments.training.inputs import (
     stage_rows,
     stage_steps,
     step_batches,
+    weights_text,
 )
 from tpu_experiments.training.profiling import Profiler
 from tpu_experiments.training.progress import StageRecord
@@ -86,6 +87,8 @@ class Trainer(Staged):
                 self.state.update(self.fresh_state())
         step, begun = self.progress.step, self.progress.stage_step > 0
         text = f"stage {stage.name}: {num_steps} steps over {rows.num_rows} rows of {', '.join(stage.sources)}"
+        weights = weights_text(rows, stage, num_steps=num_steps)
+        text = f"{text}: {weights}" if weights else text
         log.info("%s", text)
         if not begun:
             self.outputs.border(step, text)

@@ -5,12 +5,18 @@ import numpy as np
 import pytest
 
 from tests.data.manifest_samples import manifest
-from tpu_experiments.data.audit.page import audit_page
+from tpu_experiments.data.audit.page import ON_ONE_PAGE, audit_pages
 from tpu_experiments.data.audit.summary import audit_hash, audit_json
 from tpu_experiments.data.rows import padding
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>'
 VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+def audit_page(manifests, **values):
+    """The one page of few sources."""
+    (page,) = audit_pages(manifests, name="audit", **values).values()
+    return page
 
 
 class Page(HTMLParser):
@@ -69,7 +75,10 @@ def html(tokenizer, rows):
 def test_the_page_is_well_formed_and_needs_nothing_from_outside(html):
     page = Page(html)
     assert not {"script", "link", "img", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
-    assert not [attrs for _, attrs in page.tags if {"src", "href", "srcset", "action", "style"} & set(attrs)]
+    assert not [attrs for _, attrs in page.tags if {"src", "srcset", "action", "style"} & set(attrs)]
+    links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
+    anchors = {f"#{attrs['id']}" for _, attrs in page.tags if "id" in attrs}
+    assert set(links) == anchors, "links lead to the sections of the page"
     assert not re.findall(r"https?://|//\w+\.\w+|@import|url\(", html)
     assert "$" not in html
 
@@ -135,3 +144,46 @@ def test_rows_of_another_length_and_empty_stores_are_not_shown(tokenizer, rows):
 def test_the_page_is_the_same_every_time(html, tokenizer, rows):
     made = [manifest(seq_len=64), manifest(source="wiki_ro", kind="text")]
     assert audit_page(made, stores={("ultrachat_ro", 64): rows}, tokenizer=tokenizer) == html
+
+
+def many(count, **changes):
+    return [manifest(source=f"source_{i:02d}", **changes) for i in range(count)]
+
+
+def test_few_sources_share_a_page_that_begins_with_a_table_of_them(tokenizer, rows):
+    pages = audit_pages(many(ON_ONE_PAGE), stores={}, tokenizer=tokenizer, name="few")
+    assert list(pages) == ["few.html"]
+    html = pages["few.html"]
+    assert html.index("<h2>Sources</h2>") < html.index('<h2 id="source_00-1024">')
+    assert "<h2>Sources</h2>" not in audit_page(many(1), stores={}, tokenizer=tokenizer)
+
+
+def test_many_sources_have_an_overview_and_a_page_each(tokenizer, rows):
+    manifests = many(29)
+    manifests[3]["overlaps"] = {"test_prompt_in_train": 7}
+    stores = {(m["source"], 1024): rows for m in manifests}
+    pages = audit_pages(manifests, stores=stores, tokenizer=tokenizer, name="many")
+    assert len(pages) == 30
+    assert list(pages)[-1] == "many.html", "written when what it leads to is there"
+    overview = Page(pages["many.html"])
+    links = [attrs["href"] for tag, attrs in overview.tags if tag == "a"]
+    assert set(links) == set(pages) - {"many.html"}
+    assert sum(tag == "tr" for tag, _ in overview.tags) == 30
+    line = pages["many.html"].partition(">source_03<")[2].partition("</tr>")[0]
+    cells = ["1,024", "229", "11", "89,000", "3.4 %", "22.5 %", "20", "19", "7", "1 warning"]
+    assert re.findall(r"<td>(.*?)</td>", line) == cells
+    own = pages["many/source_03-1024.html"]
+    assert "train holds the first question of 7 documents" in own
+    assert "../many.html" in own
+    assert "Rows, token by token" in own
+    assert "first question" not in pages["many/source_04-1024.html"].split("Rows, token by token")[0]
+    assert max(len(page.encode()) for page in pages.values()) < 60_000
+
+
+def test_what_was_left_out_is_shown_with_its_beginning_and_reason(tokenizer):
+    examples = {"too_short": [{"place": "line 3 of a.jsonl", "message": "has 2 words.", "text": HOSTILE}]}
+    html = audit_page([manifest(examples=examples)], stores={}, tokenizer=tokenizer)
+    cells = re.findall(r"<td>(.*?)</td>", html[html.index("How it begins") :])
+    assert cells[:3] == ["too short", "line 3 of a.jsonl", "has 2 words."]
+    assert "&lt;script&gt;" in cells[3]
+    assert "<script" not in html

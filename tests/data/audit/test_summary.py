@@ -134,3 +134,12 @@ def test_the_json_holds_everything_and_one_hash_over_all():
     assert audit["audit_hash"] == audit_json([other, manifest()])["audit_hash"]
     assert audit["audit_hash"] != audit_json([manifest()])["audit_hash"]
     assert audit["findings"] == []
+
+
+def test_the_table_of_many_sources_is_their_splits_and_what_is_wrong():
+    made = [manifest(source=f"source_{i:02d}") for i in range(29)]
+    made[5]["overlaps"] = {"test_content_in_train": 2}
+    table = audit_table(made)
+    assert len(table.splitlines()) < 29 * 3 + 10
+    assert "data.source_05; train holds 2 documents" in " ".join(table.split())
+    assert "chat template" in audit_table(made[:2])

@@ -48,9 +48,15 @@ BROKEN = [
         "line 2 of a.jsonl is not UTF-8: byte 0xe9 at byte 11 of the line (invalid continuation byte)",
     ),
     ("a.txt", b"unu\n\xe9\ndoi\r\n", 2, "not_utf8", "line 2 of a.txt is not UTF-8: byte 0xe9 at byte 1"),
-    ("a.json", '"text"', 0, "not_json", "a.json is neither a JSON array of objects nor one object a line"),
-    ("a.json", b"\xbb[]", 0, "not_json", "a.json is neither a JSON array of objects nor one object"),
-    ("a.json", '{\n "text": "a"\n}\n', 0, "not_json", "a.json is neither a JSON array of objects nor one object"),
+    (
+        "a.json",
+        '"text"',
+        0,
+        "not_json",
+        "a.json is neither a JSON array of objects, nor an object with such an array as `data`, nor one object a line",
+    ),
+    ("a.json", b"\xbb[]", 0, "not_json", "a.json is neither a JSON array of objects, nor an object with"),
+    ("a.json", '{\n "text": "a"\n}\n', 0, "not_json", "a.json is neither a JSON array of objects, nor an object with"),
     ("a.json", jsonl(["a"]) + "{\n", 1, "not_json", "line 2 of a.json is not JSON: Expecting property name"),
     ("a.json", '[{"text": "a"}, 3, {"text": "b"}]', 2, "wrong_type", "row 2 of a.json is a JSON int, not an object"),
     (
@@ -291,3 +297,103 @@ def test_fingerprint_follows_the_bytes(tmp_path):
     assert fingerprint(file_at(first)) == fingerprint(file_at(same))
     assert fingerprint(file_at(first)).startswith("sha256=")
     assert fingerprint(file_at(written(tmp_path, "c.jsonl", jsonl(["b"])))) != fingerprint(file_at(first))
+
+
+REPEATED = '{"text": "a", "text": "b"}'
+NESTED = '{"text": "a", "meta": [{"x": 1, "y": {"z": 1, "z": 2}}]}'
+
+
+@pytest.mark.parametrize("chunk_bytes", [5, 1 << 20])
+@pytest.mark.parametrize(("row", "key"), [(REPEATED, "text"), (NESTED, "z")])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_key_that_comes_twice_spoils_its_row_alone(tmp_path, monkeypatch, name, row, key, chunk_bytes):
+    monkeypatch.setattr(streams, "CHUNK_BYTES", chunk_bytes)
+    rows = ['{"text": "unu"}', row, '{"text": "doi"}']
+    content = "\n".join(rows) if name == "a.jsonl" else f"[{', '.join(rows)}]"
+    documents, refused = split_rows(written(tmp_path, name, content))
+    assert [document.text for document in documents] == ["unu", "doi"]
+    [bad] = refused
+    assert (bad.reason, bad.is_bad_row, bad.place.split()[1]) == ("not_json", True, "2")
+    assert f"an object of it has the key {key!r} twice" in bad.message
+
+
+def test_a_column_that_comes_twice_is_refused(tmp_path):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    table = pyarrow.Table.from_arrays(columns, names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    documents, [refused] = split_rows(tmp_path / "a.parquet")
+    assert not documents
+    assert "names the column 'text' twice" in refused.message
+
+
+WRAPPED = [
+    ('{"version": "1.1", "data": [{"text": "unu"}, {"text": "doi"}]}', ["unu", "doi"]),
+    ('{"data": [{"text": "unu"}], "count": {"rows": [1]}, "of": null}\n', ["unu"]),
+    ('{\n  "meta": {"data": [1]},\n  "data": [\n    {"text": "unu"}\n  ]\n}', ["unu"]),
+]
+
+
+@pytest.mark.parametrize("chunk_bytes", [3, 1 << 20])
+@pytest.mark.parametrize(("content", "texts"), WRAPPED)
+def test_rows_that_an_object_holds(tmp_path, monkeypatch, content, texts, chunk_bytes):
+    monkeypatch.setattr(streams, "CHUNK_BYTES", chunk_bytes)
+    assert texts_of(written(tmp_path, "a.json", content)) == texts
+
+
+@pytest.mark.parametrize(
+    ("rest", "sentence"),
+    [
+        ("", "expected the } of its object but found 'the end'"),
+        ("}}", "expected the } of its object but found '}'"),
+        (', "data": []}', "has the key 'data' twice"),
+        (', "a" 1}', "expected : after the key behind the rows"),
+        (', "a": [1', "what follows the rows cannot be read"),
+    ],
+)
+def test_what_follows_the_rows_of_an_object(tmp_path, rest, sentence):
+    documents, [refused] = split_rows(written(tmp_path, "a.json", f'{{"data": [{{"text": "unu"}}]{rest}'))
+    assert [document.text for document in documents] == ["unu"]
+    assert sentence in refused.message
+
+
+@pytest.mark.parametrize(
+    ("row", "layout"),
+    [({"data": ["a", "b"]}, "alternating"), ({"data": [{"role": "assistant", "content": "b"}]}, "messages")],
+)
+def test_a_row_with_its_turns_in_data_is_no_wrapper(tmp_path, row, layout):
+    path = written(tmp_path, "a.json", json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    documents, refused = split_rows(path, kind="chat", format=layout)
+    assert (len(documents), refused) == (2, [])
+
+
+BARE = {
+    "lines": jsonl(TEXTS).encode(),
+    "array": json.dumps([{"text": text} for text in TEXTS]).encode(),
+    "marked": b"\xef\xbb\xbf" + jsonl(TEXTS).encode(),
+}
+
+
+@pytest.mark.parametrize("content", BARE.values(), ids=BARE)
+@pytest.mark.parametrize("pack", [None, *PACK])
+def test_files_without_a_suffix_are_known_by_their_content(tmp_path, content, pack):
+    packed = content if pack is None else PACK[pack](content)
+    assert texts_of(written(tmp_path, "rows", packed)) == TEXTS
+    assert texts_of(written(tmp_path / "folder", "part-00000", packed).parent) == TEXTS
+
+
+def test_parquet_without_a_suffix(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "rows")
+    assert texts_of(tmp_path / "rows") == TEXTS
+
+
+def test_a_file_without_a_suffix_that_is_neither_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match="the file has no suffix, and its content is neither JSON nor parquet; rename"
+    ):
+        texts_of(written(tmp_path, "rows", "unu\n"))
+
+
+def test_a_folders_other_files_without_a_suffix_are_named(tmp_path, caplog):
+    written(tmp_path, "LICENSE", "MIT")
+    assert texts_of(written(tmp_path, "rows.ndjson", jsonl(TEXTS)).parent) == TEXTS
+    assert "not read: LICENSE" in caplog.text

@@ -265,3 +265,141 @@ def test_marks_that_say_neither(mark, words):
     found = refused(marked(mark, {}), "messages")
     assert (found.reason, found.is_bad_row) == ("bad_mark", True)
     assert words in found.message
+
+
+def test_prompts_and_completions():
+    assert document({"prompt": "Q", "completion": "A"}, "prompt_completion").messages == turns("Q", "A")
+    row = {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}], "completion": "A"}
+    assert document(row, "prompt_completion").messages == (("system", "S"), *turns("Q", "A"))
+    row = {"prompt": "Q", "completion": [{"role": "assistant", "content": "A"}]}
+    assert document(row, "prompt_completion").messages == turns("Q", "A")
+    assert refused({"prompt": "Q", "completion": 3}, "prompt_completion").reason == "wrong_type"
+    assert refused({"prompt": "Q"}, "prompt_completion").reason == "no_field"
+
+
+def test_completions_that_are_marked_bad_are_never_learnt_by_chance():
+    rows = [{"prompt": "Q", "completion": "A", "label": label} for label in (True, False)]
+    assert all(refused(row, "prompt_completion").reason == "preference" for row in rows)
+    assert document(rows[0], "prompt_completion", keep={"label": [True]}).messages == turns("Q", "A")
+    left_out = refused(rows[1], "prompt_completion", keep={"label": [True]})
+    assert (left_out.reason, left_out.is_bad_row) == ("not_kept", False)
+
+
+def test_contents_in_parts():
+    parts = [{"type": "text", "text": "O mare "}, {"type": "text", "text": "albastră."}]
+    row = {"messages": [{"role": "user", "content": "Ce?"}, {"role": "assistant", "content": parts}]}
+    assert document(row, "messages").messages == turns("Ce?", "O mare albastră.")
+    row["messages"][0]["content"] = [{"type": "image", "url": "a.png"}]
+    found = refused(row, "messages")
+    assert (found.reason, found.is_bad_row) == ("not_text", True)
+    assert "has a part of type 'image' in turn 1; only text is trained on" in found.message
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Iași"}'}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+USED = [
+    {"role": "user", "content": "Vremea?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "ploaie"},
+    {"role": "assistant", "content": "Plouă."},
+]
+
+
+def test_calls_that_are_marked_as_context():
+    marked_call = {**USED[1], "train": False}
+    found = document({"messages": [USED[0], marked_call, *USED[2:]]}, "messages")
+    assert (found.context, bool(found.extras[1])) == ((1,), True)
+    assert [found.is_taught(turn) for turn in range(4)] == [False, False, False, True]
+    assert document({"messages": USED}, "messages").is_taught(1), "a call is an answer, although it has no text"
+    found = refused({"messages": [USED[0], marked_call, USED[2], {**USED[3], "weight": 0}]}, "messages")
+    assert found.reason == "no_answer"
+
+
+def test_answers_of_a_prompt_are_context_and_those_of_a_completion_may_be():
+    asked = [{"role": r, "content": c} for r, c in turns("Q1", "A1", "Q2")]
+    told = [{"role": r, "content": c} for r, c in turns("A2", "Q3", "A3")]
+    told = [turn | {"role": role} for turn, role in zip(told, ("assistant", "user", "assistant"), strict=True)]
+    row = {"prompt": asked, "completion": told}
+    assert document(row, "prompt_completion").context == (1,)
+    told[0]["train"] = False
+    assert document(row, "prompt_completion").context == (1, 3)
+    found = document({"prompt": asked, "completion": "A2"}, "prompt_completion")
+    assert (found.context, found.messages) == ((1,), turns("Q1", "A1", "Q2", "A2"))
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_calls_of_tools(tools):
+    found = document({"messages": USED, "tools": tools}, "messages")
+    assert found.messages == (("user", "Vremea?"), ("assistant", ""), ("tool", "ploaie"), ("assistant", "Plouă."))
+    assert json.loads(found.tools) == [TOOL]
+    called = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Iași"}}, "id": "c1"}
+    assert [json.loads(extra) if extra else None for extra in found.extras] == [
+        None,
+        {"tool_calls": [called]},
+        {"name": "weather", "tool_call_id": "c1"},
+        None,
+    ]
+    assert len(document({"messages": USED[:2]}, "messages").messages) == 2, "a call is an answer"
+    assert document({"messages": USED[:1] + USED[3:]}, "messages").extras == ()
+
+
+def test_columns_of_a_table_have_nulls_where_a_call_has_no_argument():
+    row = {
+        "messages": [
+            USED[0],
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Iași", "country": None}}}],
+            },
+        ]
+    }
+    spec = SourceSpec("x", "rows.parquet", kind="chat", format="messages")
+    found = document_of(RawRow(row, "rows.parquet", "row", 1), spec=spec)
+    assert "country" not in found.extras[1]
+    found = document_of(RawRow(row, "rows.json", "row", 1), spec=spec)
+    assert '"country": null' in found.extras[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"messages": [USED[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "bad_call"),
+        ({"messages": [USED[0], {"role": "assistant", "tool_calls": [{"name": "a", "arguments": "x"}]}]}, "bad_call"),
+        ({"messages": [USED[0], {"role": "assistant", "tool_calls": "no"}]}, "bad_call"),
+        ({"messages": USED, "tools": "weather"}, "bad_tools"),
+        ({"messages": USED, "tools": [{"type": "function"}]}, "bad_tools"),
+    ],
+)
+def test_calls_that_are_not_of_a_function(changed, reason):
+    found = refused(changed, "messages")
+    assert (found.reason, found.is_bad_row) == (reason, True)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "is_kept"),
+    [
+        ("irac", ["irac", "statute"], True),
+        ("client", ["irac", "statute"], False),
+        (None, ["irac"], False),
+        (1, [1], True),
+        ("1", [1], True),
+        (1, [True], False),
+        ("true", [True], True),
+        (["irac"], ["irac"], False),
+    ],
+)
+def test_rows_are_kept_by_a_fields_values(value, wanted, is_kept):
+    row = {"text": "a", "sample_type": value}
+    if is_kept:
+        assert document(row, "text", kind="text", keep={"sample_type": wanted}).text == "a"
+        return
+    found = refused(row, "text", kind="text", keep={"sample_type": wanted})
+    assert (found.reason, found.is_bad_row) == ("not_kept", False)
+    assert "which is not in data.x.keep.sample_type." in found.message
+
+
+def test_a_field_that_keep_names_and_a_row_has_not():
+    found = refused({"text": "a", "sample_type": "b"}, "text", kind="text", keep={"sampl_type": ["b"]})
+    assert (found.reason, found.is_bad_row) == ("no_field", True)
+    assert "Did you mean 'sample_type'?" in found.message

@@ -8,9 +8,11 @@ import pytest
 from tests.data.readers import TEXTS, jsonl, spec_for, texts_of, written
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.reading.files import fingerprint
-from tpu_experiments.data.reading.locations import SourceFile, list_files
+from tpu_experiments.data.reading.locations import SUPPORTED, SourceFile, list_files
 
-ASK = "Point data.x.path= at a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder of them, or a Hub id."
+ASK = (
+    "Point data.x.path= at a .jsonl, .ndjson, .json, .parquet, .csv, .tsv or .txt file, a folder of them, or a Hub id."
+)
 
 
 def names(path):
@@ -120,7 +122,7 @@ def test_missing_folder_is_said(tmp_path):
         ("a.tar.gz", "archives (.tar.gz) are not read"),
         ("a.TGZ", "archives (.tgz) are not read"),
         ("a.parquet.gz", "parquet is compressed inside; unpack the .gz around it"),
-        ("a.arrow", "the suffix '.arrow' is not supported; convert the file to .jsonl, .json, .parquet,"),
+        ("a.arrow", "the suffix '.arrow' is not supported; convert the file to .jsonl, .ndjson, .json, .parquet,"),
         ("a.md.zst", "the suffix '.md' is not supported"),
     ],
 )
@@ -131,9 +133,7 @@ def test_files_that_are_not_read(tmp_path, name, sentence):
 def test_folder_without_data(tmp_path):
     assert "among the 0 files there (nothing)" in complaint(tmp_path)
     written(tmp_path, "data.arrow", "")
-    assert "no .jsonl, .json, .parquet, .csv, .tsv or .txt file is among the 1 files there (data.arrow)" in complaint(
-        tmp_path
-    )
+    assert f"no {SUPPORTED} file is among the 1 files there (data.arrow)" in complaint(tmp_path)
 
 
 def test_data_that_a_folder_holds_and_is_not_read_is_named(folder, caplog):

@@ -6,11 +6,10 @@ import random
 
 import pytest
 
+from tests.data import readers
 from tests.data.preparing import prepared, text_source
 from tests.data.readers import spec_for, split_rows, texts_of, written
 from tpu_experiments.data.reading import tables
-from tpu_experiments.data.reading.locations import list_files
-from tpu_experiments.data.reading.sources import read_rows
 
 ROWS = 400
 
@@ -29,8 +28,7 @@ def pairs(delimiter, *, seed=0):
 
 
 def rows_of(path, **values):
-    spec = spec_for(path, **values)
-    return [row.data for row in read_rows(spec, files=list_files(spec))]
+    return [row.data for row in readers.rows_of(spec_for(path, **values))]
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.tsv", "\t"), ("a.csv", ","), ("a.csv", ";")])

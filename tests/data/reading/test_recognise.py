@@ -7,7 +7,7 @@ import pytest
 from tests.data.readers import jsonl, read, recognised, spec_for, split_rows, written
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.reading.locations import SourceFile
-from tpu_experiments.data.reading.sources import resolve_format
+from tpu_experiments.data.reading.sources import SourceRows
 
 CHAT = [
     ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
@@ -17,6 +17,8 @@ CHAT = [
     ({"question": "a", "answer": "b"}, "question_answer"),
     ({"instruction": "a", "output": "b"}, "instruction"),
     ({"instruction": "a", "context": "", "response": "b"}, "instruction"),
+    ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+    ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, "prompt_completion"),
     ({"text": "<s>[INST] a [/INST] b </s>"}, "llama2"),
     ({"text": "### Human: a### Assistant: b"}, "human_assistant"),
 ]
@@ -69,9 +71,39 @@ def test_unknown_fields_are_named(tmp_path):
     sentence = complaint(tmp_path, [{"content": "a", "url": "b"}])
     assert "have the fields content, url, which is no known format" in sentence
     assert "set data.x.format= to one of text, and data.x.fields= where" in sentence
-    assert "one of messages, alternating, question_answer, instruction, llama2, human_assistant" in complaint(
+    assert "one of messages, alternating, question_answer, instruction, prompt_completion, llama2" in complaint(
         tmp_path, [{"content": "a"}], kind="chat"
     )
+
+
+TURN = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+PAIRS = [
+    ({"chosen": [TURN, ANSWER], "rejected": [TURN]}, {"messages": "chosen"}, "chat"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"completion": "chosen"}, "chat"),
+    ({"prompt": [TURN], "chosen": [ANSWER], "rejected": [ANSWER]}, {"completion": "chosen"}, "chat"),
+    ({"prompt": "a", "chosen": [TURN, ANSWER], "rejected": [TURN]}, {"messages": "chosen"}, "chat"),
+    ({"chosen": "Human: a Assistant: b", "rejected": "c"}, {"text": "chosen"}, "text"),
+]
+
+
+@pytest.mark.parametrize(("row", "fields", "kind"), PAIRS)
+def test_preference_pairs_are_read_only_where_a_key_says_which(tmp_path, row, fields, kind):
+    (field,) = fields
+    sentence = complaint(tmp_path, [row], kind=kind)
+    assert "its rows are preference pairs (chosen and rejected answers), and training on preferences" in sentence
+    assert f"'data.x.fields={{{field}: chosen}}' with data.x.kind={kind} reads the chosen ones" in sentence
+    path = written(tmp_path, "pairs.jsonl", json.dumps(row) + "\n")
+    [document] = read(path, kind=kind, format="auto", fields=fields)
+    assert "c" not in [document.text, *(content for _, content in document.messages or ())]
+
+
+def test_other_fields_of_preference_pairs_are_read_by_name(tmp_path):
+    row = {"messages": [TURN, ANSWER], "chosen": [TURN, ANSWER], "rejected": [TURN]}
+    assert "are preference pairs" in complaint(tmp_path, [row], kind="chat")
+    path = written(tmp_path, "pairs.jsonl", json.dumps(row) + "\n")
+    [document] = read(path, kind="chat", format="messages")
+    assert document.messages == (("user", "a"), ("assistant", "b"))
 
 
 def test_rows_of_several_formats(tmp_path):
@@ -94,7 +126,7 @@ def test_nothing_readable(tmp_path):
 
 def test_a_format_that_is_named_stays_and_nothing_is_read(tmp_path):
     spec = spec_for(tmp_path / "nowhere.jsonl", kind="chat", format="messages")
-    assert resolve_format(spec, files=[SourceFile("none.jsonl", spec.path)]) == spec
+    assert SourceRows(spec, files=[SourceFile("none.jsonl", spec.path)]).resolve_format() == spec
 
 
 def test_renamed_fields_must_be_the_formats(tmp_path):

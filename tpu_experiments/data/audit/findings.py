@@ -124,7 +124,7 @@ def _overlapping(manifest: Manifest) -> Found:
             yield (
                 "error",
                 f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split word for word; "
-                f"a score on them says nothing; set data.{name}.duplicates.exact=drop and prepare again.",
+                f"a score on them says nothing; set data.{name}.duplicates.exact=folded and prepare again.",
             )
         elif count:
             yield (

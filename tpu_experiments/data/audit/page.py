@@ -1,10 +1,15 @@
-"""The audit as one HTML file that needs nothing else: numbers, charts, and rows token by token."""
+"""The audit as HTML that needs nothing else: numbers, charts, and rows token by token.
+
+<name>.html               an overview of all sources, and each of them where they are few
+<name>/<source>-512.html  one source at one row length, where they are many
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -28,38 +33,124 @@ from tpu_experiments.data.audit.summary import (
     shortened,
 )
 from tpu_experiments.data.rows import RowSource
+from tpu_experiments.io import paths
 
 REASONS_SHOWN = 8
+ON_ONE_PAGE = 4
+"""Sources and row lengths that are shown on one page; with four rows of 1,024 tokens each takes 0.25 MB."""
 
 
-def audit_page(
+def audit_pages(
     manifests: Sequence[Manifest],
     *,
     stores: Mapping[tuple[str, int], RowSource],
     tokenizer: PreTrainedTokenizerBase,
+    name: str,
     num_rows: int = 4,
-) -> str:
-    """HTML of all sources; of `stores`, their training rows by source and row length, `num_rows` each are shown.
+) -> dict[str, str]:
+    """HTML by file name: one page, or more than `ON_ONE_PAGE` sources on a page each, the overview last.
 
-    A source without a store is shown without rows.
+    Of `stores`, the training rows by source and row length, `num_rows` each are shown; of a source without one, none.
     """
-    parts = [_header(manifests), _tiles(manifests), _findings(manifests)]
+
+    def sections(shown: Sequence[Manifest]) -> Iterator[str]:
+        for manifest in shown:
+            yield from (_numbers(manifest), _charts(manifest), _facts(manifest), _examples(manifest))
+            store = stores.get((manifest["source"], manifest["seq_len"]))
+            if store is not None and store.num_rows:
+                yield _rows(store, tokenizer=tokenizer, num_rows=num_rows)
+
+    top = [_header(manifests), _tiles(manifests), _findings(manifests)]
+    if len(manifests) <= ON_ONE_PAGE:
+        overview = [_overview(manifests, folder=None)] if len(manifests) > 1 else []
+        return {f"{name}.html": _page(manifests, [*top, *overview, *sections(manifests)])}
+    pages = {}
     for manifest in manifests:
-        parts += [_numbers(manifest), _charts(manifest), _facts(manifest), _examples(manifest)]
-        store = stores.get((manifest["source"], manifest["seq_len"]))
-        if store is not None and store.num_rows:
-            parts.append(_rows(store, tokenizer=tokenizer, num_rows=num_rows))
-    parts.append(f"<footer>Audit hash of all of it: <code>{audit_json(manifests)['audit_hash']}</code></footer>")
+        back = f'<p class="about"><a href="../{quote(name)}.html">all {len(_names(manifests))} sources</a></p>'
+        body = [_header([manifest]), back, _findings([manifest]), *sections([manifest])]
+        pages[f"{name}/{_file_of(manifest)}"] = _page([manifest], body)
+    return pages | {f"{name}.html": _page(manifests, [*top, _overview(manifests, folder=name)])}
+
+
+def write_audit_pages(folder: str, pages: Mapping[str, str]) -> None:
+    """Write the pages of `audit_pages` below a folder, the overview last."""
+    for name, page in pages.items():
+        place = paths.join(folder, name)
+        paths.make_dirs(place.rpartition("/")[0])
+        paths.write_text_atomic(place, page)
+
+
+def _page(manifests: Sequence[Manifest], parts: Sequence[str]) -> str:
+    footer = f"<footer>Audit hash of all of it: <code>{audit_json(manifests)['audit_hash']}</code></footer>"
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    title = "Data audit: " + ", ".join(_names(manifests))
-    return template.substitute(title=escape(title), body="\n".join(part for part in parts if part))
+    title = "Data audit: " + _named(manifests)
+    return template.substitute(title=escape(title), body="\n".join(part for part in (*parts, footer) if part))
+
+
+def _file_of(manifest: Manifest) -> str:
+    return f"{manifest['source']}-{manifest['seq_len']}.html"
 
 
 def _header(manifests: Sequence[Manifest]) -> str:
     lengths = " and ".join(f"{n:,}" for n in sorted({m["seq_len"] for m in manifests}))
     tokenizers = ", ".join(dict.fromkeys(shortened(str(m["tokenizer"]), 60) for m in manifests))
-    about = f"{', '.join(_names(manifests))}: rows of {lengths} tokens, tokenizer {tokenizers}"
+    about = f"{_named(manifests)}: rows of {lengths} tokens, tokenizer {tokenizers}"
     return f'<header><h1>What the model will read</h1><p class="about">{escape(about)}</p></header>'
+
+
+def _named(manifests: Sequence[Manifest]) -> str:
+    names = _names(manifests)
+    more = f" and {len(names) - ON_ONE_PAGE} other sources" if len(names) > ON_ONE_PAGE else ""
+    return ", ".join(names[:ON_ONE_PAGE]) + more
+
+
+def _overview(manifests: Sequence[Manifest], *, folder: str | None) -> str:
+    """A line for each source and row length, with a link to its page in `folder`, or to its part of this one."""
+    head = ("Source", "Row", "Kept", "Left out", "Train tokens", "Share", "Supervised", "Evaluation", "Test", "Overlap")
+    total = {
+        n: sum(_train(m)["tokens"] for m in manifests if m["seq_len"] == n) for n in {m["seq_len"] for m in manifests}
+    }
+    found = audit_findings(manifests)
+    body = []
+    for manifest in manifests:
+        train, splits, seq_len = _train(manifest), manifest["splits"], manifest["seq_len"]
+        held = [f"{splits.get(split, {}).get('documents', 0):,}" for split in ("evaluation", "test")]
+        severities = [finding.severity for finding in found if finding.source == manifest["source"]]
+        cells = (
+            f"{seq_len:,}",
+            f"{manifest['documents_out']:,}",
+            f"{manifest['documents_in'] - manifest['documents_out']:,}",
+            f"{train['tokens']:,}",
+            percent(train["tokens"], total[seq_len]),
+            percent(train["supervised_tokens"], train["tokens"]),
+            *held,
+            f"{_overlap([manifest])[0]:,}",
+            ", ".join(_counted(severities.count(s), s) for s in ("error", "warning") if s in severities) or "none",
+        )
+        name = escape(manifest["source"])
+        place = f"#{_anchor(manifest)}" if folder is None else f"{quote(folder)}/{quote(_file_of(manifest))}"
+        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body.append(f'<tr><td><a href="{place}">{name}</a></td>{row}</tr>')
+    names = "".join(f'<th scope="col">{name}</th>' for name in (*head, "Findings"))
+    table = f'<table class="numbers"><thead><tr>{names}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+    return f'<h2>Sources</h2><div class="scroll">{table}</div>'
+
+
+def _anchor(manifest: Manifest) -> str:
+    return quote(f"{manifest['source']}-{manifest['seq_len']}")
+
+
+def _train(manifest: Manifest) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = manifest["splits"].get("train", {"tokens": 0, "supervised_tokens": 0})
+    return found
+
+
+def _overlap(manifests: Sequence[Manifest]) -> tuple[int, int, int, int]:
+    """The worst kind of overlap, then each: held-out documents in train, their first questions, other sources."""
+    pairs = [pair for m in manifests for pair in overlaps_of(m)]
+    same, prompts = (sum(count for _, what, _, count in pairs if what == kind) for kind in ("content", "prompt"))
+    across = sum(shared["groups"] for m in manifests for shared in m.get("across") or [])
+    return max(same, prompts, across), same, prompts, across
 
 
 def _names(manifests: Sequence[Manifest]) -> list[str]:
@@ -78,9 +169,7 @@ def _tiles(manifests: Sequence[Manifest]) -> str:
         here = sum(n["rows"] for n in m["splits"].values())
         rows, held = rows + here, held + here * m["seq_len"]
     filled = sum(n["tokens"] for m in manifests for n in m["splits"].values())
-    pairs = [pair for m in once for pair in overlaps_of(m)]
-    same, prompts = (sum(count for _, what, _, count in pairs if what == kind) for kind in ("content", "prompt"))
-    across = sum(shared["groups"] for m in once for shared in m.get("across") or [])
+    worst, same, prompts, across = _overlap(once)
     tiles = [
         ("Documents kept", f"{kept:,}", f"of {read:,} read; {reported:,} left out and reported"),
         ("Rows", f"{rows:,}", "what the model sees at once; several documents can share one"),
@@ -89,7 +178,7 @@ def _tiles(manifests: Sequence[Manifest]) -> str:
         ("Rows filled", percent(filled, held), "the rest is padding"),
         (
             "Overlap",
-            f"{max(same, prompts, across):,}",
+            f"{worst:,}",
             f"{same:,} held-out documents are in train too, {prompts:,} by "
             f"their first question, {across:,} in another source",
         ),
@@ -127,7 +216,7 @@ def _numbers(manifest: Manifest) -> str:
         for split, n in manifest["splits"].items()
     ]
     return (
-        f'<h2>{escape(manifest["source"])}</h2><p class="note">{escape(about)}</p>'
+        f'<h2 id="{_anchor(manifest)}">{escape(manifest["source"])}</h2><p class="note">{escape(about)}</p>'
         f'<div class="scroll">{_table(head, body)}</div>'
     )
 
@@ -177,7 +266,7 @@ def _facts(manifest: Manifest) -> str:
     tokenizer = shortened(manifest["tokenizer"], 60)
     facts = {
         **({"Splits": escape(origins_text(manifest))} if manifest.get("origins") else {}),
-        "Changed by cleaning": escape(changes or "nothing"),
+        "Changed or noticed": escape(changes or "nothing"),
         "Longer than a row": escape(long_documents_text(manifest)),
         "Duplicates": escape(duplicates_text(manifest)),
         "Overlaps": escape(overlaps or "not compared"),
@@ -190,13 +279,13 @@ def _facts(manifest: Manifest) -> str:
 
 def _examples(manifest: Manifest) -> str:
     body = [
-        (reason.replace("_", " "), example["place"], example["message"])
+        (reason.replace("_", " "), example["place"], example["message"], example.get("text", ""))
         for reason, examples in manifest["examples"].items()
         for example in examples
     ]
     if not body:
         return ""
-    table = _table(("Reason", "Where", "What"), body, kind="words")
+    table = _table(("Reason", "Where", "What", "How it begins"), body, kind="words")
     summary = f'<summary>Left out, for example<span class="note">{len(body)} shown</span></summary>'
     return f'<details class="look">{summary}<div class="scroll">{table}</div></details>'
 

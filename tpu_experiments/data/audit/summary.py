@@ -21,6 +21,8 @@ from tpu_experiments.data.audit.findings import (
 )
 
 COLUMNS = 100
+SHOWN_WHOLE = 8
+"""Sources and row lengths of which the table says more than the sizes of their splits; the page has all."""
 _NO_BREAK = "\u00a0"
 
 _WHAT_THE_DATA_IS = (
@@ -64,9 +66,9 @@ def audit_json(manifests: Sequence[Manifest]) -> dict[str, Any]:
 
 
 def audit_table(manifests: Sequence[Manifest]) -> str:
-    """What `task=prepare` prints: every source and split, at most 100 columns wide."""
+    """What `task=prepare` prints: every source and split, at most 100 columns wide; more of few sources only."""
     lines = list(_split_lines(manifests))
-    for manifest in manifests:
+    for manifest in manifests if len(manifests) <= SHOWN_WHOLE else []:
         lines += ["", *_source_lines(manifest)]
     for severity in ("error", "warning"):
         messages = [f.message for f in audit_findings(manifests) if f.severity == severity]
@@ -168,7 +170,8 @@ def duplicates_text(manifest: Manifest) -> str:
     """How many copies were left out, and what was looked for."""
     rules = manifest.get("config", {}).get("duplicates", {})
     reported = manifest["documents_reported"]
-    exact = "kept" if rules.get("exact") == "keep" else f"{reported.get('exact_duplicate', 0):,} left out"
+    folded = " (case and blanks folded)" if rules.get("exact") == "folded" else ""
+    exact = "kept" if rules.get("exact") == "keep" else f"{reported.get('exact_duplicate', 0):,} left out{folded}"
     similar = (
         f"{reported.get('near_duplicate', 0):,} left out (similarity {rules['near']})" if rules.get("near") else ""
     )

@@ -30,8 +30,13 @@ GRAMS_AT_ONCE = 2**14  # 8 MiB of permuted hashes
 
 
 def content_key(document: Document) -> bytes:
-    """16 bytes, equal for documents with the same words (and roles): case-folded, runs of blanks made one space."""
+    """16 bytes, equal for documents with the same words (and roles): case-folded, runs of blanks made one."""
     return hashlib.blake2b(_content(document).encode(), digest_size=16).digest()
+
+
+def exact_key(document: Document) -> bytes:
+    """16 bytes, equal for documents with the same text (and roles), letter for letter."""
+    return hashlib.blake2b(document.content.encode(), digest_size=16).digest()
 
 
 def prompt_key(document: Document) -> bytes:
@@ -56,7 +61,8 @@ def _content(document: Document) -> str:
     if document.messages is None:
         return _normal(document.text or "")
     # The two separators are blanks to str.split, so no normal text holds one.
-    return "\x1e".join(f"{role}\x1f{_normal(content)}" for role, content in document.messages)
+    turns = [f"{role}\x1f{_normal(content)}" for role, content in document.messages]
+    return "\x1e".join([*turns, *map(_normal, document.extras), *([_normal(document.tools)] if document.tools else [])])
 
 
 class Signer:
@@ -73,7 +79,7 @@ class Signer:
         signatures_DP = np.empty((len(documents), NUM_PERMUTATIONS), np.uint32)
         for row, document in enumerate(documents):
             contents = [content for _, content in document.messages or ()] or [document.text or ""]
-            grams = _gram_hashes(" ".join(contents)).tolist()
+            grams = _gram_hashes(" ".join([*contents, *document.extras])).tolist()
             sketch = self._empty.copy()
             for start in range(0, len(grams), GRAMS_AT_ONCE):
                 sketch.update_batch(grams[start : start + GRAMS_AT_ONCE])
@@ -115,7 +121,7 @@ def find_duplicates(
     other, so a sequence that opens a block's file when it is asked for it keeps no more than one open.
 
     Args:
-        keys_D2: `content_key` of each document.
+        keys_D2: `content_key` or `exact_key` of each document.
         signatures: of the same documents in order, in blocks (D_b, P); only looked at with `near`.
         near: share of equal entries from which signatures are alike; None looks for exact duplicates only.
 

@@ -3,33 +3,35 @@
 A row that cannot be made out is one Refused; a file that breaks off gives what was whole and then one Refused. The
 largest piece held is one line, one array element or one parquet batch.
 
-.jsonl     an object a line; the line is parsed later, in a worker process
-.json      an array of objects, or one object a line
+.jsonl .ndjson  an object a line; the line is parsed later, in a worker process
+.json      an array of objects, by itself or as `data` of an object, or one object a line
 .parquet   a row
 .csv .tsv  a record; the first line names the columns
 .txt       a line is a document, in the field `text` (as with Hugging Face's loader `text`)
+(none)     as one of these, packed or not, if its first bytes show which
 """
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused, SourceSpec
-from tpu_experiments.data.reading.json_array import read_array
-from tpu_experiments.data.reading.locations import TABLES, SourceFile, suffixes_of
+from tpu_experiments.data.reading.json_array import read_array, wrapped_at
+from tpu_experiments.data.reading.locations import TABLES, SourceFile, content_suffixes
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, not_utf8, place_of
 from tpu_experiments.data.reading.tables import read_parquet, read_table
 from tpu_experiments.io import find
 from tpu_experiments.io.paths import is_remote
 from tpu_experiments.io.streams import SUFFIXES, ByteStream, UnreadableError
 
+HEAD_BYTES = 2**20  # of a .json file: what stands before its rows, in an object that holds them
 CONTENT_MARKS = ("md5Hash", "crc32c", "content_hash", "etag", "ETag", "generation", "mtime", "LastModified")
 """What file systems say about an object's content, the surest first."""
 
 
-def read_raw(file: SourceFile, *, spec: SourceSpec) -> Iterator[RawRow | Refused]:
+def read_raw(file: SourceFile, *, spec: SourceSpec) -> Generator[RawRow | Refused]:
     """Rows of one file.
 
     Raises:
@@ -72,7 +74,7 @@ def _sha256(url: str) -> str:
 
 
 def _rows(file: SourceFile, *, spec: SourceSpec) -> Iterator[RawRow | Refused]:
-    data, compression = suffixes_of(file.name)
+    data, compression = content_suffixes(file.name, file.url)
     if data == ".parquet":
         return read_parquet(file.url, name=file.name)
     stream = ByteStream(file.url, compression=SUFFIXES.get(compression))
@@ -89,14 +91,24 @@ def _read_json(stream: ByteStream, *, name: str) -> Iterator[RawRow | Refused]:
     while not start and (chunk := next(chunks, None)) is not None:
         head.append(chunk)
         start = chunk.lstrip(b" \t\r\n")[:1]
-    everything = chain(head, chunks)
     if start == b"[":
-        yield from read_array(stream, chunks=everything, name=name)
+        yield from read_array(stream, chunks=chain(head, chunks), name=name)
         return
+    while start == b"{" and sum(map(len, head)) < HEAD_BYTES and (chunk := next(chunks, None)) is not None:
+        head.append(chunk)
+    whole = b"".join(head)
+    array = wrapped_at(whole[:HEAD_BYTES]) if start == b"{" else None
+    if array is not None:
+        yield from read_array(stream, chunks=chain([whole[array:]], chunks), name=name, is_wrapped=True)
+        return
+    everything = chain([whole], chunks)
     rows = _read_lines(stream, chunks=everything, name=name)
     first = list(islice(rows, 2))
     if start and not any(_is_object(row) for row in first):
-        message = "is neither a JSON array of objects nor one object a line, and is not read; wrap its rows in [ ] "
+        message = (
+            "is neither a JSON array of objects, nor an object with such an array as `data`, nor one object a line, "
+            "and is not read; wrap its rows in [ ] "
+        )
         yield Refused("not_json", name, message + "or write each on a line of its own.")
         return
     yield from chain(first, rows)

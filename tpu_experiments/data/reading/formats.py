@@ -5,6 +5,7 @@ messages         field `messages` or `conversations` (or `data`), a list of role
                  assistant's turn with `train: false` (or `weight: 0`) is read and not learnt
 alternating      field `data`, a list of strings, user first
 question_answer  the chain-of-thought answer of the UK-law recipe
+prompt_completion  `prompt` and `completion`, strings or lists of turns; the completion is learnt
 instruction      `instruction`, `input` or `context`, `output` or `response`
 llama2           field `text` with [INST] marks
 human_assistant  field `text` with ### Human: and ### Assistant: marks
@@ -17,7 +18,9 @@ from typing import Any
 from tpu_experiments.config.errors import suggest
 from tpu_experiments.data.documents import FORMATS_OF_KIND, Document, Refused, SourceSpec
 from tpu_experiments.data.reading.chat_texts import Turns, turns_of_human_assistant, turns_of_llama2
+from tpu_experiments.data.reading.locations import suffixes_of
 from tpu_experiments.data.reading.raw_rows import RawRow, not_utf8
+from tpu_experiments.data.reading.strict_objects import StrictDecoder
 
 ROLES = {
     "system": "system",
@@ -28,6 +31,8 @@ ROLES = {
     "gpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
 }
 
 FIELDS_OF_FORMAT: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -36,6 +41,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[tuple[str, ...], ...]] = {
     "alternating": (("data",),),
     "question_answer": (("question",), ("answer",)),
     "instruction": (("instruction",), ("output", "response")),
+    "prompt_completion": (("prompt",), ("completion",)),
     "llama2": (("text",),),
     "human_assistant": (("text",),),
 }
@@ -43,11 +49,17 @@ FIELDS_OF_FORMAT: dict[str, tuple[tuple[str, ...], ...]] = {
 OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
     "question_answer": ("topic", "difficulty", "reasoning", "case_citation"),
     "instruction": ("input", "context"),
+    "messages": ("tools",),
+    "prompt_completion": ("tools",),
 }
 
 MARKS = ("train", "training", "weight")
 """Fields of a turn in `messages` that say whether it is learnt; others write `training: false` or `weight: 0`."""
 
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+USING_TOOLS = ("messages", "conversations", "prompt", "completion", "tools")
+"""Fields whose members a template may read."""
+_DECODER = StrictDecoder()
 MAX_NAMES_SHOWN = 20
 
 Fields = Mapping[str, Any]
@@ -67,10 +79,14 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
     Turns after the last answer are dropped; a conversation without an answer, and blank text, are refused without
     being bad rows.
     """
-    fields = fields_of(row, spec=spec)
-    if isinstance(fields, Refused):
-        return fields
+    row_fields = _own_fields(row)
+    if isinstance(row_fields, Refused):
+        return row_fields
     try:
+        left_out = _left_out(row_fields, spec)
+        if left_out:
+            return Refused("not_kept", row.place, left_out, is_bad_row=False)
+        fields = _renamed(row_fields, spec)
         identity = _identity(fields) or f"{row.file}:{row.number}"
         if spec.format == "text":
             text = _string(fields, "text", spec=spec)
@@ -78,12 +94,21 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
                 return Refused("empty", row.place, "has no text.", is_bad_row=False)
             return Document(identity, text=text, place=row.place, group=_group(fields, spec))
         turns = _TURNS_OF[spec.format](fields, spec)
-        context = _context(fields, turns) if spec.format == "messages" else ()
-        turns = _answered(turns, context)
+        written = _written_turns(fields, spec)
+        extras, tools = _tool_use(written, fields=fields)
+        context = _context(written, turns, num_asked=_num_asked(fields, spec))
+        turns = _answered(turns, extras=extras, context=context)
         if not turns:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
-        context = tuple(turn for turn in context if turn < len(turns))
-        return Document(identity, messages=tuple(turns), place=row.place, group=_group(fields, spec), context=context)
+        return Document(
+            identity,
+            messages=tuple(turns),
+            place=row.place,
+            group=_group(fields, spec),
+            context=tuple(turn for turn in context if turn < len(turns)),
+            extras=extras[: len(turns)],
+            tools=tools,
+        )
     except BadRow as error:
         message = str(error).encode(errors="backslashreplace").decode()  # it may quote what cannot be written
         return Refused(error.reason, row.place, message)
@@ -91,22 +116,49 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
 
 def fields_of(row: RawRow, *, spec: SourceSpec) -> dict[str, Any] | Refused:
     """The row's fields by name, with `spec.fields` laid over them."""
+    fields = _own_fields(row)
+    return fields if isinstance(fields, Refused) else _renamed(fields, spec)
+
+
+def field_of(row: RawRow, name: str) -> tuple[str | None, list[str]]:
+    """A field of a row as text (JSON, of what is no text), None where it is not there, and the names of all fields."""
+    fields = _own_fields(row)
+    if isinstance(fields, Refused) or name not in fields:
+        return None, [] if isinstance(fields, Refused) else list(fields)
+    value = fields[name]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), list(fields)
+
+
+def _own_fields(row: RawRow) -> dict[str, Any] | Refused:
     if isinstance(row.data, dict):
         fields = row.data
+        if suffixes_of(row.file)[0] not in JSON_SUFFIXES and any(fields.get(name) for name in USING_TOOLS):
+            fields = {name: _without_nulls(value) for name, value in fields.items()}
     else:
         parsed = _parsed(row.data, place=row.place)
         if isinstance(parsed, Refused):
             return parsed
         fields = parsed
+    return fields
+
+
+def _renamed(fields: dict[str, Any], spec: SourceSpec) -> dict[str, Any]:
     if not spec.fields:
         return fields
     renamed = {name: value for name, value in fields.items() if name not in spec.fields}
     return renamed | {name: fields[own] for name, own in spec.fields.items() if own in fields}
 
 
+def _without_nulls(value: Any) -> Any:
+    """Without members that are null: in a column of a table every row has all members that any row has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(member) for name, member in value.items() if member is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _parsed(line: bytes, *, place: str) -> dict[str, Any] | Refused:
     try:
-        fields = json.loads(line.decode())
+        fields = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
         return not_utf8(error, place=place)
     except (ValueError, RecursionError) as error:
@@ -120,6 +172,27 @@ def _parsed(line: bytes, *, place: str) -> dict[str, Any] | Refused:
 def _identity(fields: Fields) -> str:
     given = fields.get("id")
     return _encodable(str(given), name="id") if isinstance(given, str | int | float) else ""
+
+
+def _left_out(fields: Fields, spec: SourceSpec) -> str:
+    """Why `keep` leaves the row out; empty where it does not."""
+    for name, values in spec.keep.items():
+        if name not in fields:
+            raise BadRow(
+                "no_field",
+                f"has no field {name!r}, which data.{spec.name}.keep names; mend the row. {suggest(name, fields)}",
+            )
+        if not any(_is_value(fields[name], wanted) for wanted in values):
+            shown = json.dumps(fields[name], ensure_ascii=False, default=str)[:40]
+            return f"has {name}={shown}, which is not in data.{spec.name}.keep.{name}."
+    return ""
+
+
+def _is_value(value: Any, wanted: Any) -> bool:
+    """Whether they are the same; what a table without types holds is the text of it."""
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        return value is wanted or (isinstance(value, str) and value.lower() == str(wanted).lower())
+    return isinstance(value, str | int | float) and str(value) == str(wanted)
 
 
 def _group(fields: Fields, spec: SourceSpec) -> str | None:
@@ -137,24 +210,29 @@ def _group(fields: Fields, spec: SourceSpec) -> str | None:
     return json.dumps(value)
 
 
-def _answered(turns: Turns, context: tuple[int, ...]) -> Turns:
-    """Up to the last assistant turn that says something and is learnt."""
+def _answered(turns: Turns, *, extras: tuple[str, ...], context: tuple[int, ...]) -> Turns:
+    """Up to the last assistant turn that says something or calls a tool, and is learnt."""
     answers = [
         number
         for number, (role, content) in enumerate(turns)
-        if role == "assistant" and content.strip() and number not in context
+        if role == "assistant" and (content.strip() or (extras and extras[number])) and number not in context
     ]
     return turns[: answers[-1] + 1] if answers else []
 
 
-def _context(fields: Fields, turns: Turns) -> tuple[int, ...]:
-    """Assistant turns that the row marks as not to be learnt."""
-    given = next(fields[name] for name in (*FIELDS_OF_FORMAT["messages"][0], "data") if fields.get(name) is not None)
+def _context(written: list[Any], turns: Turns, *, num_asked: int) -> tuple[int, ...]:
+    """Assistant turns that are not to be learnt: the row marks them so, or they are of the first, the prompt."""
     return tuple(
         number
-        for number, (turn, (role, _)) in enumerate(zip(given, turns, strict=True))
-        if role == "assistant" and _is_context(turn, number=number + 1)
+        for number, (turn, (role, _)) in enumerate(zip(written, turns, strict=bool(written)))
+        if role == "assistant" and (number < num_asked or _is_context(turn, number=number + 1))
     )
+
+
+def _num_asked(fields: Fields, spec: SourceSpec) -> int:
+    """Turns of the prompt where a row has it apart from what is learnt."""
+    prompt = fields["prompt"] if spec.format == "prompt_completion" else []
+    return len(prompt) if isinstance(prompt, list) else 1
 
 
 def _is_context(turn: Fields, *, number: int) -> bool:
@@ -184,6 +262,25 @@ def _messages(fields: Fields, spec: SourceSpec) -> Turns:
     return [_turn(turn, number=number) for number, turn in enumerate(turns, start=1)]
 
 
+def _prompt_completion(fields: Fields, spec: SourceSpec) -> Turns:
+    if isinstance(fields.get("label"), bool) and "label" not in spec.keep:
+        raise BadRow(
+            "preference",
+            "has a label that says whether its completion is a good one, and training on preferences is not there yet; "
+            f"data.{spec.name}.keep.label=[true] reads the good ones.",
+        )
+    found: Turns = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        _, value = _required(fields, (name,), spec=spec)
+        if isinstance(value, str):
+            found.append((role, _encodable(value, name=name)))
+        elif isinstance(value, list):
+            found += [_turn(turn, number=number) for number, turn in enumerate(value, start=len(found) + 1)]
+        else:
+            raise _wrong_type(name, value, wanted="a string or a list of turns", spec=spec)
+    return found
+
+
 def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)
 
@@ -192,6 +289,10 @@ def _turn(turn: Any, *, number: int) -> tuple[str, str]:
     fields = turn if isinstance(turn, dict) else {}
     role = fields.get("role") or fields.get("from")
     content = fields.get("content") if fields.get("content") is not None else fields.get("value")
+    if content is None and fields.get("tool_calls"):
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(part, number=number) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
         held = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
         raise BadRow(
@@ -202,6 +303,91 @@ def _turn(turn: Any, *, number: int) -> tuple[str, str]:
     if role.lower() not in ROLES:
         raise BadRow("bad_role", f"has the role {role!r} in turn {number}. {suggest(role, ROLES)}")
     return ROLES[role.lower()], _encodable(content, name=f"turn {number}")
+
+
+def _part(part: Any, *, number: int) -> str:
+    """The text of a part of a content, `{"type": "text", "text": ...}`."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise BadRow(
+            "not_text", f"has a part of type {kind!r} in turn {number}; only text is trained on; remove the row."
+        )
+    return str(part["text"])
+
+
+def _written_turns(fields: Fields, spec: SourceSpec) -> list[Any]:
+    """The turns as the row has them, where they are objects; one for each turn."""
+    if spec.format == "messages":
+        names = (*FIELDS_OF_FORMAT["messages"][0], "data")
+        return list(next(fields[name] for name in names if fields.get(name) is not None))
+    if spec.format == "prompt_completion":
+        values = (fields["prompt"], fields["completion"])
+        return [turn for value in values for turn in (value if isinstance(value, list) else [{}])]
+    return []
+
+
+def _tool_use(turns: list[Any], *, fields: Fields) -> tuple[tuple[str, ...], str]:
+    """`Document.extras` and `Document.tools`."""
+    extras = tuple(_extra(turn, number=number) for number, turn in enumerate(turns, start=1))
+    tools = _tools(fields.get("tools")) if turns else ""
+    return (extras if any(extras) else ()), tools
+
+
+def _extra(turn: Fields, *, number: int) -> str:
+    """JSON of an assistant's calls, or of what a tool's answer is to; empty where a turn is neither."""
+    role = ROLES.get(str(turn.get("role") or turn.get("from")).lower())
+    extra: dict[str, Any] = {}
+    if role == "assistant" and turn.get("tool_calls"):
+        calls = _from_json(turn["tool_calls"])
+        if not isinstance(calls, list):
+            raise BadRow("bad_call", f"has tool_calls in turn {number} that are no list; mend or remove the row.")
+        extra["tool_calls"] = [_call(call, number=number) for call in calls]
+    if role == "tool":
+        extra = {name: turn[name] for name in ("name", "tool_call_id") if isinstance(turn.get(name), str)}
+    if not extra and role != "tool":
+        return ""
+    return _encodable(json.dumps(extra, ensure_ascii=False), name=f"turn {number}")
+
+
+def _call(call: Any, *, number: int) -> dict[str, Any]:
+    """A call as chat templates read it: the arguments as an object, not as the JSON that OpenAI's API has."""
+    given = call if isinstance(call, dict) else {}
+    function = given.get("function") if given.get("function") is not None else given
+    function = function if isinstance(function, dict) else {}
+    name, arguments = function.get("name"), _from_json(function.get("arguments"))
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | None):
+        raise BadRow(
+            "bad_call",
+            f"has a call of a tool in turn {number} without a function's name, or with arguments that are no object; "
+            "mend or remove the row.",
+        )
+    called = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    return called | ({"id": given["id"]} if isinstance(given.get("id"), str) else {})
+
+
+def _tools(given: Any) -> str:
+    """JSON of the tools that a row offers; a column may hold it as JSON already."""
+    tools = _from_json(given)
+    if not tools:
+        return ""
+    if not isinstance(tools, list) or not all(isinstance(_function(tool).get("name"), str) for tool in tools):
+        raise BadRow("bad_tools", "has tools that are no list of functions with names; mend or remove the row.")
+    return _encodable(json.dumps(tools, ensure_ascii=False), name="tools")
+
+
+def _function(tool: Any) -> Fields:
+    found = tool.get("function", tool) if isinstance(tool, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _from_json(value: Any) -> Any:
+    """The value that a text holds as JSON; the text itself where it holds none, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
 
 
 def _alternating(fields: Fields, spec: SourceSpec) -> Turns:
@@ -252,6 +438,7 @@ _TURNS_OF: dict[str, Callable[[Fields, SourceSpec], Turns]] = {
     "alternating": _alternating,
     "question_answer": _question_answer,
     "instruction": _instruction,
+    "prompt_completion": _prompt_completion,
     "llama2": _marked(turns_of_llama2),
     "human_assistant": _marked(turns_of_human_assistant),
 }

@@ -1,34 +1,68 @@
-"""Rows of a data set on the Hugging Face Hub, streamed."""
+"""Rows of a data set on the Hugging Face Hub, streamed.
 
-from collections.abc import Iterator
+Sets of JSON files are read by our own readers through huggingface_hub's file system: `datasets` takes a file that is
+one array into memory as a whole, some 11 times its size. Other sets are streamed by `datasets`.
+"""
+
+import logging
+from collections.abc import Generator
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.documents import SourceSpec
+from tpu_experiments.data.documents import Refused, SourceSpec
+from tpu_experiments.data.reading.locations import SourceFile, suffixes_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 
+log = logging.getLogger(__name__)
 
-def read_hub(spec: SourceSpec) -> Iterator[RawRow]:
-    """Rows of `spec.hub_split`, in order, numbered from 1.
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+
+
+class HubRows:
+    """A data set's split: its files where they are JSON, else one stream of rows.
 
     Raises:
-        ConfigError: the Hub is out of reach, or has no such data set, configuration or split.
+        ConfigError: the Hub is out of reach, or has no such data set or configuration.
     """
-    number, name = 0, spec.path if spec.hub_split == "train" else f"{spec.path} {spec.hub_split}"
-    try:
-        import datasets  # seconds to import, and most runs read local files
 
-        stream = datasets.load_dataset(
-            spec.path,
-            spec.hub_config,
-            split=spec.hub_split,
-            revision=spec.revision,
-            streaming=True,
-        )
-        for fields in stream:
-            number += 1
-            yield RawRow(dict(fields), name, "row", number)
-    except Exception as error:  # datasets, the Hub client and httpx raise a dozen unrelated types
-        raise _out_of_reach(error, spec=spec, num_rows=number) from error
+    def __init__(self, spec: SourceSpec) -> None:
+        self._spec = spec
+        try:
+            import datasets  # seconds to import, and most runs read local files
+
+            self._builder = datasets.load_dataset_builder(spec.path, spec.hub_config, revision=spec.revision)
+            self.files = _json_files(self._builder, spec=spec)
+            """Empty where `datasets` streams the set."""
+        except Exception as error:  # datasets, the Hub client and httpx raise a dozen unrelated types
+            raise _out_of_reach(error, spec=spec, num_rows=0) from error
+
+    def stream(self) -> Generator[RawRow | Refused]:
+        """Rows as `datasets` streams them, in order, numbered from 1.
+
+        Raises:
+            ConfigError: there is no such split, or the Hub is out of reach.
+        """
+        spec, number = self._spec, 0
+        name = spec.path if spec.hub_split == "train" else f"{spec.path} {spec.hub_split}"
+        try:
+            for fields in self._builder.as_streaming_dataset(split=spec.hub_split):
+                number += 1
+                yield RawRow(dict(fields), name, "row", number)
+        except Exception as error:  # datasets, the Hub client and httpx raise a dozen unrelated types
+            raise _out_of_reach(error, spec=spec, num_rows=number) from error
+
+
+def _json_files(builder: Any, *, spec: SourceSpec) -> list[SourceFile]:
+    """The files of the split, where all are JSON as our readers take it."""
+    from datasets.packaged_modules.json.json import Json
+
+    if not isinstance(builder, Json) or builder.config.field is not None:
+        return []
+    urls = [str(url) for url in (builder.config.data_files or {}).get(spec.hub_split, [])]
+    root = f"hf://datasets/{spec.path}@"
+    if not all(url.startswith(root) and suffixes_of(url)[0] in JSON_SUFFIXES for url in urls):
+        return []  # archives, addresses elsewhere
+    return [SourceFile(url.removeprefix(root).partition("/")[2], url) for url in urls]
 
 
 def fingerprint_of_hub(spec: SourceSpec) -> str:

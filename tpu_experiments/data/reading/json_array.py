@@ -1,5 +1,7 @@
 """Elements of a JSON array one by one; the Hub's files of 1 GB are a single array.
 
+The array is the whole file, or stands in an object, as in `{"version": 2, "data": [...]}`.
+
 Bytes that are not UTF-8 become lone surrogates (PEP 383), so that they spoil the row they are in and no other.
 """
 
@@ -11,15 +13,66 @@ from typing import Any
 
 from tpu_experiments.data.documents import Refused
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
+from tpu_experiments.data.reading.strict_objects import RepeatedKey, StrictDecoder
 from tpu_experiments.io.streams import ByteStream
 
+WRAPPER = "data"
+"""Key of an object that holds the rows of a file."""
 _BLANK = re.compile(r"[ \t\n\r]*")
 _TAIL_CHARS = 16
 """An error this close to the end of what is read may be a cut literal (`-Infinity`, `\\ud800\\ud`), not a mistake."""
 
 
-def read_array(stream: ByteStream, *, chunks: Iterable[bytes], name: str) -> Iterator[RawRow | Refused]:
+def wrapped_at(head: bytes) -> int | None:
+    """Where the array of rows begins in a file that is one object with it under `WRAPPER`; None in another.
+
+    An array of strings or of turns is that of one row, whose file has an object a line.
+
+    Args:
+        head: the beginning of the file, where everything before the rows must stand.
+    """
+    text = head.decode(errors="surrogateescape")
+    decoder, position = json.JSONDecoder(), _after_blank(text, 0)
+    while text[position : position + 1] in ("{", ","):
+        try:
+            key, position = decoder.raw_decode(text, _after_blank(text, position + 1))
+            position = _after_blank(text, position)
+            if text[position : position + 1] != ":":
+                return None
+            position = _after_blank(text, position + 1)
+            if key == WRAPPER and text[position : position + 1] == "[":
+                before = text[:position].encode(errors="surrogateescape")
+                return len(before) if _begins_with_row(text, position) else None
+            _, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            return None
+        position = _after_blank(text, position)
+    return None
+
+
+def _begins_with_row(text: str, position: int) -> bool:
+    first = _after_blank(text, position + 1)
+    if text[first : first + 1] != "{":
+        return False
+    try:
+        row, _ = json.JSONDecoder().raw_decode(text, first)
+    except (ValueError, RecursionError):
+        return True  # longer than what was looked at
+    return not ({"role", "content"} <= row.keys() or {"from", "value"} <= row.keys())
+
+
+def _after_blank(text: str, position: int) -> int:
+    blank = _BLANK.match(text, position)
+    assert blank is not None
+    return blank.end()
+
+
+def read_array(
+    stream: ByteStream, *, chunks: Iterable[bytes], name: str, is_wrapped: bool = False
+) -> Iterator[RawRow | Refused]:
     """Rows of the array that `chunks`, the unpacked bytes of `stream` without a byte order mark, hold.
+
+    With `is_wrapped` the chunks begin inside an object, at its array of rows; what follows the array is checked too.
 
     What stands between two elements is only known by reading the first, so the array is given up at the first mistake
     in its syntax: one Refused, with the row.
@@ -38,7 +91,11 @@ def read_array(stream: ByteStream, *, chunks: Iterable[bytes], name: str) -> Ite
         except (ValueError, RecursionError) as error:
             yield _broken(_place(number, name=name), str(error))
             return
-        yield _row(value, source, name=name, number=number)
+        repeated = text.repeated
+        if repeated:
+            yield Refused("not_json", _place(number, name=name), f"is not JSON: {repeated}; mend or remove the row.")
+        else:
+            yield _row(value, source, name=name, number=number)
         following = text.peek()
         if following == ",":
             text.position += 1
@@ -50,10 +107,37 @@ def read_array(stream: ByteStream, *, chunks: Iterable[bytes], name: str) -> Ite
         yield cut_off(_place(number + 1, name=name), damage=damage)
         return
     text.position += 1
-    if text.peek():
+    if is_wrapped and not stream.damage:
+        yield from _rest_of_object(text, number=number, name=name)
+    elif text.peek():
         yield _broken(_place(number, name=name), f"more follows the array: {text.peek()!r}")
     elif stream.damage:
         yield cut_off(_place(number + 1, name=name), damage=stream.damage)
+
+
+def _rest_of_object(text: "_Text", *, number: int, name: str) -> Iterator[Refused]:
+    """What is wrong with the members of an object behind its array of rows."""
+    place = _place(number, name=name)
+    try:
+        while text.peek() == ",":
+            text.position += 1
+            key, _ = text.element()
+            if text.peek() != ":":
+                yield _broken(place, f"expected : after the key behind the rows but found {text.peek()!r}")
+                return
+            text.position += 1
+            if key == WRAPPER:
+                yield _broken(place, f"its object has the key {WRAPPER!r} twice")
+                return
+            text.element()
+        closing = text.peek()
+        text.position += 1
+        following = text.peek() if closing == "}" else closing
+    except (EOFError, ValueError, RecursionError) as error:
+        yield _broken(place, f"what follows the rows cannot be read ({error})")
+        return
+    if closing != "}" or following:
+        yield _broken(place, f"expected the }} of its object but found {following or 'the end'!r}")
 
 
 def _place(number: int, *, name: str) -> str:
@@ -86,9 +170,19 @@ class _Text:
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._parse = json.JSONDecoder().raw_decode
+        self._strict = StrictDecoder()
+        self._parse = self._strict.raw_decode
         self._text = ""
         self.position = 0
+
+    @property
+    def repeated(self) -> str:
+        """What is wrong with the last element where an object of it names a key twice."""
+        try:
+            self._strict.require_unique()
+        except RepeatedKey as error:
+            return str(error)
+        return ""
 
     def peek(self) -> str:
         """The next character that is not white space; empty at the end."""

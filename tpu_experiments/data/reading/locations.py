@@ -1,5 +1,6 @@
 """The files of a source: one file, a folder, a pattern, each on the local disk or behind a URL; none for a Hub id."""
 
+import codecs
 import logging
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -9,12 +10,17 @@ from tpu_experiments.data.documents import SourceSpec
 from tpu_experiments.io import find
 from tpu_experiments.io.paths import is_remote
 from tpu_experiments.io.streams import SUFFIXES as COMPRESSION_OF_SUFFIX
+from tpu_experiments.io.streams import ByteStream, UnreadableError
 
 log = logging.getLogger(__name__)
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
 TABLES = (".csv", ".tsv")
-SUPPORTED = ".jsonl, .json, .parquet, .csv, .tsv or .txt"
+SUPPORTED = ".jsonl, .ndjson, .json, .parquet, .csv, .tsv or .txt"
+BEGINNINGS = {b"PAR1": ".parquet", b"{": ".json", b"[": ".json"}
+"""First bytes, but for white space and a byte order mark, of what a file without a suffix may be."""
+PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
+LOOKED_AT_BYTES = 4096
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
 OTHER_DATA = (".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xml", ".lz4", ".snappy", ".z")
 HUB_METADATA = ("dataset_info.json", "dataset_infos.json")
@@ -50,7 +56,7 @@ def list_files(spec: SourceSpec) -> list[SourceFile]:
         else:
             found = {local.name: str(local)} if is_single else find.local_files(local)
     if is_single:
-        _require_readable(next(iter(found)), spec=spec)
+        _require_readable(*next(iter(found.items())), spec=spec)
     elif found or find.find_local(spec.path):
         found = _data_files(found, spec=spec)
     else:
@@ -69,6 +75,39 @@ def suffixes_of(name: str) -> tuple[str, str]:
 def is_table(name: str) -> bool:
     """Whether a file is .csv or .tsv."""
     return suffixes_of(name)[0] in TABLES
+
+
+def content_suffixes(name: str, url: str) -> tuple[str, str]:
+    """`suffixes_of` a file; of one without a suffix, those that its first bytes show, or an empty one.
+
+    Raises:
+        UnreadableError: it has none and cannot be read.
+    """
+    data, compression = suffixes_of(name)
+    if data:
+        return data, compression
+    head = _head(url, compression=None)
+    compression = compression or next((suffix for mark, suffix in PACKED.items() if head.startswith(mark)), "")
+    if compression:
+        head = _head(url, compression=COMPRESSION_OF_SUFFIX[compression])
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
+    return next((suffix for mark, suffix in BEGINNINGS.items() if head.startswith(mark)), ""), compression
+
+
+def _head(url: str, *, compression: str | None) -> bytes:
+    head = b""
+    for chunk in ByteStream(url, compression=compression):
+        head += chunk
+        if len(head) >= LOOKED_AT_BYTES:
+            break
+    return head
+
+
+def _suffixes(name: str, url: str) -> tuple[str, str]:
+    try:
+        return content_suffixes(name, url)
+    except UnreadableError:
+        return suffixes_of(name)
 
 
 def _remote_files(spec: SourceSpec) -> dict[str, str]:
@@ -98,19 +137,24 @@ def _require_hub_id(spec: SourceSpec) -> None:
         raise ConfigError(f"{spec.key}; there is no such file or folder. {find.near_misses(spec.path)}{ask}")
 
 
-def _is_readable(name: str) -> bool:
-    data, compression = suffixes_of(name)
+def _is_readable(name: str, url: str) -> bool:
+    data, compression = _suffixes(name, url)
     return data in DATA_SUFFIXES and not (data == ".parquet" and compression)
 
 
-def _require_readable(name: str, *, spec: SourceSpec) -> None:
-    data, compression = suffixes_of(name)
+def _require_readable(name: str, url: str, *, spec: SourceSpec) -> None:
+    data, compression = _suffixes(name, url)
     if data in ARCHIVES:
         raise ConfigError(
             f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point {spec.ask} at the folder."
         )
     if data == ".parquet" and compression:
         raise ConfigError(f"{spec.key}; parquet is compressed inside; unpack the {compression} around it.")
+    if not data:
+        raise ConfigError(
+            f"{spec.key}; the file has no suffix, and its content is neither JSON nor parquet; rename it to end in "
+            f"{SUPPORTED}."
+        )
     if data not in DATA_SUFFIXES:
         packed = " (also as .gz, .bz2, .xz or .zst)"
         raise ConfigError(f"{spec.key}; the suffix {data!r} is not supported; convert the file to {SUPPORTED}{packed}.")
@@ -119,14 +163,15 @@ def _require_readable(name: str, *, spec: SourceSpec) -> None:
 def _data_files(found: dict[str, str], *, spec: SourceSpec) -> dict[str, str]:
     """Those that hold rows; a data file that is not read is named in the log."""
     inside = {name: url for name, url in found.items() if PurePosixPath(name).name not in HUB_METADATA}
-    files = {name: url for name, url in inside.items() if _is_readable(name)}
+    files = {name: url for name, url in inside.items() if _is_readable(name, url)}
     if not files:
         held = ", ".join(Path(name).name for name in list(inside)[:5]) or "nothing"
         raise ConfigError(
             f"{spec.key}; no {SUPPORTED} file is among the {len(inside)} files there ({held}); point "
             f"{spec.ask} at data."
         )
-    left_out = [name for name in inside if name not in files and name.lower().endswith((*ARCHIVES, *OTHER_DATA))]
+    others = [name for name in inside if name not in files]
+    left_out = [name for name in others if name.lower().endswith((*ARCHIVES, *OTHER_DATA)) or not suffixes_of(name)[0]]
     if left_out:
         log.warning("%s; not read: %s", spec.key, ", ".join(left_out))
     return files

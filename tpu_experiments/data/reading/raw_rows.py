@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from tpu_experiments.data.documents import Refused
+from tpu_experiments.data.documents import TEXT_SHOWN, Refused, beginning
 
 
 class RawRow(NamedTuple):
@@ -19,6 +19,14 @@ class RawRow(NamedTuple):
     def place(self) -> str:
         """For people: `line 17 of a.jsonl`."""
         return place_of(self.number, unit=self.unit, file=self.file)
+
+    @property
+    def beginning(self) -> str:
+        """How it begins, on one line."""
+        if isinstance(self.data, bytes):
+            return beginning(self.data[: 8 * TEXT_SHOWN].decode(errors="replace"))
+        fields = list(self.data.items())[:TEXT_SHOWN]
+        return beginning(", ".join(f"{name}: {str(value)[: 2 * TEXT_SHOWN]}" for name, value in fields))
 
 
 def place_of(number: int, *, unit: str, file: str) -> str:

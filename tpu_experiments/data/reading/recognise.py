@@ -57,6 +57,7 @@ def _first_fields(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> list
 
 
 def _recognised(seen: list[Fields], *, spec: SourceSpec) -> SourceSpec:
+    _refuse_preferences(seen, spec=spec)
     found = _formats_of(seen, kind=spec.kind)
     if len(found) == 1:
         return replace(spec, format=found[0])
@@ -83,6 +84,27 @@ def _recognised(seen: list[Fields], *, spec: SourceSpec) -> SourceSpec:
     )
 
 
+def _refuse_preferences(seen: list[Fields], *, spec: SourceSpec) -> None:
+    """Rows with a chosen and a rejected answer are read only where a key says which.
+
+    Raises:
+        ConfigError: there are such rows, and none does.
+    """
+    pair = next((fields for fields in seen if {"chosen", "rejected"} <= fields.keys()), None)
+    if pair is None or "chosen" in spec.fields.values():
+        return
+    chosen, has_prompt = pair["chosen"], pair.get("prompt") is not None
+    begins = chosen[0] if isinstance(chosen, list) and chosen and isinstance(chosen[0], dict) else {}
+    is_whole = (begins.get("role") or begins.get("from")) not in ("assistant", "gpt") if begins else not has_prompt
+    key = "text" if isinstance(chosen, str) and not has_prompt else "messages" if is_whole else "completion"
+    kind = "text" if key == "text" else "chat"
+    raise ConfigError(
+        f"{spec.key}; its rows are preference pairs (chosen and rejected answers), and training on preferences is not "
+        f"there yet; 'data.{spec.name}.fields={{{key}: chosen}}' with data.{spec.name}.kind={kind} reads the chosen "
+        f"ones, data.{spec.name}.format= another field of the rows."
+    )
+
+
 def _formats_of(seen: list[Fields], *, kind: str) -> list[str]:
     return sorted({found for fields in seen if (found := _format_of(fields, kind=kind)) is not None})
 
@@ -100,6 +122,8 @@ def _format_of(fields: Fields, *, kind: str) -> str | None:
     for name in ("question_answer", "instruction"):
         if all(any(isinstance(fields.get(field), str) for field in either) for either in FIELDS_OF_FORMAT[name]):
             return name
+    if all(isinstance(fields.get(name), str | list) for name in ("prompt", "completion")):
+        return "prompt_completion"
     if isinstance(text, str) and "[INST]" in text:
         return "llama2"
     return "human_assistant" if isinstance(text, str) and "### Human:" in text else None

@@ -1,15 +1,17 @@
 """The reader of every shipped source: files, local or remote, or a Hub id -> Documents."""
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Collection, Generator, Iterator, Sequence
+from itertools import chain, islice
 
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document
 from tpu_experiments.data.reading.files import read_raw
-from tpu_experiments.data.reading.formats import document_of
-from tpu_experiments.data.reading.hub import read_hub
+from tpu_experiments.data.reading.formats import document_of, field_of
+from tpu_experiments.data.reading.hub import HubRows
 from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.reading.recognise import recognise
+
+RawRows = Generator[RawRow | Refused]
 
 
 def read_documents(spec: SourceSpec) -> Iterator[Document | Refused]:
@@ -18,32 +20,81 @@ def read_documents(spec: SourceSpec) -> Iterator[Document | Refused]:
     Raises:
         ConfigError: there is no such source, it cannot be read, it is empty, or `format: auto` does not recognise it.
     """
-    files = list_files(spec)
-    spec = resolve_format(spec, files=files)
+    rows = SourceRows(spec, files=list_files(spec))
+    spec = rows.resolve_format()
     num_rows = 0
-    for row in islice(read_rows(spec, files=files), spec.max_documents):
+    for row in islice(chain.from_iterable(rows.by_file()), spec.max_documents):
         yield document_of(row, spec=spec) if isinstance(row, RawRow) else row
         num_rows += 1
     if num_rows == 0:
         raise no_document(spec)
 
 
-def read_rows(spec: SourceSpec, *, files: Sequence[SourceFile]) -> Iterator[RawRow | Refused]:
-    """All raw rows of a source, file after file; of the Hub where `list_files` found none.
+def field_values(
+    spec: SourceSpec, *, files: Sequence[SourceFile], field: str, places: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The values, as text, of a field in the rows at these places, and the names of the first such row's fields.
 
     Raises:
         ConfigError: the source cannot be read.
     """
-    if not files:
-        yield from read_hub(spec)
-    for file in files:
-        yield from read_raw(file, spec=spec)
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for row in chain.from_iterable(SourceRows(spec, files=files).by_file()):
+        if isinstance(row, RawRow) and row.place in places:
+            value, fields = field_of(row, field)
+            names = names or fields
+            if value is not None:
+                found[row.place] = value
+    return found, names
 
 
-def resolve_format(spec: SourceSpec, *, files: Sequence[SourceFile]) -> SourceSpec:
-    """`spec` with the format that its first readable rows are in; as it is when it names one.
+class SourceRows:
+    """The raw rows of a source, file by file, or of the Hub where `list_files` found no file.
+
+    Each file is opened once: the rows that `resolve_format` looks at are kept for the reading.
 
     Raises:
-        ConfigError: the source cannot be read, is empty, or its rows are of no format, of several, or of another kind.
+        ConfigError: from every method, where the source cannot be read.
     """
-    return recognise(read_rows(spec, files=files), spec=spec)
+
+    def __init__(self, spec: SourceSpec, *, files: Sequence[SourceFile]) -> None:
+        self._spec = spec
+        self._files = files
+        self._open: list[RawRows] | None = None
+        self._seen: list[list[RawRow | Refused]] = []
+
+    def resolve_format(self) -> SourceSpec:
+        """The source's description with the format that its first readable rows are in; as it is when it names one.
+
+        Raises:
+            ConfigError: the source is empty, or its rows are of no format, of several, or of another kind.
+        """
+        return recognise(self._first(), spec=self._spec)
+
+    def by_file(self) -> Iterator[Iterator[RawRow | Refused]]:
+        """All rows, an iterator for each file; once."""
+        for number, rows in enumerate(self._opened()):
+            seen = self._seen[number] if number < len(self._seen) else []
+            yield chain(seen, rows)
+
+    def close(self) -> None:
+        """Close what is open."""
+        for rows in self._open or []:
+            rows.close()
+
+    def _first(self) -> Iterator[RawRow | Refused]:
+        for rows in self._opened():
+            self._seen.append([])
+            for row in rows:
+                self._seen[-1].append(row)
+                yield row
+
+    def _opened(self) -> list[RawRows]:
+        if self._open is None:
+            hub = None if self._files else HubRows(self._spec)
+            files = self._files if hub is None else hub.files
+            self._open = [read_raw(file, spec=self._spec) for file in files]
+            if hub is not None and not files:
+                self._open = [hub.stream()]
+        return self._open

@@ -7,14 +7,14 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 import pyarrow
 import pyarrow.parquet
 
-from tpu_experiments.data.documents import Refused, SourceSpec
+from tpu_experiments.data.documents import Refused, SourceSpec, beginning
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
 from tpu_experiments.io.streams import ByteStream, ReadableStream, WatchedFile, open_binary
 
@@ -89,7 +89,7 @@ def _dialect_of(first_line: str, *, lines: "_Lines", delimiter: str, name: str, 
 
 @functools.cache
 def _tell(sentence: str) -> None:
-    """Log once; the first rows of a file are read twice."""
+    """Log once; a file may be read more than once."""
     log.info(sentence)
 
 
@@ -156,10 +156,14 @@ def _is_open(error: csv.Error) -> bool:
 
 
 def _trouble_with(columns: list[str]) -> str:
-    twice = sorted({column for column in columns if columns.count(column) > 1})
-    if twice:
-        return f"names the column {twice[0]!r} twice"
+    twice = _repeated(columns)
+    if twice is not None:
+        return f"names the column {twice!r} twice"
     return "is not UTF-8" if _escaped_byte(columns) is not None else ""
+
+
+def _repeated(columns: list[str]) -> str | None:
+    return next((column for column in sorted(columns) if columns.count(column) > 1), None)
 
 
 def _records(
@@ -178,12 +182,15 @@ def _records(
             return  # a part of a record; the caller reports the cut
         if values:
             row = _record(values, columns=columns, lines=lines, name=name, number=number, dialect=dialect)
-            yield row
-            if isinstance(row, Refused):
-                # What was swallowed may be rows, each of them in a count.
-                for inside in range(number + 1, lines.number + 1):
-                    place, message = place_of(inside, unit="line", file=name), f"is inside the record of line {number}."
-                    yield Refused(row.reason, place, message)
+            if not isinstance(row, Refused):
+                yield row
+                continue
+            first, *others = lines.record
+            yield replace(row, text=beginning(first))
+            # What was swallowed may be rows, each of them in a count.
+            for inside, line in enumerate(others, start=number + 1):
+                place, message = place_of(inside, unit="line", file=name), f"is inside the record of line {number}."
+                yield Refused(row.reason, place, message, text=beginning(line))
 
 
 def _record(
@@ -276,6 +283,10 @@ def read_parquet(url: str, *, name: str) -> Iterator[RawRow | Refused]:
         watched = WatchedFile(opened)
         try:
             file = pyarrow.parquet.ParquetFile(watched, page_checksum_verification=True)
+            twice = _repeated(file.schema_arrow.names)
+            if twice is not None:
+                yield Refused("not_parquet", name, f"names the column {twice!r} twice; the file is not read; mend it.")
+                return
             for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
                 for fields in _rows_of(batch):
                     number += 1

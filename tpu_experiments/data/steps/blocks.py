@@ -2,8 +2,8 @@
 
 blocks/00000-000012.tokens.safetensors  ids (L,), flags (L,)
                     .minhash.npy        (D, P), when near duplicates are looked for
-                    .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), groups (D,) where
-                                        split_by is a field, reported; last
+                    .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), exact (D, 2) where
+                                        duplicates.exact=drop, groups (D,) where split_by is a field, reported; last
 
 A block whose index is there is complete and is not made again, so a preparation that was killed goes on. What a block
 holds depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes. The index is
@@ -16,7 +16,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.sources import CleanConfig
 from tpu_experiments.data.cleaning.clean import Cleaner
-from tpu_experiments.data.cleaning.duplicates import Signer, content_key, group_key, prompt_key
+from tpu_experiments.data.cleaning.duplicates import Signer, content_key, exact_key, group_key, prompt_key
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.data.steps.kept import write_documents
+from tpu_experiments.data.steps.kept import are_kept, write_documents
 from tpu_experiments.data.steps.pack import flatten
 from tpu_experiments.data.tokens.tokenize import DocumentTokenizer, Tokens
 from tpu_experiments.io import paths
@@ -65,6 +65,8 @@ class BlockSettings:
     clean: CleanConfig
     is_signed: bool
     """Whether near duplicates are looked for."""
+    is_compared: bool
+    """Whether documents that are equal letter for letter are looked for."""
     tokenizer: PreTrainedTokenizerBase
     documents_folder: str | None = None
 
@@ -105,7 +107,8 @@ class BlockMaker:
 
     def __call__(self, block: Block) -> str:
         """Write the block's files unless they are complete; returns its name."""
-        if not is_whole(self.settings.folder, block.name):
+        folder = self.settings.documents_folder
+        if not is_whole(self.settings.folder, block.name) or not (folder is None or are_kept([block.name], folder)):
             self.make(block)
         return block.name
 
@@ -117,7 +120,7 @@ class BlockMaker:
         made: list[tuple[Document, Tokens]] = []
         for document, tokens in zip(documents, self.tokenizer.tokenize(documents), strict=True):
             if isinstance(tokens, Refused):
-                refused.append(tokens)
+                refused.append(replace(tokens, text=document.beginning))
             else:
                 made.append((document, tokens))
         changes = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
@@ -131,7 +134,12 @@ class BlockMaker:
             document = Refused("no_group", document.place or document.id, message)
         if isinstance(document, Document) and document.is_empty:
             document = Refused("empty", document.place, "has no text.", is_bad_row=False)
-        return document if isinstance(document, Refused) else self.cleaner.clean(document)
+        read = item
+        if isinstance(document, Document):
+            read, document = document, self.cleaner.clean(document)
+        if isinstance(document, Refused) and not isinstance(read, Refused):
+            document = replace(document, text=read.beginning)
+        return document
 
     def _write(
         self, block: Block, made: list[tuple[Document, Tokens]], *, refused: list[Refused], changes: Counter[str]
@@ -161,6 +169,9 @@ class BlockMaker:
             "reported": _bytes_array(reported),
             "max_token_id": np.array([flat.ids_L.max(initial=0)], np.int64),
         }
+        if settings.is_compared:
+            exact = b"".join(exact_key(document) for document in documents)
+            arrays["exact"] = np.frombuffer(exact, np.uint64).reshape(-1, 2)
         if settings.spec.group_field is not None:
             groups = b"".join(group_key(document) for document in documents)
             arrays["groups"] = np.frombuffer(groups, np.uint64)
@@ -246,6 +257,8 @@ class Keys:
     """`content_key`."""
     prompts_D: NDArray[np.uint64]
     """`prompt_key`."""
+    exact_D2: NDArray[np.uint64] | None
+    """`exact_key`, where `duplicates.exact` is drop."""
     groups_D: NDArray[np.uint64] | None
     """`group_key`, where `split_by` is a field."""
 
@@ -253,15 +266,17 @@ class Keys:
 def read_keys(folder: str, name: str) -> Keys:
     """The hashes of a block's documents; see `read_index`."""
     arrays, _ = _opened(folder, name)
-    return Keys(arrays["keys"], arrays["prompts"], arrays.get("groups"))
+    return Keys(arrays["keys"], arrays["prompts"], arrays.get("exact"), arrays.get("groups"))
 
 
 def joined(parts: Sequence[Keys]) -> Keys:
     """The hashes of several blocks, in order."""
+    exact = [part.exact_D2 for part in parts if part.exact_D2 is not None]
     groups = [part.groups_D for part in parts if part.groups_D is not None]
     return Keys(
         np.concatenate([np.empty((0, 2), np.uint64), *(part.content_D2 for part in parts)]),
         np.concatenate([np.empty(0, np.uint64), *(part.prompts_D for part in parts)]),
+        np.concatenate(exact) if exact else None,
         np.concatenate(groups) if groups else None,
     )
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ VERSION = 3
 
 CHAT_VERSION = 2
 """Goes up when the same conversation gives other tokens, or others of them are learnt."""
+
+RECOGNITION = 1
+"""Goes up when `format: auto` takes the same rows for another format."""
+
+_EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
+"""As it is hashed: `folded` was called `drop` before there was another, and its folders stay valid."""
+
+_LATER = ("context", "extras", "tools")
+"""What documents did not have at first, and most have not."""
 
 REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
 
@@ -47,6 +56,8 @@ def tokens_key(
             "max_documents": spec.max_documents,
             "clean": asdict(source.clean),
             "signed": source.duplicates.near is not None,
+            **({"exact": True} if source.duplicates.exact == "drop" else {}),
+            **({"keep": spec.keep} if spec.keep else {}),
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             "tokenizer": tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if spec.kind == "chat" else None,
@@ -62,7 +73,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
         {
             "version": VERSION,
             "tokens": tokens,
-            "duplicates": asdict(source.duplicates),
+            "duplicates": asdict(source.duplicates) | {"exact": _EXACT[source.duplicates.exact]},
             "eval_fraction": source.eval_fraction,
             "test_fraction": source.test_fraction,
             "split_by": source.split_by,
@@ -80,43 +91,77 @@ def content_of_files(files: list[SourceFile], *, spec: SourceSpec, folder: str) 
     """Name and fingerprint of every file; `folder` remembers those of large local files."""
     if not files:
         return [fingerprint_of_hub(spec), str(spec.hub_config), spec.hub_split]
-    memory = _Memory(paths.join(folder, "fingerprints.json"))
-    return [f"{file.name} {memory.fingerprint(file)}" for file in files]
+    known = _Fingerprints(_Memory(paths.join(folder, "fingerprints.json")))
+    return [f"{file.name} {known.fingerprint(file)}" for file in files]
 
 
 def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> list[str]:
     """A hash of all that a reader of the user's own yields; nothing else says whether it changed."""
     digest = hashlib.sha256()
     for document in read():
-        # Without what most documents do not have: it came later, and what was prepared before stays found.
-        known = {name: value for name, value in vars(document).items() if name != "context" or value}
+        # Without what most of them do not have: it came later, and what was prepared before stays found.
+        later = _LATER if isinstance(document, Document) else ("text",)
+        known = {name: value for name, value in vars(document).items() if name not in later or value}
         digest.update(json.dumps(known, ensure_ascii=False).encode(errors="surrogatepass"))
     return [digest.hexdigest()]
 
 
+def format_of_content(
+    spec: SourceSpec, *, content: list[str], folder: str, recognise: Callable[[], SourceSpec], is_lookup: bool
+) -> SourceSpec:
+    """What `recognise` makes of a source of `format: auto`; `folder` remembers it for as long as the content stays.
+
+    So neither another length of rows nor a later start opens the source to look into it.
+    """
+    if spec.format != "auto":
+        return recognise()
+    facts = {"version": RECOGNITION, "content": content, "kind": spec.kind, "fields": spec.fields}
+    facts["quoting"] = spec.quoting
+    memory, key = _Memory(paths.join(folder, "formats.json")), short_hash(facts)
+    known = memory.read().get(key)
+    if known is not None:
+        return replace(spec, **known)
+    found = recognise()
+    if not is_lookup:
+        memory.add(key, {"format": found.format, "fields": found.fields})
+    return found
+
+
 class _Memory:
-    """Fingerprints of large local files by path, size and time of change."""
+    """A sealed file of what is known by some key; a damaged one is forgotten."""
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def read(self) -> dict[str, Any]:
+        """All of it."""
+        try:
+            return read_sealed_json(self.path)
+        except (FileNotFoundError, DamagedFile):
+            return {}
+
+    def add(self, key: str, value: Any) -> None:
+        """Write one more entry."""
+        paths.make_dirs(self.path.rpartition("/")[0])
+        write_sealed_json(self.path, {**self.read(), key: value}, indent=1)
+
+
+class _Fingerprints:
+    """Fingerprints of large local files by path, size and time of change."""
+
+    def __init__(self, memory: _Memory) -> None:
+        self.memory = memory
 
     def fingerprint(self, file: SourceFile) -> str:
         if paths.is_remote(file.url) or Path(file.url).stat().st_size < REMEMBERED_BYTES:
             return fingerprint(file)
         facts = Path(file.url).stat()
         key = f"{Path(file.url).resolve()} {facts.st_size} {facts.st_mtime_ns}"
-        known = self._read()
-        if key not in known:
-            known[key] = fingerprint(file)
-            paths.make_dirs(self.path.rpartition("/")[0])
-            write_sealed_json(self.path, known, indent=1)
-        return known[key]
-
-    def _read(self) -> dict[str, str]:
-        try:
-            return read_sealed_json(self.path)
-        except (FileNotFoundError, DamagedFile):  # then they are hashed again
-            return {}
+        known: str | None = self.memory.read().get(key)
+        if known is None:
+            known = fingerprint(file)
+            self.memory.add(key, known)
+        return known
 
 
 def short_hash(values: dict[str, Any]) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.data.documents import Refused
-from tpu_experiments.data.steps.blocks import read_report
+from tpu_experiments.data.documents import TEXT_SHOWN, Refused, beginning
+from tpu_experiments.data.steps.blocks import read_index, read_report, read_tokens
 from tpu_experiments.data.steps.selection import Selection
 from tpu_experiments.data.steps.tokenized import TokenizedSource
 from tpu_experiments.io import paths
@@ -21,40 +22,64 @@ Examples = dict[str, list[dict[str, str]]]
 
 
 def write_report(
-    folder: str, *, tokens: TokenizedSource, selection: Selection, records: Sequence[dict[str, Any]]
+    folder: str,
+    *,
+    tokens: TokenizedSource,
+    selection: Selection,
+    records: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Counter[str], Examples]:
-    """Write `<folder>/reported.jsonl`; returns counts and the first examples, by reason."""
+    """Write `<folder>/reported.jsonl`; returns counts and the first examples, by reason.
+
+    Documents are on disk as tokens only; how they begin is decoded for the examples.
+    """
     counts: Counter[str] = Counter()
     examples: Examples = {}
     with tempfile.TemporaryDirectory(prefix="tpu_experiments_") as scratch:
         local = Path(scratch) / REPORTED
         with local.open("w", encoding="utf-8") as file:
-            for refused in _reported(tokens, selection=selection, records=records):
+            for refused, document in _reported(tokens, selection=selection, records=records):
                 entry = {"place": refused.place, "message": refused.message}
+                entry |= {"text": refused.text} if refused.text else {}
                 file.write(json.dumps({"reason": refused.reason, **entry}, ensure_ascii=False) + "\n")
                 counts[refused.reason] += 1
                 if counts[refused.reason] <= NUM_EXAMPLES:
+                    if document is not None:
+                        entry["text"] = _decoded(*document, folder=tokens.folder, tokenizer=tokenizer)
                     examples.setdefault(refused.reason, []).append(entry)
         paths.copy_file(str(local), paths.join(folder, REPORTED))
     return counts, examples
 
 
-def _reported(tokens: TokenizedSource, *, selection: Selection, records: Sequence[dict[str, Any]]) -> Iterator[Refused]:
-    """In reading order: rows that became no document, and documents that no row holds."""
+def _decoded(block: str, index: int, *, folder: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """How a document of a block begins."""
+    about = read_index(folder, block)
+    begin = int(about.lengths_D[:index].sum())
+    ids, _ = read_tokens(folder, block, sha256=about.sha256["tokens"])
+    shown = ids[begin : begin + min(int(about.lengths_D[index]), TEXT_SHOWN)].tolist()
+    return beginning(str(tokenizer.decode(shown, skip_special_tokens=True)))
+
+
+def _reported(
+    tokens: TokenizedSource, *, selection: Selection, records: Sequence[dict[str, Any]]
+) -> Iterator[tuple[Refused, tuple[str, int] | None]]:
+    """In reading order: rows that became no document, and documents that no row holds, with block and place in it."""
     unpacked = {index: reason for reason in ("too_long", "nothing_to_learn") for r in records for index in r[reason]}
     place_of = _places(tokens, wanted=np.unique(selection.first_D[selection.first_D >= 0]))
     first = 0
     for name in tokens.block_names:
         places, refused = read_report(tokens.folder, name)
-        yield from refused
+        yield from ((each, None) for each in refused)
         for index, place in enumerate(places, start=first):
             earlier = int(selection.first_D[index])
             if earlier >= 0:
                 kind = "near_duplicate" if selection.is_near_D[index] else "exact_duplicate"
                 kind = "held_out_copy" if selection.is_own_D[earlier] else kind
-                yield Refused(kind, place, f"repeats {place_of[earlier]}.", is_bad_row=False)
+                repeats = Refused(kind, place, f"repeats {place_of[earlier]}.", is_bad_row=False)
+                yield repeats, (name, index - first)
             elif index in unpacked:
-                yield Refused(unpacked[index], place, _MESSAGES[unpacked[index]], is_bad_row=False)
+                unused = Refused(unpacked[index], place, _MESSAGES[unpacked[index]], is_bad_row=False)
+                yield unused, (name, index - first)
         first += len(places)
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tpu_experiments.config.sources import FIRST_TURN, DataSourceConfig, hashed_shares
 from tpu_experiments.data.cleaning.duplicates import find_duplicates
+from tpu_experiments.data.cleaning.lookup import is_among
 from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes
 from tpu_experiments.data.steps.blocks import BlockIndex, Keys, joined, read_keys, read_whole
 from tpu_experiments.data.steps.tokenized import TokenizedSource
@@ -44,7 +45,7 @@ def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens: To
     keys = joined([read_keys(tokens.folder, block.name) for block in blocks])
     codes = [SPLITS.index(block.split) if block.split else BY_HASH for block in blocks]
     own_D = np.repeat(np.array(codes, np.int8), [len(block.lengths_D) for block in blocks])
-    first_D, is_near_D = _copies(keys.content_D2, blocks=blocks, own_D=own_D, source=source, folder=tokens.folder)
+    first_D, is_near_D = _copies(keys, blocks=blocks, own_D=own_D, source=source, folder=tokens.folder)
     groups_D = _groups(keys, source=source)
     eval_fraction, test_fraction = hashed_shares(source, own=tokens.own)
     code_D = split_codes(groups_D, eval_fraction=eval_fraction, test_fraction=test_fraction)
@@ -55,7 +56,7 @@ def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens: To
 
 
 def _copies(
-    keys_D2: NDArray[np.uint64],
+    keys: Keys,
     *,
     blocks: Sequence[BlockIndex],
     own_D: NDArray[np.int8],
@@ -65,7 +66,7 @@ def _copies(
     """The document that each of D documents is left out for, or -1, and whether it is alike only.
 
     Documents of evaluation and test files of the user's own are all kept. Where those of `path` that repeat one of them
-    are to go, they come first.
+    are to go, they come first, and are compared word for word, as the audit does.
     """
     rules, is_own_D = source.duplicates, own_D != BY_HASH
     first_D, is_near_D = np.full(len(own_D), -1, np.int64), np.zeros(len(own_D), np.bool_)
@@ -77,7 +78,8 @@ def _copies(
     index_M = np.concatenate([np.flatnonzero(is_own_D) if own else [], np.flatnonzero(~is_own_D)]).astype(np.int64)
     with tempfile.TemporaryDirectory(prefix="tpu_experiments_") as scratch:
         signatures = None if rules.near is None else _Signatures(folder, looked_at, scratch=scratch)
-        first_M, is_near_M = find_duplicates(keys_D2[index_M], signatures=signatures, near=rules.near)
+        compared_D2 = _compared(keys, is_own_D=is_own_D if own else None)
+        first_M, is_near_M = find_duplicates(compared_D2[index_M], signatures=signatures, near=rules.near)
     first_D[index_M] = np.where(first_M >= 0, index_M[first_M], -1)
     is_near_D[index_M] = is_near_M
     if rules.exact == "keep":
@@ -85,6 +87,21 @@ def _copies(
         first_D[~is_near_D & ~of_held_out_D] = -1
     first_D[is_own_D] = -1
     return first_D, is_near_D & ~is_own_D
+
+
+def _compared(keys: Keys, *, is_own_D: NDArray[np.bool_] | None) -> NDArray[np.uint64]:
+    """Keys (D, 2) that are equal for copies: `content_key` of `is_own_D` and of what repeats them, else `exact_key`."""
+    if keys.exact_D2 is None:
+        return keys.content_D2
+    if is_own_D is None:
+        return keys.exact_D2
+    own = np.flatnonzero(is_own_D)
+    candidates = np.flatnonzero(is_among(keys.content_D2[:, 0], np.unique(keys.content_D2[own, 0])))
+    held_out = set(map(tuple, keys.content_D2[own].tolist()))
+    is_one = np.array([tuple(key) in held_out for key in keys.content_D2[candidates].tolist()], np.bool_)
+    compared_D2 = keys.exact_D2.copy()
+    compared_D2[candidates[is_one]] = keys.content_D2[candidates[is_one]]
+    return compared_D2
 
 
 def _groups(keys: Keys, *, source: DataSourceConfig) -> NDArray[np.uint64]:

@@ -18,13 +18,13 @@ from tpu_experiments.config.sources import DataSourceConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
 from tpu_experiments.data.prepared import NotPrepared, read_record
 from tpu_experiments.data.reading.files import read_raw
-from tpu_experiments.data.reading.hub import read_hub
 from tpu_experiments.data.reading.locations import SourceFile, is_table
 from tpu_experiments.data.reading.parts import Part, list_parts
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.data.reading.sources import resolve_format
+from tpu_experiments.data.reading.sources import SourceRows
 from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, is_whole, read_index
-from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, tokens_key
+from tpu_experiments.data.steps.kept import are_kept
+from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, format_of_content, tokens_key
 from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.io import paths
 from tpu_experiments.io.peak_memory import PeakMemory
@@ -59,6 +59,8 @@ class _Input:
     """Where a source's rows come from."""
 
     parts: list[Part]
+    rows: list[SourceRows]
+    """Of each part; none where `read` is set."""
     read: Read | None
 
     @property
@@ -85,30 +87,40 @@ def tokenize_source(
         ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
     """
     found_parts = list_parts(spec, has_reader=read is not None)
-    if read is None:
-        spec = resolve_format(spec, files=found_parts.main.files)
-    given = _Input([_with_format(part, like=spec) for part in found_parts.parts], read)
-    content = [line for part in given.parts for line in _content(part, read=read, folder=folder)]
+    parts = found_parts.parts
+    rows = [] if read else [SourceRows(part.spec, files=part.files) for part in parts]
+    contents = [_content(part, read=read, folder=folder) for part in parts]
+    if rows:
+        resolve = rows[0].resolve_format
+        spec = format_of_content(spec, content=contents[0], folder=folder, recognise=resolve, is_lookup=is_lookup)
+    given = _Input([_with_format(part, like=spec) for part in parts], rows, read)
     has_tables = any(is_table(file.name) for file in found_parts.files)
+    content = [line for lines in contents for line in lines]
     key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer, has_tables=has_tables)
     target = paths.join(folder, f"{spec.name}-tokens-{key}")
     done = paths.join(target, BLOCKS)
     made = read_record(done, expected={"key": key}, is_lookup=is_lookup)
     if is_lookup and made is None:
         raise NotPrepared(spec.name)
+    documents_folder = paths.join(target, "documents") if settings.documents == "keep" else None
     if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
         made = None
+    if made is not None and documents_folder and not is_lookup and not are_kept(made["blocks"], documents_folder):
+        made = None  # the blocks were made without them
     if made is None:
         maker = BlockSettings(
             folder=target,
             spec=spec,
             clean=source.clean,
             is_signed=source.duplicates.near is not None,
+            is_compared=source.duplicates.exact == "drop",
             tokenizer=tokenizer,
-            documents_folder=paths.join(target, "documents") if settings.documents == "keep" else None,
+            documents_folder=documents_folder,
         )
         made = _make_all(given, maker=maker, settings=settings)
         write_sealed_json(done, {"key": key, **made})
+    for each in rows:
+        each.close()
     _require_good_rows(made["first_bad_row"], spec=spec)
     return TokenizedSource(
         spec=spec,
@@ -195,8 +207,9 @@ def _make_blocks(
 def _blocks(given: _Input) -> Iterator[Block]:
     """All blocks of a source, at most `max_documents` rows of those that a hash divides."""
     left = given.spec.max_documents
-    sources = ((part, items) for part in given.parts for items in _items_by_file(part, read=given.read))
-    for number, (part, items) in enumerate(sources):
+    # Files of the Hub are counted from 1: 0 was the one stream that they came in before they were told apart.
+    first = 1 if given.read is None and not given.parts[0].files else 0
+    for number, (part, items) in enumerate(_items_by_file(given), start=first):
         limit = left if part.split is None else None
         rows = items if limit is None else islice(items, limit)
         for block in cut_blocks(rows, file_number=number, split=part.split):
@@ -204,13 +217,11 @@ def _blocks(given: _Input) -> Iterator[Block]:
             yield block
 
 
-def _items_by_file(part: Part, *, read: Read | None) -> Iterator[Iterator[Item]]:
-    if read is not None:
-        yield read(part.spec)
-    elif not part.files:
-        yield read_hub(part.spec)
-    for file in part.files:
-        yield read_raw(file, spec=part.spec)
+def _items_by_file(given: _Input) -> Iterator[tuple[Part, Iterator[Item]]]:
+    for number, part in enumerate(given.parts):
+        files: Iterator[Iterator[Item]]
+        files = iter([given.read(part.spec)]) if given.read is not None else given.rows[number].by_file()
+        yield from ((part, items) for items in files)
 
 
 class FileMaker:

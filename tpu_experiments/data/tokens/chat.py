@@ -4,9 +4,9 @@ A span is found by rendering prefixes of the conversation as text, so that it ho
 that renders a turn the same whatever follows it; one that does not is refused, not mislearnt.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
@@ -47,10 +47,28 @@ def render(
         TemplateError: of jinja2, when the template refuses it or fails over it.
         ConfigError: the template does more than any chat needs.
     """
+    turns = [{"role": role, "content": content} for role, content in messages]
+    return render_turns(turns, tools=None, tokenizer=tokenizer, ends_with=ends_with)
+
+
+def render_turns(
+    turns: Sequence[Mapping[str, Any]],
+    *,
+    tools: list[Any] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    ends_with: Literal["turn", "generation_prompt"],
+) -> str:
+    """As `render`, of turns with whatever a template may read of them, and of the tools that it may tell of.
+
+    Raises:
+        TemplateError: of jinja2, when the template refuses it or fails over it.
+        ConfigError: the template does more than any chat needs.
+    """
     try:
         return rendered(
-            tokenizer.get_chat_template(),
-            messages=[{"role": role, "content": content} for role, content in messages],
+            tokenizer.get_chat_template(tools=tools),
+            messages=turns,
+            tools=tools,
             add_generation_prompt=ends_with == "generation_prompt",
             more=tokenizer.special_tokens_map,
         )
@@ -132,7 +150,12 @@ def _answer_with_blanks(
 def _content_begin(messages: Messages, i: int, *, text: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Where the content of turn `i` begins in the text of all; None where the template does not keep it."""
     marked = (*messages[:i], (messages[i][0], placeholder(i)), *messages[i + 1 :])
-    before, found, _ = render(marked, tokenizer=tokenizer, ends_with="turn").partition(placeholder(i))
+    return begin_of(placeholder(i), marked=render(marked, tokenizer=tokenizer, ends_with="turn"), text=text)
+
+
+def begin_of(mark: str, *, marked: str, text: str) -> int | None:
+    """Where in a text that stands for which `marked` has the mark; None where they differ before it."""
+    before, found, _ = marked.partition(mark)
     return len(before) if found and text.startswith(before) else None
 
 

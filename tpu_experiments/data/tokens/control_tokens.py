@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.data.tokens.chat import Messages, RenderedChat
+from tpu_experiments.data.tokens.tool_chat import ToolChat
 
 
 class ControlTokens:
@@ -41,10 +42,14 @@ class ControlTokens:
 
     def hide(self, messages: Messages) -> Messages:
         """The conversation with their strings replaced, so that those in its rendered text are the template's."""
-        return tuple(
-            (role, self._written.sub(lambda match: self._hidden[self._index[match[0]]], content))
-            for role, content in messages
-        )
+        return tuple((role, self._replaced(content)) for role, content in messages)
+
+    def hide_in_tools(self, chat: ToolChat) -> ToolChat:
+        """The same of a conversation with tools, in their descriptions, calls and answers too."""
+        return ToolChat(self.hide(chat.messages), tuple(map(self._replaced, chat.extras)), self._replaced(chat.tools))
+
+    def _replaced(self, text: str) -> str:
+        return self._written.sub(lambda match: self._hidden[self._index[match[0]]], text)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which nothing is a control token."""

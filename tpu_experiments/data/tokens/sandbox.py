@@ -15,7 +15,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -86,19 +86,25 @@ _budget: ContextVar[Budget] = ContextVar("budget")
 
 
 def rendered(
-    template: str, *, messages: list[dict[str, str]], add_generation_prompt: bool, more: Mapping[str, Any]
+    template: str,
+    *,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    more: Mapping[str, Any],
+    tools: list[Any] | None = None,
 ) -> str:
-    """The text of a conversation; `more` are the special tokens by name.
+    """The text of a conversation; `more` are the special tokens by name, `tools` the schemas of functions.
 
     Raises:
         TemplateError: the template refuses the conversation, or fails on it.
         TemplateLimit: it does more than any chat needs.
     """
-    size = sum(len(text) for message in messages for text in message.values())
+    values = [value for message in messages for value in message.values()]
+    size = sum(len(value) if isinstance(value, str) else len(json.dumps(value)) for value in [*values, tools or ""])
     token = _budget.set(Budget(MAX_CHARS + CHARS_PER_INPUT * size))
     try:
         return _compiled(template).render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **more
+            messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **more
         )
     except OverflowError as error:  # `range(10**9)`
         raise TemplateLimit(f"goes beyond a limit of jinja2's sandbox ({error})") from error

@@ -18,6 +18,7 @@ from tpu_experiments.data.documents import Document, Refused
 from tpu_experiments.data.tokens.chat import Messages, RenderedChat, TemplateRefusal
 from tpu_experiments.data.tokens.chat_structure import ChatRenderer
 from tpu_experiments.data.tokens.control_tokens import ControlTokens
+from tpu_experiments.data.tokens.tool_chat import ToolChat, render_tool_chat
 from tpu_experiments.data.tokens.words import WordEncoding, backend_of, words_of
 
 LEARN, CUT = 1, 2
@@ -85,9 +86,16 @@ class DocumentTokenizer:
             if not answered:
                 done[i] = _no_answer(document)
                 continue
-            is_plain = not any(self._control.are_in(content) for _, content in answered)
+            extras = document.extras[: len(answered)]
+            written = [*(content for _, content in answered), *extras, document.tools]
+            is_plain = not any(map(self._control.are_in, written))
             try:
-                rendered = self._render(answered if is_plain else self._control.hide(answered))
+                if document.uses_tools:
+                    chat = ToolChat(answered, extras, document.tools)
+                    chat = chat if is_plain else self._control.hide_in_tools(chat)
+                    rendered = render_tool_chat(chat, tokenizer=self._tokenizer)
+                else:
+                    rendered = self._render(answered if is_plain else self._control.hide(answered))
             except TemplateRefusal as refusal:
                 done[i] = Refused("template", _place(document), f"has {refusal}")
                 continue
@@ -109,7 +117,7 @@ class DocumentTokenizer:
         self.counts["begins_with_answer"] += next((role == "assistant" for role, _ in messages if role != "system"))
         if all(map(document.is_taught, answers)):
             return rendered
-        is_blank = {turn: not messages[turn][1].strip() for turn in answers}
+        is_blank = {turn: document.is_blank(turn) for turn in answers}
         self.counts["blank_answer_not_learnt"] += sum(is_blank.values())
         self.counts["answer_as_context"] += sum(turn in document.context and not is_blank[turn] for turn in answers)
         turns = [[turn] for turn in answers]
@@ -261,6 +269,7 @@ def _batches(documents: Sequence[Document]) -> Iterator[Sequence[Document]]:
     begin = length = 0
     for i, document in enumerate(documents):
         length += len(document.text or "") + sum(len(content) for _, content in document.messages or ())
+        length += len(document.tools) + sum(map(len, document.extras))
         if length >= _CALL_CHARACTERS or i + 1 == len(documents):
             yield documents[begin : i + 1]
             begin, length = i + 1, 0

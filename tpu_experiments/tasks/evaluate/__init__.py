@@ -15,7 +15,7 @@ from tpu_experiments.io.folder import continued
 from tpu_experiments.logging.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.answers import answer_scores
 from tpu_experiments.metrics.bootstrap import Sums
-from tpu_experiments.metrics.held_out import Resampling, compared_answers, compared_by_source
+from tpu_experiments.metrics.held_out import Resampling, compared_answers, compared_by_source, compared_by_value
 from tpu_experiments.metrics.stopwatch import Stopwatch
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.launch import launch
@@ -77,16 +77,18 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
         name: compared_answers(scores["base"][name], scores.get("trained", {}).get(name), how=how)
         for name in given.exchanges
     }
+    values = {name: held_out.values for name, held_out in given.splits.items() if held_out.values is not None}
+    by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, how=how)
     if runtime.rank == 0:
         in_split = {name: held_out.num_in_split for name, held_out in given.splits.items()}
-        fields = facts(subject, found, answers, num_in_split=in_split) | {
+        fields = facts(subject, found, answers, by_value=by_value, num_in_split=in_split) | {
             "seq_len": given.seq_len,
             "seconds": watch.seconds,
             "num_compiles": runtime.counters().num_compiles,
         }
         paths.make_dirs(paths.folder_of(subject.results))
         paths.write_text_atomic(subject.results, strict_json.dumps(fields, indent=1) + "\n")
-        print(as_text(subject, found, answers))
+        print(as_text(subject, found, answers, by_value=by_value))
 
 
 def written_scores(model: BesideBase, wanted: list[Exchange]) -> Sums:

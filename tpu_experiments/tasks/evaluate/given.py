@@ -99,6 +99,7 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
             how=how,
             max_documents=task.max_documents,
             seed=config.seed,
+            by=task.by,
         )
         for name, source in config.data.items()
     }
@@ -109,6 +110,8 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
             "fraction before you train, name files of your own (data.<name>.test_path=, eval_path=), or take the other "
             "split."
         )
+    if task.by is not None and all(held_out.values is None for held_out in found.values()):
+        raise ConfigError(f"task.by={task.by}; no source has such a field in its rows; name one that is there.")
     return found
 
 

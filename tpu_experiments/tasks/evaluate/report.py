@@ -10,10 +10,14 @@ from tpu_experiments.metrics.held_out import MEASURES, Comparison
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 
 Compared = Mapping[str, Comparison]
+ByValue = Mapping[str, Mapping[str, Comparison]]
+"""Source to value of `task.by` to what is known of its documents."""
 Answers = Mapping[str, Mapping[str, Any]]
 
 
-def facts(subject: Subject, found: Compared, answers: Answers, *, num_in_split: Mapping[str, int]) -> dict[str, Any]:
+def facts(
+    subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue, num_in_split: Mapping[str, int]
+) -> dict[str, Any]:
     """Return the fields of test_results.json.
 
     `loss`, `perplexity`, ... at the top level are the evaluated model's own, over all sources.
@@ -28,6 +32,11 @@ def facts(subject: Subject, found: Compared, answers: Answers, *, num_in_split: 
         "model": subject.config.model.name,
         **{name: values[name].value for name in MEASURES if name in values},
         "sources": {name: asdict(comparison) for name, comparison in found.items()},
+        "by": task.by,
+        "values": {
+            name: {value: asdict(comparison) for value, comparison in values.items()}
+            for name, values in by_value.items()
+        },
         "documents_in_split": dict(num_in_split),
         "answers": {name: _plain(scores) for name, scores in answers.items()},
         "resamples": task.resamples,
@@ -36,18 +45,20 @@ def facts(subject: Subject, found: Compared, answers: Answers, *, num_in_split: 
     }
 
 
-def as_text(subject: Subject, found: Compared, answers: Answers) -> str:
+def as_text(subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue) -> str:
     """Return the tables and the path of the results."""
     task = task_of(subject.config)
     what = {"base": "the base model alone", "checkpoint": "base model -> newest checkpoint"}
     title = f"{task.split} split, {what.get(subject.kind, f'base model -> {subject.kind}')}"
-    tables = [title, table(found), *([answers_table(answers)] if answers else [])]
+    each = {f"{name}, {value}": told for name, values in by_value.items() for value, told in values.items()}
+    by = [table(each, first=f"by {task.by}")] if each else []
+    tables = [title, table(found), *by, *([answers_table(answers)] if answers else [])]
     return "\n".join([*tables, f"[...]: {100 * task.confidence:g} % of {task.resamples} resamples", subject.results])
 
 
-def table(found: Compared) -> str:
+def table(found: Compared, *, first: str = "source") -> str:
     """Return a table with a line for every source; `base -> trained` where both exist."""
-    header = ("source", "documents", "tokens", "loss", "difference", "perplexity", "bits per byte", "accuracy")
+    header = (first, "documents", "tokens", "loss", "difference", "perplexity", "bits per byte", "accuracy")
     return aligned([header, *(_line(name, comparison) for name, comparison in found.items())])
 
 
