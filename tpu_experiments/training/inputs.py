@@ -30,6 +30,7 @@ from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
 from tpu_experiments.training.questions import Question
+from tpu_experiments.training.start import StartPoint
 
 REPLAY_STAGE = 2**16
 """Added to a stage's number where the order of its replayed rows is drawn, which are in an order of their own."""
@@ -48,6 +49,8 @@ class RunInputs:
     """Written epochs by the index of their stage; used with `loader.order=written`."""
     questions: dict[str, list[Question]] = field(default_factory=dict)
     """Those of every set, by its name."""
+    start: StartPoint | None = None
+    """What the run starts from; None too where it goes on from a checkpoint of its own."""
 
     @property
     def audit_hashes(self) -> dict[str, str]:
