@@ -91,6 +91,8 @@ def _is_adapter(result: dict[str, Any]) -> bool:
 def _hardware(name: str) -> tuple[str, str]:
     """The words for the same hardware and for one chip of it; none for the CPU, which is the default."""
     one = re.sub(r"^(v\d+[a-z]+)\d+$", r"\g<1>1", name)
+    if re.fullmatch(r"v\d+p?-\d+", name):  # no smaller slice of it is rented
+        one = f"{name} hw.parallel=inline hw.num_devices=1"
     return ("", "") if name == "cpu" else (f" hw={name}", f" hw={one}")
 
 
