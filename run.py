@@ -103,12 +103,16 @@ def run(config: Config) -> None:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
     if config.task.name == "train" and config.hw.num_hosts == 1 and told_finished(config):
         return
-    if config.task.name not in ("report", "doctor"):
+    is_planned = config.task.name == "plan"
+    needs_device = config.task.name not in ("report", "doctor")  # a doctor looks at the environment as it is
+    if needs_device and config.hw.device == "cuda":  # before anything is asked of the Hub
+        prepare_environment(config.hw, is_planned=is_planned)
+    if needs_device:
         go_offline_if_unreachable(config)
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
-    if config.task.name not in ("report", "doctor"):  # a doctor looks at the environment as it is, and starts no device
-        prepare_environment(config.hw, is_planned=config.task.name == "plan")
+    if needs_device and config.hw.device != "cuda":  # that a run would not fit a TPU is known without one
+        prepare_environment(config.hw, is_planned=is_planned)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
         log.info("%s: loading torch and what goes with it", config.name)

@@ -167,8 +167,25 @@ def test_no_tpu_where_the_hardware_asks_for_one(tmp_path: Path) -> None:
     assert list(ended.folder.iterdir()) == []
 
 
+@pytest.mark.skipif(tpu_present(), reason="this machine has a TPU")
+def test_a_sweep_for_a_tpu_that_is_not_here_starts_no_point(tmp_path: Path) -> None:
+    ended = run_py("-m hw=v6e8 lora.r=4,8", folder=tmp_path / "case", tmp=tmp_path)
+    assert ended.code == REFUSED
+    assert [line for line in ended.err.splitlines() if line.startswith("error: hw=v6e8 asks for a TPU")]
+    assert "sweep point" not in ended.out + ended.err
+    assert list(ended.folder.iterdir()) == []
+
+
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have GPUs")
-@pytest.mark.parametrize("words", ["hw=t4x2", "hw.runtime=eager hw.device=cuda"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "hw=t4x2",
+        "hw.runtime=eager hw.device=cuda",
+        "hw=a100 model=mistral7b data=uk_law",  # of the Hub, which is not asked
+        "-m hw=t4x2 lora.r=4,8",
+    ],
+)
 def test_no_gpu_where_the_hardware_asks_for_one(words: str, tmp_path: Path) -> None:
     ended = run_py(words, folder=tmp_path / "case", tmp=tmp_path)
     assert ended.code == REFUSED

@@ -21,7 +21,8 @@ CLOUD = [name for name in TPUS if not name.startswith("colab")]
 
 
 def test_the_sizes_that_are_planned_for() -> None:
-    assert set(CLOUD) == {f"{chip}{count}" for chip in ("v5e", "v6e") for count in (1, 4, 8, 16, 256)}
+    sizes = {f"{chip}{count}" for chip in ("v5e", "v6e") for count in (1, 4, 8, 16, 256)}
+    assert set(CLOUD) == sizes | {"v4-8", "v5p-8"}
 
 
 @pytest.mark.parametrize("name", TPUS)
@@ -40,7 +41,12 @@ def test_a_topology_has_as_many_chips_as_the_machine(name: str) -> None:
 def test_a_generation_has_one_datasheet(name: str) -> None:
     chip = machine(name).chip
     assert chip is not None
-    expected = {"v5e": (16, 15.75, 197, 819, 1.5), "v6e": (32, 31.25, 918, 1638, 1.75)}[chip.name]
+    expected = {
+        "v4": (32, 30.75, 275, 1200, 1.05),
+        "v5e": (16, 15.75, 197, 819, 1.5),
+        "v5p": (95, 95, 459, 2765, 1.75),
+        "v6e": (32, 31.25, 918, 1638, 1.75),
+    }[chip.name]
     figures = (chip.hbm_gib, chip.program_hbm_gib, chip.peak_tflops_bf16, chip.hbm_gb_per_second, chip.clock_ghz)
     assert figures == expected
 
@@ -54,6 +60,16 @@ def test_a_price_lies_in_its_range_and_has_a_date_and_a_source(name: str) -> Non
     assert price.spot_range[0] <= price.usd_per_chip_hour_spot <= price.spot_range[1]
     assert price.date.startswith("2026-")
     assert price.source
+
+
+@pytest.mark.parametrize("name", ["v4-8", "v5p-8"])
+def test_a_slice_that_is_named_after_its_cores_has_half_as_many_chips(name: str) -> None:
+    hw = machine(name)
+    assert hw.rent is not None
+    assert (hw.num_devices, hw.num_hosts, hw.rent.accelerator_type, hw.rent.chips_per_host) == (4, 1, name, 4)
+    refused = refusal(f"hw={name}", "hw.num_devices=8", LARGEST)
+    assert "hw.num_devices=8 with hw.num_hosts=1; a host of v4 or v5p has 4 chips (two cores each, " in refused
+    assert refused.endswith(f"or use hw={name} as it is.")
 
 
 def test_the_hour_of_eight_chips() -> None:

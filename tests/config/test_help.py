@@ -16,7 +16,7 @@ EXAMPLES = [
 
 def test_every_group_is_explained_and_every_choice_listed() -> None:
     assert set(GROUPS) == {path.name for path in CONF.iterdir() if path.is_dir()}
-    words = set(re.findall(r"[\w.]+", help_text()))
+    words = set(re.findall(r"[\w.-]+", help_text()))
     assert {choice for group in GROUPS for choice in names(group)} <= words
 
 

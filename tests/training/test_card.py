@@ -1,4 +1,4 @@
-"""The run card: what it says is what result.json says, and its four lines load the adapter."""
+"""The run card: what it says is what result.json says, and its five lines load the adapter."""
 
 import json
 import re
@@ -54,10 +54,11 @@ def test_the_hub_can_read_its_metadata(run):
 def test_its_lines_load_the_adapter(run):
     folder, _ = run
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    assert len(code.splitlines()) == 4
+    assert len(code.splitlines()) == 5
     scope = {}
     exec(code, scope)
     assert type(scope["model"]).__name__ == "PeftModelForCausalLM"
+    assert scope["tokenizer"].chat_template
 
 
 def test_a_recipe_names_what_the_hub_has(run, make_config):

@@ -29,11 +29,12 @@ def test_a_record_that_a_checkpoint_cut_in_two_is_the_mean_of_both_parts():
     before, whole, after = Window(), Window(), Window()
     steps = [pending(i, 1.0 + i / 3, [1.0, 2.0]) for i in range(1, 6)]
     before.pending = steps[:2]
-    after.carried = before.open_losses()
+    after.carry(*before.open())
     whole.read(steps)
     after.read(steps[2:])
     (expected,), (ours,) = whole.drain(), after.drain()
     assert (ours.losses, ours.mean_loss) == (expected.losses, expected.mean_loss)
+    assert ours.supervised == expected.supervised == [8.0] * 5
     assert (ours.num_steps, ours.num_tokens, expected.num_steps) == (3, 192, 5)
     assert after.carried == []
 

@@ -164,6 +164,24 @@ def read_latest(
     return None
 
 
+def read_step(
+    folder: str, step: int, use: Callable[[dict[str, Any], Groups], Result], *, max_held_bytes: float = math.inf
+) -> Result:
+    """What `use(progress, tensors by group)` makes of the checkpoint of one step; arguments as of `read_latest`.
+
+    Raises:
+        FileNotFoundError: there is none, or one of its files is missing.
+        ValueError: it differs from its marker.
+        ConfigError: it was not written by this program.
+    """
+    target = paths.join(folder, folder_name(step))
+    manifest = read_manifest(target)
+    is_held = sum(facts.num_bytes for facts in manifest.files.values()) <= max_held_bytes
+    return use(
+        _progress(target, manifest), held_groups(target, manifest) if is_held else located_groups(target, manifest)
+    )
+
+
 def load_latest(
     folder: str, *, before: int | None = None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:

@@ -19,6 +19,7 @@ from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.sources import AXES, OWN_KEYS, SAVABLE
+from tpu_experiments.config.start import start_problems
 from tpu_experiments.config.tracing import tracing_problems
 
 KINDS = {str: "a text", int: "a whole number", float: "a number"}
@@ -352,6 +353,10 @@ def _generating(config: Config) -> list[str]:
     return problems
 
 
+def _start(config: Config) -> list[str]:
+    return start_problems(config.start)
+
+
 RULES: tuple[Callable[[Config], list[str]], ...] = (
     _task,
     _name,
@@ -365,5 +370,6 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     tracing_problems,
     _targets,
     _checkpoint,
+    _start,
     _generating,
 )

@@ -2,7 +2,8 @@
 
 from tpu_experiments.config.schema import Config
 
-CHIPS_OF_A_HOST = 8  # the most that one v5e or v6e machine has
+CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
+"""The most that one v5e or v6e machine has, and one of v4 or v5p, whose slices are named after their cores."""
 NEED_ONE_HOST = ("resume_check", "evaluate", "generate")
 
 
@@ -37,10 +38,14 @@ def hardware_problems(config: Config) -> list[str]:
 def _hosts(config: Config) -> list[str]:
     """Return what several hosts cannot run."""
     hw, problems = config.hw, []
-    if hw.device == "tpu" and hw.num_devices > CHIPS_OF_A_HOST * hw.num_hosts:
+    has_two_cores = hw.chip is not None and hw.chip.name in ("v4", "v5p")
+    most = CHIPS_OF_A_V4_OR_V5P_HOST if has_two_cores else CHIPS_OF_A_HOST
+    if hw.device == "tpu" and hw.num_devices > most * hw.num_hosts:
+        kind = "v4 or v5p has 4 chips (two cores each, which are one device)" if has_two_cores else None
         problems.append(
-            f"hw.num_devices={hw.num_devices} with hw.num_hosts={hw.num_hosts}; a host of v5e or v6e has at most "
-            f"{CHIPS_OF_A_HOST} chips; write how many hosts there are, or use hw=v5e16 or hw=v6e16."
+            f"hw.num_devices={hw.num_devices} with hw.num_hosts={hw.num_hosts}; a host of "
+            f"{kind or f'v5e or v6e has at most {CHIPS_OF_A_HOST} chips'}; write how many hosts there are, or use "
+            f"{f'hw={hw.name} as it is' if has_two_cores else 'hw=v5e16 or hw=v6e16'}."
         )
     if hw.num_hosts <= 1:
         return problems

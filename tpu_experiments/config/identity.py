@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
@@ -53,6 +55,10 @@ UNSET: dict[str, Any] = {
 }
 """Values of a source's keys that are as if the key were not there."""
 _SET = object()
+LENGTH = re.compile(
+    r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|epochs|schedule\.\w+)"
+)
+"""Keys that say how long the stages of a run are, and how their learning rate goes."""
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -70,11 +76,13 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
-    Secrets are left out: another token for the same data is the same run. So are keys of a source that older runs lack,
-    where they have the value that changes nothing (`UNSET`).
+    Secrets are left out: another token for the same data is the same run. So are keys that older runs lack, where they
+    have the value that changes nothing (`UNSET`, and `start` where there is none).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
     kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
+    if config.start.run is None:
+        kept = {key: value for key, value in kept.items() if not key.startswith("start.")}
     found: dict[str, Any] = redacted(kept)
     return found
 
@@ -98,17 +106,29 @@ def job_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(job, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def require_same(stored: dict[str, Any], config: Config, *, folder: str) -> None:
+def changes(stored: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The keys in which a config differs from a run folder's stored identity, with its own values."""
+    now = json.loads(json.dumps(identity(config), default=str))
+    return {key: now.get(key) for key in sorted(stored.keys() | now.keys()) if stored.get(key) != now.get(key)}
+
+
+def is_of_other_length(stored: Mapping[str, Any], config: Config) -> bool:
+    """Whether a config differs in nothing but the lengths and schedules of its stages, and in these it does."""
+    found = changes(stored, config)
+    return bool(found) and all(LENGTH.fullmatch(key) for key in found)
+
+
+def require_same(stored: Mapping[str, Any], config: Config, *, folder: str) -> None:
     """Compare a run folder's stored identity with this config.
 
     Raises:
         ConfigError: they differ; every changed key is listed with both values.
     """
-    now = json.loads(json.dumps(identity(config), default=str))
-    changed = sorted(key for key in stored.keys() | now.keys() if stored.get(key) != now.get(key))
+    now = changes(stored, config)
+    changed = list(now)
     if not changed:
         return
-    shown = "; ".join(f"{key}={stored.get(key)!r}, now {now.get(key)!r}" for key in changed[:8])
+    shown = "; ".join(f"{key}={stored.get(key)!r}, now {now[key]!r}" for key in changed[:8])
     more = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
     raise ConfigError(
         f"name={config.name}; {folder} was made with {shown}{more}; choose another name= or restore the values."

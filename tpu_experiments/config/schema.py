@@ -28,6 +28,7 @@ from tpu_experiments.config.sources import (
     ShardingConfig,
 )
 from tpu_experiments.config.stages import CurriculumConfig, ScheduleConfig
+from tpu_experiments.config.start import StartConfig
 from tpu_experiments.config.sweeping import SweepingConfig
 
 
@@ -199,6 +200,7 @@ class Config:
     schedule: ScheduleConfig = MISSING
     sharding: ShardingConfig = MISSING
     trainer: TrainerConfig = MISSING
+    start: StartConfig = field(default_factory=StartConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

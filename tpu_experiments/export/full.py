@@ -3,14 +3,13 @@
 import hashlib
 import json
 import math
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.io import paths
 from tpu_experiments.io.shards import file_name, group_in, shards
 from tpu_experiments.io.tensor_file import chunks_of
@@ -59,7 +58,7 @@ def write_model(
         paths.write_text_atomic(paths.join(folder, INDEX), json.dumps(index, indent=2, sort_keys=True) + "\n")
     values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
     paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
-    _write_tokenizer(folder, tokenizer)
+    write_tokenizer(folder, tokenizer)
     return digests
 
 
@@ -94,15 +93,3 @@ def _write(place: str, tensors: Mapping[str, Tensor]) -> str:
 
     paths.write_chunks_atomic(place, counted())
     return digest.hexdigest()
-
-
-def _write_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    with tempfile.TemporaryDirectory() as local:
-        tokenizer.save_pretrained(local)
-        settings = Path(local) / "tokenizer_config.json"
-        values = json.loads(settings.read_text(encoding="utf-8"))
-        if values.get("tokenizer_class") == "TokenizersBackend":
-            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # known to transformers 4 and 5
-        settings.write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
-        for file in sorted(Path(local).iterdir()):
-            paths.write_bytes_atomic(paths.join(folder, file.name), file.read_bytes())

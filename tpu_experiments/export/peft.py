@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.io import paths
 
 PREFIX = "base_model.model."
@@ -33,6 +35,7 @@ def write_adapter(
     base_path: str,
     revision: str | None,
     is_transposed: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `<module>.lora_B`).
 
@@ -40,6 +43,7 @@ def write_adapter(
         initial: PiSSA's A and B before training. The adapter is for the original base weights, not the reduced ones, so
             the export is B A - B0 A0, of rank 2 r.
         is_transposed: the base weights are (in, out), as in GPT-2's Conv1D.
+        tokenizer: written beside the adapter, with the chat template it was trained with.
 
     Returns:
         SHA-256 of the tensors' file by its name.
@@ -53,6 +57,8 @@ def write_adapter(
     layout = {f"{PREFIX}{name}.weight": t.detach().contiguous() for name, t in tensors.items()}
     paths.make_dirs(folder)
     content = save(layout, metadata={"format": "pt"})
+    if tokenizer is not None:
+        write_tokenizer(folder, tokenizer)
     paths.write_bytes_atomic(paths.join(folder, ADAPTER_FILE), content)
     config = adapter_config(
         lora, r=r, alpha=alpha, modules=_modules(parameters), base_path=base_path, revision=revision

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import identity, require_same
+from tpu_experiments.config.identity import identity, is_of_other_length, require_same
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.rows import AUTO, OPEN, is_open
 from tpu_experiments.config.schema import Config
@@ -50,6 +50,11 @@ class RunFolder:
     def identity_path(self) -> str:
         """Path of identity.json, whose presence makes a folder a run folder."""
         return self.path("identity.json")
+
+    @property
+    def result_path(self) -> str:
+        """The file that says that the run is finished."""
+        return self.path(RESULT)
 
     def exists(self) -> bool:
         """Return whether `create` has been called, by this process or an earlier one."""
@@ -85,13 +90,17 @@ class RunFolder:
         """
         paths.make_dirs(self.path())
         if self.stored_identity() is None:
-            text = json.dumps(identity(config), default=str, indent=1, sort_keys=True) + "\n"
-            for _ in range(WRITES):
-                paths.write_text_atomic(self.identity_path, text)
-                if paths.read_text(self.identity_path) == text:
-                    break
+            self.write_identity(config)
         self.put_aside_unreadable_result()
         paths.write_text_atomic(self.config_path, config_yaml(config))
+
+    def write_identity(self, config: Config) -> None:
+        """Have the folder belong to this config."""
+        text = json.dumps(identity(config), default=str, indent=1, sort_keys=True) + "\n"
+        for _ in range(WRITES):
+            paths.write_text_atomic(self.identity_path, text)
+            if paths.read_text(self.identity_path) == text:
+                break
 
     def finished(self) -> dict[str, Any] | None:
         """Return the result if the run is complete, else None; an unreadable one counts as none."""
@@ -175,8 +184,11 @@ def has_begun(config: Config) -> bool:
     return RunFolder(config.output_dir, config.name).stored_identity() is not None
 
 
-def open_run(config: Config) -> RunFolder:
+def open_run(config: Config, *, may_lengthen: bool = False) -> RunFolder:
     """Return the folder of this run after checking that it is new or was made by the same config.
+
+    Args:
+        may_lengthen: one that differs in the lengths of its stages alone is taken too (`has_other_length`).
 
     Raises:
         ConfigError: the folder belongs to another config, is no run folder, or has symbolic links in it.
@@ -186,7 +198,7 @@ def open_run(config: Config) -> RunFolder:
     paths.require_no_links(folder.path(), key=f"name={config.name}")
     if folder.exists():
         stored = folder.stored_identity()
-        if stored is not None:
+        if stored is not None and not (may_lengthen and is_of_other_length(stored, config)):
             require_same(stored, config, folder=folder.path())
     elif _holds_files(folder):
         raise ConfigError(
@@ -194,6 +206,16 @@ def open_run(config: Config) -> RunFolder:
             "(it has no identity.json); choose another name=."
         )
     return folder
+
+
+def has_other_length(folder: RunFolder, config: Config) -> bool:
+    """Whether the folder was made by this config but for the lengths and schedules of its stages.
+
+    Raises:
+        ConfigError: its identity is damaged.
+    """
+    stored = folder.stored_identity()
+    return stored is not None and is_of_other_length(stored, config)
 
 
 def _holds_files(folder: RunFolder) -> bool:

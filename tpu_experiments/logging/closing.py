@@ -11,7 +11,7 @@ from typing import Any
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder, continued, open_run
+from tpu_experiments.io.folder import RunFolder, continued, has_other_length, open_run
 from tpu_experiments.io.retry import told
 from tpu_experiments.logging.promise import promise_line
 from tpu_experiments.metrics.goodput import goodput_lines
@@ -27,9 +27,10 @@ def told_finished(config: Config) -> bool:
         ConfigError: the folder belongs to another config, or its result.json is invalid.
     """
     with told(config.output_dir):
-        folder = open_run(continued(config))
+        config = continued(config)
+        folder = open_run(config, may_lengthen=True)
         finished = folder.finished()
-    if finished is None:
+    if finished is None or has_other_length(folder, config):
         return False
     with folder.reading_result():
         print(summary(finished, folder=folder))
@@ -79,7 +80,7 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
         f"  python run.py task=generate {run}{one}   # type prompts to it",
         f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base",
     ]
-    if _is_adapter(result):
+    if _is_adapter(result) and not result.get("start"):  # what it started from has one rank
         words = shlex.join(["-m", *own, f"name={result['name']}_ranks"])
         lines.append(f"  python run.py {words} lora.r=8,16,32   # the same at other ranks")
     return lines
@@ -93,6 +94,8 @@ def _is_adapter(result: dict[str, Any]) -> bool:
 def _hardware(name: str) -> tuple[str, str]:
     """Return `hw=` for the same hardware and for one chip of it; empty for the CPU, the default."""
     one = re.sub(r"^(v\d+[a-z]+)\d+$", r"\g<1>1", name)
+    if re.fullmatch(r"v\d+p?-\d+", name):  # no smaller slice of it is rented
+        one = f"{name} hw.parallel=inline hw.num_devices=1"
     return ("", "") if name == "cpu" else (f" hw={name}", f" hw={one}")
 
 
@@ -131,7 +134,9 @@ def _stage_lines(stage: dict[str, Any]) -> list[str]:
         f"  stage {stage['name']:<10} {stage['steps']} steps, {stage['tokens']:,} tokens, train loss "
         f"{_loss(stage['first_train_loss'])} -> {_loss(stage['last_train_loss'])}, held-out {_loss(stage['eval_loss'])}"
     )
-    notes = [stage["ended_by"]] if stage["ended_by"] else []
+    losses = [_loss(epoch["train_loss"]) for epoch in stage.get("epochs") or [] if epoch["is_over"]]
+    notes = [f"mean train loss by epoch: {', '.join(losses)}"] if losses else []
+    notes += [stage["ended_by"]] if stage["ended_by"] else []
     notes += [f"it ends with step {stage['restored_step']}, its best"] if stage["restored_step"] else []
     return [line, *(f"    {note}" for note in notes)]
 

@@ -88,8 +88,10 @@ def versions() -> dict[str, str]:
 def _topology(name: str, *, num_chips: int) -> Any:
     from jax.experimental import topologies
 
-    bounds = {"chips_per_host_bounds": (1, 1, 1)} if num_chips == 1 else {}
-    return topologies.get_topology_desc(topology_name=name, platform="tpu", **bounds)
+    settings: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if num_chips == 1 else {}
+    if name.startswith("v4:"):  # by default each of a chip's two cores is a device; a TPU VM runs them as one
+        settings["chip_config_name"] = "megacore"
+    return topologies.get_topology_desc(topology_name=name, platform="tpu", **settings)
 
 
 def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:

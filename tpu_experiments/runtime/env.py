@@ -19,25 +19,34 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
     A plan traces on the CPU and needs no device.
 
     Raises:
-        ConfigError: `hw.device=tpu` on a machine without a TPU, or `cuda` on one with fewer GPUs.
+        ConfigError: as of `require_device`.
         RuntimeError: torch_xla is already imported, so the variables would have no effect.
     """
     if is_planned:
         os.environ.update({"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "1"})
         return
+    if hw.device == "tpu":
+        require_device(hw)
+    if "torch_xla" in sys.modules:
+        raise RuntimeError("torch_xla was imported before the environment of hw was set; import nothing of it earlier")
+    os.environ.update(variables(hw))
+    if hw.device == "cuda":
+        require_device(hw)
+
+
+def require_device(hw: HwConfig) -> None:
+    """Look for the devices that `hw` asks for; nothing is initialised.
+
+    Raises:
+        ConfigError: `hw.device=tpu` on a machine without a TPU, or `cuda` on one with fewer GPUs.
+    """
     if hw.device == "tpu" and not tpu_present():
         raise ConfigError(
             f"hw={hw.name} asks for a TPU and this machine has none (no Google PCI device, no /dev/accel*, "
             "no /dev/vfio/*); run it on the TPU VM, or use hw=cpu here."
         )
-    if "torch_xla" in sys.modules:
-        raise RuntimeError("torch_xla was imported before the environment of hw was set; import nothing of it earlier")
-    os.environ.update(variables(hw))
-    if hw.device == "cuda":
-        _require_gpus(hw)
-
-
-def _require_gpus(hw: HwConfig) -> None:
+    if hw.device != "cuda":
+        return
     import torch  # its count respects CUDA_VISIBLE_DEVICES and leaves out GPUs that its CUDA version cannot use
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

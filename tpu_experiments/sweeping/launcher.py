@@ -82,10 +82,15 @@ class PointLauncher(Launcher):
         return 1 if sweep.failed else 0
 
     def _opened(self, overrides: Sequence[str]) -> "Sweep":
-        """Open the sweep's folder, named after its first point where no name is given."""
+        """Open the sweep's folder, named after its first point where no name is given.
+
+        Raises:
+            ConfigError: the first point asks for devices that this machine lacks.
+        """
         from tpu_experiments.sweeping.sweep import Sweep
 
         first = self._config_of(self._split(overrides)[0])
+        _require_device(first)
         folder = sweep_folder(first.output_dir, str(first.name))
         return Sweep(folder, name=str(first.name), output_dir=first.output_dir)
 
@@ -103,6 +108,7 @@ class PointLauncher(Launcher):
         try:
             config = self._config_of([*own, f"name='{name}'", f"output_dir='{sweep.folder}'"])
             check_places(config)
+            _require_device(config)
         except ConfigError as error:
             if self._is_grid():
                 raise
@@ -144,6 +150,18 @@ class PointLauncher(Launcher):
 
     def _is_grid(self) -> bool:
         return str(self.config.hydra.sweeper._target_).endswith("BasicSweeper")
+
+
+def _require_device(config: Config) -> None:
+    """Refuse a point whose devices are not here; a plan, a report and a doctor need none.
+
+    Raises:
+        ConfigError: as of `require_device`.
+    """
+    from tpu_experiments.runtime.env import require_device
+
+    if config.task.name not in ("plan", "report", "doctor"):
+        require_device(config.hw)
 
 
 def _key(override: str) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.checkpoint.store import latest_progress
@@ -22,10 +23,12 @@ from tpu_experiments.runtime.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.training.chosen import require_choices
 from tpu_experiments.training.inputs import RunInputs, stage_rows, steps_by_stage
+from tpu_experiments.training.length import new_length
 from tpu_experiments.training.pages import manifests_of
 from tpu_experiments.training.questions import read_questions
 from tpu_experiments.training.saved import progress_of
 from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
+from tpu_experiments.training.start import StartPoint, find_start
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +42,29 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     check_targets(config)
     check_loggers(config)
     vocab_size = check_model(config)
-    inputs = make_inputs(config)
+    start = start_of(config, folder)
+    inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
     check_findings(config, inputs)
+    new_length(folder, inputs, config)  # says what a run of another length cannot go on from
     check_data(folder, inputs, config=config)
     for text in uneven_rows(inputs.stages) if config.hw.chip is not None else ():
         log.warning("%s", text)
     for stage in inputs.stages:
         stage_rows(inputs, stage, config=config)  # refuses too few written epochs
     return inputs
+
+
+def start_of(config: Config, folder: RunFolder) -> StartPoint | None:
+    """What a new run starts from; None where it goes on from a checkpoint of its own, which has it all.
+
+    Raises:
+        ConfigError: there is nothing at `start.run`, or it does not go with the run.
+    """
+    if config.start.run is None or latest_progress(folder.path("checkpoints")) is not None:
+        return None
+    source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    return find_start(config, describe(source, lora=config.lora)[0])
 
 
 SWAPPED: dict[str, tuple[str, ...]] = {
@@ -230,8 +247,14 @@ def require_same_data(hosts: Hosts, inputs: RunInputs) -> None:
     """Refuse hosts that have prepared different rows, since each feeds its own chips from its own.
 
     Raises:
-        ConfigError: the audit hash of a source differs.
+        ConfigError: the audit hash of a source differs, or what the run starts from.
     """
+    starts = set(hosts.gather(inputs.start.sha256 if inputs.start is not None else ""))
+    if len(starts) > 1:
+        raise ConfigError(
+            "start.run; the hosts found other checkpoints of it (it is training now, or they see other folders); name "
+            "the step, start.step=, and a folder that all hosts share."
+        )
     found = hosts.gather(inputs.audit_hashes)
     changed = sorted(key for key in found[0] if any(other.get(key) != found[0][key] for other in found))
     if changed:

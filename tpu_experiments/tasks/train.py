@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.rows import is_open
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import grace, lease
-from tpu_experiments.io.folder import RunFolder, continued, has_begun, open_run
+from tpu_experiments.io.folder import RunFolder, continued, has_begun, has_other_length, open_run
 from tpu_experiments.io.mirror import keep_in
 from tpu_experiments.io.process import started_seconds
 from tpu_experiments.io.retry import StorageFailed, complaint, is_told, told
@@ -32,6 +32,7 @@ from tpu_experiments.runtime.launch import launch
 from tpu_experiments.tasks.settling import settled_run
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
 from tpu_experiments.training.inputs import RunInputs, expected_programs, num_steps
+from tpu_experiments.training.length import NewLength, lengthen, new_length
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pages import write_pages
@@ -73,20 +74,22 @@ def train(config: Config, hosts: Hosts) -> None:
     with watch.measure("setup"), told(prepared_folder(config), full="failed"):
         config = hosts.together(lambda: with_rows(config))
     with told(config.output_dir):
-        folder = hosts.together(lambda: open_run(config))
-        if folder.finished() is not None:  # with one host, run.py has checked this before
+        folder = hosts.together(lambda: open_run(config, may_lengthen=True))
+        is_longer = hosts.together(lambda: has_other_length(folder, config))
+        if folder.finished() is not None and not is_longer:  # with one host, run.py has checked this before
             hosts.on_first(lambda: told_finished(config))
             return
         hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
     with watch.measure("setup"):
         with told(prepared_folder(config), full="failed"):
             inputs = hosts.together(lambda: set_up(config, folder))
+            length = hosts.together(lambda: new_length(folder, inputs, config)) if is_longer else None
         require_same_data(hosts, inputs)
     with ending_in_time(), ExitStack() as stack:
         held = lease.held(folder.path(), name=folder.name, on_lost=end_at_once)
         hosts.on_first(lambda: stack.enter_context(held))
         with told(config.output_dir):
-            hosts.on_first(lambda: begin(folder, config))
+            hosts.on_first(lambda: begin(folder, config, length))
             hosts.together(lambda: require_shared(folder, hosts))
         with parting(config.checkpoint.grace_seconds):
             launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
@@ -116,11 +119,14 @@ def with_rows(config: Config) -> Config:
     return found
 
 
-def begin(folder: RunFolder, config: Config) -> None:
+def begin(folder: RunFolder, config: Config, length: NewLength | None) -> None:
     """Create the run folder, and upload what an earlier process spilled to this machine.
 
     A spill is left here by a process that was killed during a storage outage.
     """
+    if length is not None:
+        spool_of(folder).deliver()
+        lengthen(folder, config, length)
     folder.create(config)
     spool_of(folder).deliver()
 
@@ -187,6 +193,7 @@ def make_outputs(
 ) -> RunOutputs:
     """Return loggers, ledger, provenance and plan of the run; only rank 0 writes."""
     facts = provenance(config, device=str(runtime.device), argv=sys.argv)
+    facts["start"] = inputs.start.lineage() if inputs.start is not None else None
     promise = promised(config, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
     spool = spool_of(folder)

@@ -17,6 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
 from tpu_experiments.io import paths
 from tpu_experiments.io.folder import RunFolder, config_yaml
+from tpu_experiments.training.start import told_of
 
 CARD = "README.md"
 
@@ -99,9 +100,10 @@ def _use(result: Mapping[str, Any], config: Config) -> str:
         base = result.get("base_path") or config.model.path
         code = [
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}"{trust})',
             f'model = PeftModel.from_pretrained(base, "{place}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})',
         ]
     text = "```python\n" + "\n".join(code) + "\n```"
     if trust:
@@ -125,7 +127,14 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
         return f"{old} to {new}"
 
     table = _table(
-        ("held-out documents of", "base, nats per token", "trained", "difference", "bits per byte", "accuracy"),
+        (
+            "held-out documents of",
+            "start, nats per token" if result.get("start") else "base, nats per token",
+            "trained",
+            "difference",
+            "bits per byte",
+            "accuracy",
+        ),
         [
             (
                 name,
@@ -164,12 +173,24 @@ def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:
                 _number(record["eval_loss"]),
             )
         )
+        losses = [_number(each["train_loss"]) for each in record.get("epochs") or [] if each["is_over"]]
+        notes += [f"- {stage.name}, mean train loss by epoch: {', '.join(losses)}"] if losses else []
         notes += [f"- {stage.name} ended early: {record['ended_by']}"] if record["ended_by"] else []
         notes += [f"- {stage.name} ended with step {record['restored_step']}"] if record["restored_step"] else []
         notes += [f"- {stage.name} trained {', '.join(stage.trainable)} only"] if stage.trainable else []
         notes += [f"- {stage.name} began with a fresh optimizer"] if stage.optimizer == "fresh" and stage.index else []
     header = ("stage", "data", "rows x tokens", "steps", "tokens", "peak learning rate", "train loss", "held-out loss")
+    origins = [f"- started from {text}" for text in _starts(result.get("start"))]
+    notes = [*origins, *notes]
     return "\n".join([_table(header, rows), *(["", *notes] if notes else [])])
+
+
+def _starts(lineage: Mapping[str, Any] | None) -> Iterator[str]:
+    """What a run started from, and what that had started from, and so on."""
+    while lineage is not None:
+        hashes = ", ".join(sorted((lineage.get("data") or {}).values()))
+        yield f"`{lineage['run']}`: {told_of(lineage)}{f', trained on data of audit hash {hashes}' if hashes else ''}"
+        lineage = lineage.get("start")
 
 
 def _data(result: Mapping[str, Any], config: Config) -> str:

@@ -8,8 +8,9 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.logging.result import peak_host_rss_gib
 from tpu_experiments.models.lora import ParameterReport
 from tpu_experiments.runtime.base import Counters
+from tpu_experiments.training.epochs import perplexity
 from tpu_experiments.training.evaluate import Evaluation
-from tpu_experiments.training.progress import Progress
+from tpu_experiments.training.progress import Progress, StageRecord
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "model": config.model.name,
         "data": list(config.data),
         "data_audit": progress.data,
+        "start": progress.start,
         "hw": config.hw.name,
-        "stages": [asdict(record) for record in progress.stages],
+        "stages": [_stage(record) for record in progress.stages],
         **_quality(ending),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,
@@ -67,6 +69,24 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "git_commit": provenance["git_commit"],
         "versions": provenance["versions"],
     }
+
+
+def _stage(record: StageRecord) -> dict[str, Any]:
+    """What happened in a stage, with the mean loss of each pass over its rows."""
+    epochs = None
+    if record.epochs is not None:
+        epochs = [
+            {
+                "epoch": each.epoch,
+                "is_over": each.is_over,
+                "steps": each.steps,
+                "supervised_tokens": each.supervised,
+                "train_loss": each.loss,
+                "train_perplexity": perplexity(each.loss),
+            }
+            for each in record.epochs
+        ]
+    return asdict(record) | {"epochs": epochs}
 
 
 def _quality(ending: Ending) -> dict[str, Any]:

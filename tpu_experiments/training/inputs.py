@@ -32,6 +32,7 @@ from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.training.evaluate import host_tensors
 from tpu_experiments.training.questions import Question
+from tpu_experiments.training.start import StartPoint
 
 WEIGHTED_STAGE = 2**17
 """Added once for each source of a stage that draws by weights, so that sources of one size differ in their order."""
@@ -52,6 +53,8 @@ class RunInputs:
     """Written epochs by the index of their stage; used with `loader.order=written`."""
     questions: dict[str, list[Question]] = field(default_factory=dict)
     """Those of every set, by its name."""
+    start: StartPoint | None = None
+    """What the run starts from; None too where it goes on from a checkpoint of its own."""
 
     @property
     def audit_hashes(self) -> dict[str, str]:

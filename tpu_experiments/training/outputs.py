@@ -23,12 +23,13 @@ from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import adapted_weights
 from tpu_experiments.training.card import write_card
 from tpu_experiments.training.ending import Ending, result_fields
+from tpu_experiments.training.epochs import perplexity
 from tpu_experiments.training.evaluate import Evaluation
 from tpu_experiments.training.inputs import RunInputs, expected_programs
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters
 from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
-from tpu_experiments.training.progress import AnswersRecord
+from tpu_experiments.training.progress import AnswersRecord, EpochRecord
 from tpu_experiments.training.saved import one_by_one, shapes_of, to_host
 from tpu_experiments.training.window import Reading
 
@@ -116,6 +117,7 @@ class RunOutputs:
             return
         values = {
             "train/loss": reading.mean_loss,
+            "train/perplexity": perplexity(reading.mean_loss),
             "train/lr": reading.lr,
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
@@ -135,6 +137,14 @@ class RunOutputs:
             self._is_first = False
             life = self.ledger.life
             log.info("step %d, %.1f s after the start: %s", reading.step, life.wall_seconds, parts_text(life.seconds))
+
+    def epoch(self, step: int, record: EpochRecord) -> None:
+        """A pass over the rows of a stage that is over, with the log record that its last step is in."""
+        if self.loggers is None:
+            return
+        values = {"train/epoch": float(record.epoch), "train/epoch_loss": record.loss}
+        self._scalars(step, values | {"train/epoch_perplexity": perplexity(record.loss)})
+        log.info("step %d, epoch %d: mean train loss %.4f", step, record.epoch, record.loss)
 
     def rows(self, step: int, labels: list[str]) -> None:
         """Log the rows of the global batch of a queued step."""
@@ -211,6 +221,7 @@ class RunOutputs:
             base_path=self.base_path,
             revision=config.model.revision,
             is_transposed=any(adapted_weights(model.module).values()),
+            tokenizer=self.inputs.tokenizer,
         )
 
     def result(self, ending: Ending) -> None:

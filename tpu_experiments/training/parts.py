@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.scoring import Scores, next_token_scores
 from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.training.evaluate import Evaluation, Evaluator
@@ -68,11 +69,7 @@ class Parts:
 
     def build_optimizer(self) -> Optimizer:
         """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
-        settings = asdict(self.config.optim)
-        for name in ("_target_", "lr", "clip_norm"):
-            settings.pop(name)
-        optimizer: Optimizer = locate(self.config.optim._target_, key="optim")(**settings)
-        return optimizer
+        return optimizer_of(self.config)
 
     def evaluate(self) -> Evaluation:
         """Return the held-out evaluation of the current parameters."""

@@ -11,6 +11,27 @@ REQUIRED = ("stage", "stage_step", "step", "peak_lr", "stages", "data")
 
 
 @dataclass
+class EpochRecord:
+    """Losses of one pass over the rows of a stage (training/epochs.py)."""
+
+    epoch: int
+    """From 1."""
+    steps: int = 0
+    """That updated something."""
+    supervised: float = 0.0
+    """Their supervised tokens."""
+    loss_sum: float = 0.0
+    """Their loss over these, in nats."""
+    is_over: bool = False
+    """Whether all its rows were trained on."""
+
+    @property
+    def loss(self) -> float:
+        """Mean per supervised token."""
+        return self.loss_sum / self.supervised if self.supervised else math.nan
+
+
+@dataclass
 class StageRecord:
     """Progress and results of one stage so far."""
 
@@ -34,6 +55,8 @@ class StageRecord:
     """Step of the run whose parameters and optimizer state the stage ended with; None is its last."""
     ended_by: str | None = None
     """Why it ended before its last step."""
+    epochs: list[EpochRecord] | None = None
+    """Its passes over its rows; None where some of its steps were not counted, by a version that did not."""
 
 
 @dataclass
@@ -98,9 +121,15 @@ class Progress:
     """What became of each set of questions before training; empty where none are asked."""
     open_losses: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) of the steps since the last log record, which the next record is a mean over as well."""
+    open_supervised: list[float] = field(default_factory=list)
+    """Supervised tokens of each of these steps."""
     data: dict[str, str] = field(default_factory=dict)
     """`<source>@<row length>` to the audit hash of what was trained on."""
 
+    start: dict[str, Any] | None = None
+    """What the run started from (training/start.py); None where that was no other run."""
+    start_marks: dict[str, str] = field(default_factory=dict)
+    """Of every tensor that was taken from there, its fingerprint (models/trained.py)."""
     guard: GuardState = field(default_factory=GuardState)
     canary: dict[str, Any] | None = None
     """What the layout canary found; None where it was not asked."""
@@ -119,6 +148,14 @@ class Progress:
         """Set the position to after `stage_step` steps of the stage."""
         self.step, self.stage_step = self.step + stage_step - self.stage_step, stage_step
         self.stages[-1].steps = stage_step
+
+    def reopen(self, stages: Mapping[str, int]) -> None:
+        """Be inside the last stage that is done where it has more steps now (training/length.py)."""
+        if not 0 < self.stage == len(self.stages):
+            return
+        last = self.stages[-1]
+        if last.steps < stages[last.name] and last.ended_by is None:
+            self.stage, self.stage_step = self.stage - 1, last.steps
 
     def left_out(self, num_steps: int) -> set[int]:
         """Return the remaining steps of the stage, counted from 0, that are skipped."""
@@ -218,6 +255,6 @@ def _typed(value: Any, kind: Any, *, key: str) -> Any:
         return tuple(_typed(item, part, key=key) for item, part in zip(value, parts, strict=True))
     if kind is float and (value is None or type(value) is float or (type(value) is int and abs(value) < 2**53)):
         return math.nan if value is None else float(value)
-    if kind in (int, str) and type(value) is kind:
+    if kind in (int, str, bool) and type(value) is kind:
         return value
     raise ValueError(f"{key}={str(value)[:80]!r} is of another type")

@@ -165,13 +165,20 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def require_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, place: str) -> None:
+ADVICE = "it is the checkpoint of another run, or was changed; choose another name=, or remove that checkpoint."
+
+
+def require_tensors(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, place: str, advice: str = ADVICE
+) -> None:
     """Compare a checkpoint's tensors with those of this run, by name, type and shape.
+
+    Args:
+        advice: what to do where they differ, for the sentence that says so.
 
     Raises:
         ConfigError: they differ; the first one is named with both shapes.
     """
-    advice = "it is the checkpoint of another run, or was changed; choose another name=, or remove that checkpoint."
     missing, extra = _missing(expected, found), _missing(found, expected)
     if missing or extra:
         raise ConfigError(

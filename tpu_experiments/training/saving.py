@@ -52,6 +52,11 @@ class Saver:
         self._saved_at = time.monotonic()
         self._saved: Progress | None = None
 
+    def begins_with(self, marks: Mapping[str, str]) -> None:
+        """Hold what is saved against these fingerprints, where the run started from another one's tensors."""
+        if marks:
+            self.start = replace(self.start, fingerprints=dict(marks))
+
     # ---- when -----------------------------------------------------------------------------------------------
 
     def is_due(self, step: int, *, is_evaluated: bool, agrees: bool, is_best: bool = False) -> bool:

@@ -17,6 +17,7 @@ from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.training.canary import sing
 from tpu_experiments.training.chosen import choice_of
 from tpu_experiments.training.ending import Ending
+from tpu_experiments.training.epochs import Passes
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.inputs import (
     StepInfo,
@@ -24,6 +25,7 @@ from tpu_experiments.training.inputs import (
     stage_rows,
     stage_steps,
     step_batches,
+    steps_by_stage,
     weights_text,
 )
 from tpu_experiments.training.profiling import Profiler
@@ -31,6 +33,7 @@ from tpu_experiments.training.progress import StageRecord
 from tpu_experiments.training.questions import skill_fields
 from tpu_experiments.training.saved import Snapshot, snapshot
 from tpu_experiments.training.staged import Staged
+from tpu_experiments.training.start import load_start
 from tpu_experiments.training.step import StepOutput, seed_of
 from tpu_experiments.training.stop import StoppedByRequest
 from tpu_experiments.training.window import Pending, TrainingStopped
@@ -62,6 +65,7 @@ class Trainer(Staged):
             if self.progress.step == 0:
                 with self.watch.measure("canary"):
                     self.progress.canary = sing(self)
+                self.take_start()
             if self.progress.eval_loss_before is None:
                 self.look_before()
             while self.progress.stage < len(self.inputs.stages):
@@ -81,7 +85,7 @@ class Trainer(Staged):
         rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, inputs=self.inputs, config=self.config)
         if len(self.progress.stages) == stage.index:  # else a checkpoint from before its first step has one
-            self.progress.stages.append(StageRecord(stage.name))
+            self.progress.stages.append(StageRecord(stage.name, epochs=[]))
             self.progress.guard.recent = []
             if stage.optimizer == "fresh" and stage.index > 0:
                 self.state.update(self.fresh_state())
@@ -97,7 +101,7 @@ class Trainer(Staged):
         if self.progress.stages[-1].ended_by is None:
             self.train_stage(stage, rows, num_steps=num_steps)
         else:
-            self.window.carried = []  # no step follows whose record would have them
+            self.window.carry([], [])  # no step follows whose record would have them
         self.end_stage(stage)
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
         self.save(ends_stage=True)
@@ -105,6 +109,8 @@ class Trainer(Staged):
     def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
         """Train the remaining steps of a stage, up to its exit test if it has one."""
         first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
+        offset = self.progress.step - first
+        self.passes = Passes(rows, stage.geometry.global_rows, num_steps=num_steps, offset=offset)
         batches = step_batches(
             rows,
             stage,
@@ -266,7 +272,7 @@ class Trainer(Staged):
         """
         self.settle()
         self.look_at_unread()
-        self.progress.open_losses = self.window.open_losses()
+        self.progress.open_losses, self.progress.open_supervised = self.window.open()
         with self.watch.measure("checkpoint"), self.meters.aside():
             step = self.progress.step
             if leaves:
@@ -283,8 +289,30 @@ class Trainer(Staged):
         """Resume from the newest complete checkpoint (of a step below `before`), if there is one."""
         found = self.read_checkpoint(before=before)
         if found is not None:
-            self.progress, self.window.carried = found, list(found.open_losses)
+            found.reopen(steps_by_stage(self.inputs, config=self.config))
+            self.progress = found
+            self.window.carry(found.open_losses, found.open_supervised)
+            self.saver.begins_with(found.start_marks)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
+
+    def take_start(self) -> None:
+        """Begin with what another run has trained, where `start.run` names one; behind the canary, which knows none."""
+        point = self.inputs.start
+        if point is None:
+            return
+        with self.watch.measure("load"):
+            marks = load_start(
+                point,
+                self.model,
+                parameters=self.parameters,
+                state=self.state,
+                runtime=self.runtime,
+                max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+            )
+            if point.take == "weights":
+                self.state.update(self.fresh_state())  # behind the parameters, in the order of a resume
+        self.progress.start, self.progress.start_marks = point.lineage(), marks
+        self.saver.begins_with(marks)
 
     def stop_for(self, error: UnexpectedProgram) -> NoReturn:
         """Save what is done, then end the run with the reason for the unexpected compilation.

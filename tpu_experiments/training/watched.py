@@ -1,14 +1,19 @@
 """What a trainer does with the reports of its steps: log them, count them, and have the guard look at them."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tpu_experiments.training.epochs import Passes, count
 from tpu_experiments.training.parts import Parts
 from tpu_experiments.training.window import Reading
 
 
 class Watched(Parts):
     """Base of `Trainer` that reads, logs and counts the reports of steps."""
+
+    passes: Passes
+    """Of the stage that is trained."""
 
     def record(self, readings: list[Reading]) -> None:
         """Log readings, apply the guard, and keep the stage's first and last loss."""
@@ -24,6 +29,11 @@ class Watched(Parts):
             self.guard.judge(reading, self.progress.guard)
             meters = self.meters.values(reading)
             self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
+            if any(map(math.isnan, reading.supervised)):
+                stage.epochs = None
+            if stage.epochs is not None:
+                for epoch in count(reading, stage.epochs, self.passes):
+                    self.outputs.epoch(reading.step, epoch)
 
     def settle(self) -> None:
         """Wait for the device, and record the steps it has done."""

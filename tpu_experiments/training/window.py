@@ -84,6 +84,8 @@ class Reading:
     """Steps that were not finite, so that nothing was updated; they are not among `losses`."""
     steps: list[Pending] = field(default_factory=list)
     """What the losses are of."""
+    supervised: list[float] = field(default_factory=list)
+    """Supervised tokens of each of the losses; nan of those of an earlier life that did not say."""
     num_carried: int = 0
     """How many of the losses, the first ones, an earlier life of the run computed."""
 
@@ -111,13 +113,23 @@ class Window:
     inbox: "queue.SimpleQueue[Reading]" = field(default_factory=queue.SimpleQueue)
     carried: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) of the steps since the last record that an earlier life of the run did; the next record has them."""
+    carried_supervised: list[float] = field(default_factory=list)
+    """Supervised tokens of each of them."""
 
-    def open_losses(self) -> list[tuple[int, float]]:
-        """Return (step, loss) of every finite step since the last record; waits for the device.
+    def open(self) -> tuple[list[tuple[int, float]], list[float]]:
+        """Return (step, loss) of every finite step since the last record, and its supervised tokens.
 
-        A checkpoint stores them.
+        Waits for the device. A checkpoint stores both.
         """
-        return self.carried + (reading_of(self.pending).losses if self.pending else [])
+        reading = reading_of(self.pending) if self.pending else None
+        losses, supervised = (reading.losses, reading.supervised) if reading is not None else ([], [])
+        return self.carried + losses, self.carried_supervised + supervised
+
+    def carry(self, losses: Sequence[tuple[int, float]], supervised: Sequence[float]) -> None:
+        """Begin the next record with what `open` returned in an earlier life of the run."""
+        known = len(supervised) == len(losses)
+        self.carried = list(losses)
+        self.carried_supervised = list(supervised) if known else [math.nan] * len(losses)
 
     def close(self) -> list[Pending]:
         """Return the steps collected so far, and start a new record."""
@@ -126,8 +138,9 @@ class Window:
 
     def read(self, steps: list[Pending]) -> None:
         """Read the reports of `steps` from the device (waits for it) into the inbox."""
-        carried, self.carried = self.carried, []
-        self.inbox.put(reading_of(steps, carried=carried))
+        carried, supervised = self.carried, self.carried_supervised
+        self.carry([], [])
+        self.inbox.put(reading_of(steps, carried=carried, carried_supervised=supervised))
 
     def unread(self) -> Reading | None:
         """Return the reports of steps without a record yet, which are kept; waits for the device."""
@@ -144,11 +157,14 @@ class Window:
         """Drop what is queued and what has arrived."""
         self.close()
         self.drain()
+        self.carry([], [])
 
 
-def reading_of(steps: list[Pending], *, carried: Sequence[tuple[int, float]] = ()) -> Reading:
+def reading_of(
+    steps: list[Pending], *, carried: Sequence[tuple[int, float]] = (), carried_supervised: Sequence[float] = ()
+) -> Reading:
     """Read the reports of `steps` from the device, after the losses `carried` over a resume."""
-    losses = list(carried)
+    losses, each = list(carried), list(carried_supervised)
     skipped: list[Skipped] = []
     supervised, grad_norm = 0.0, math.nan
     finite: StepOutput | None = None
@@ -161,13 +177,14 @@ def reading_of(steps: list[Pending], *, carried: Sequence[tuple[int, float]] = (
             skipped.append(Skipped(pending.step, pending.lr, loss, norm, pending.num_tokens, rows))
             continue
         losses.append((pending.step, loss))
-        supervised += float(output.num_supervised.cpu())
+        each.append(float(output.num_supervised.cpu()))
+        supervised += each[-1]
         grad_norm, finite = norm, output
     last = steps[-1]
     norms = [] if finite is None or finite.norms is None else finite.norms.cpu().tolist()
     tokens = sum(pending.num_tokens for pending in steps)
     arrived = time.perf_counter()
-    values = (grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps), len(carried))
+    values = (grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps), each, len(carried))
     return Reading(last.step, last.lr, losses, *values)
 
 

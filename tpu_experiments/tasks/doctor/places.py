@@ -14,7 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.planning import TaskConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.io import lease, paths
-from tpu_experiments.io.folder import open_run
+from tpu_experiments.io.folder import has_other_length, open_run
 from tpu_experiments.io.retry import complaint
 from tpu_experiments.metrics.decoder import read_decoder
 from tpu_experiments.planning.saved import sizes_of
@@ -197,10 +197,11 @@ def look_at_run(config: Config) -> RunState:
     """Read the run folder without writing to it."""
     name = str(config.name)
     try:
-        folder = open_run(as_training(config))
+        folder = open_run(as_training(config), may_lengthen=True)
+        is_finished = folder.finished() is not None and not has_other_length(folder, as_training(config))
         holder = lease.read(folder.path())
         held = None if holder is None or holder.is_dead else f"process {holder.pid} on {holder.host}"
-        return RunState(name, None, folder.finished() is not None, folder.exists(), held)
+        return RunState(name, None, is_finished, folder.exists(), held)
     except ConfigError as error:
         return RunState(name, complaint=str(error))
 

@@ -1,0 +1,428 @@
+"""Where a new run starts: a checkpoint or an export of another run, or a LoRA adapter in PEFT's layout.
+
+What is taken is held against its checksums (a checkpoint's marker, an export's result.json), compared with the new run
+before anything is made, and noted in the new run's own checkpoints: from the first of them on nothing is read here.
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpu_experiments.checkpoint.manifest import COMMIT, folder_name, steps_in
+from tpu_experiments.checkpoint.reading import PIECE_BYTES, Groups, size, without_values
+from tpu_experiments.checkpoint.store import latest_progress, read_step
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import identity
+from tpu_experiments.config.schema import Config, TrainerConfig
+from tpu_experiments.export.full import MODEL
+from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
+from tpu_experiments.export.reading import read_adapter
+from tpu_experiments.io import paths
+from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.io.ranges import read_range
+from tpu_experiments.io.retry import told
+from tpu_experiments.io.shards import group_in
+from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.lora import scale_of
+from tpu_experiments.models.trained import fingerprint
+from tpu_experiments.optim.base import State
+from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.training.exported import read_model
+from tpu_experiments.training.saved import OPTIMIZER, PARAMETERS, flat, from_host, require_tensors
+
+log = logging.getLogger(__name__)
+OF_THE_BASE = ("model._target_", "model.path", "model.revision", "model.init", "model.size")
+"""What says which weights an adapter belongs to, and how a model of its own weights computes."""
+DRAWN = ("model.arch", "model.tiny_arch")
+"""Likewise where the weights are drawn at random, with `seed`."""
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """What a run starts from; found before anything is made, read once its own tensors lie on the device."""
+
+    run: str
+    """As the command names it."""
+    kind: str
+    """`checkpoint`, `adapter` or `model`."""
+    place: str
+    """Folder of the tensors."""
+    take: str
+    sha256: str
+    """Of a checkpoint's marker, which has those of its files; of the file of an adapter; over those of a model."""
+    step: int | None = None
+    """Of the checkpoint."""
+    name: str | None = None
+    """Of the run."""
+    data: dict[str, str] | None = None
+    """Audit hashes of what it was trained on, where that is known."""
+    start: dict[str, Any] | None = None
+    """What it had started from itself."""
+
+    def lineage(self) -> dict[str, Any]:
+        """JSON-ready values, for result.json, provenance.json and the run's checkpoints."""
+        return asdict(self)
+
+
+def find_start(config: Config, module: nn.Module) -> StartPoint | None:
+    """Find and verify what `start` names, and compare it with the run; None where it names nothing.
+
+    Args:
+        module: the run's model on the meta device, with its adapters.
+
+    Raises:
+        ConfigError: there is nothing, it is damaged, or it is of another model, rank or optimizer.
+    """
+    run = config.start.run
+    if run is None:
+        return None
+    with told(run):
+        folder = _run_folder(run)
+        stored = folder.stored_identity()
+        assert config.name is not None, "to_config names the run"
+        if paths.absolute(folder.path()) == paths.absolute(RunFolder(config.output_dir, config.name).path()):
+            raise ConfigError(f"start.run={run}; it is this very run, which goes on by itself; leave start.run out.")
+        if stored is None:
+            return _of_adapter(config, module, folder=run)
+        _require_same_model(stored, config, run=run)
+        point = _of_run(config, folder, stored=stored)
+        _require_tensors(point, config, module)
+        log.info("starts from %s: %s", run, told_of(point.lineage()))
+        return point
+
+
+def told_of(lineage: Mapping[str, Any]) -> str:
+    """A start in words."""
+    what = "its adapter" if lineage["kind"] == "adapter" else "its model"
+    if lineage["kind"] == "checkpoint":
+        what = f"its checkpoint of step {lineage['step']:,}"
+    taken = "weights and the optimizer's state" if lineage["take"] == "all" else "weights alone"
+    return f"{what} ({taken}; SHA-256 {lineage['sha256'][:16]})"
+
+
+def load_start(
+    point: StartPoint,
+    model: BuiltModel,
+    *,
+    parameters: dict[str, Tensor],
+    state: State,
+    runtime: Runtime,
+    max_held_bytes: float,
+) -> dict[str, str]:
+    """Put the tensors of the start where the run's own are; returns their fingerprints.
+
+    With `take=weights` the optimizer's state stays as it is.
+
+    Raises:
+        ConfigError: they changed since `find_start` looked, or have a value that is NaN or infinite.
+    """
+    marks: dict[str, str] = {}
+
+    def use(groups: Groups) -> None:
+        taken = {group: tensors for group, tensors in groups.items() if group == OPTIMIZER}
+        from_host(
+            {PARAMETERS: _Marked(groups[PARAMETERS], marks), **taken},
+            parameters=parameters,
+            state=state if point.take == "all" else {},
+            place=runtime.place,
+            order=model.order,
+            source=point.place,
+        )
+
+    with told(point.run), _read_in_words(point.run, point.place):
+        if point.kind == "checkpoint":
+            assert point.step is not None, "`_of_run` gives it"
+            if _digest([paths.join(point.place, COMMIT)]) != point.sha256:
+                raise ValueError(f"{COMMIT} was changed since this run looked at it")
+            parent = point.place.rpartition("/")[0]
+            read_step(parent, point.step, lambda _, groups: use(groups), max_held_bytes=max_held_bytes)
+        elif point.kind == "adapter":
+            use({PARAMETERS: read_adapter(point.place).tensors})
+        else:
+            use({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})
+    return marks
+
+
+class _Marked(Mapping[str, Tensor]):
+    """The same tensors in float32, each marked as it is taken."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], marks: dict[str, str]) -> None:
+        self._tensors, self._marks = tensors, marks
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].to(torch.float32)
+        self._marks[name] = fingerprint(tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _run_folder(run: str) -> RunFolder:
+    """The folder as one of a run, whether it is one or not."""
+    whole = paths.absolute(run).rstrip("/")
+    parent, _, name = whole.rpartition("/")
+    return RunFolder(parent or "/", name)
+
+
+def _of_run(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> StartPoint:
+    """The checkpoint that is asked for or the newest one; without any the export.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    start, checkpoints = config.start, folder.path("checkpoints")
+    step = start.step
+    found = latest_progress(checkpoints, before=None if step is None else step + 1)
+    if step is not None and (found is None or found[0] != step):
+        there = steps_in(checkpoints)
+        raise ConfigError(
+            f"start.step={step}; {checkpoints} has no complete checkpoint of that step"
+            f"{f', and folders of {_listed(there)}' if there else ''}; name one of them, or leave start.step out."
+        )
+    own: dict[str, Any] = {"run": str(start.run), "take": start.take, "name": folder.name}
+    if config.lora.r > 0 and stored.get("lora.init") == "pissa" and (found is None or config.lora.init != "pissa"):
+        raise ConfigError(_of_pissa(stored, folder))
+    if found is not None:
+        place = paths.join(checkpoints, folder_name(found[0]))
+        data, before = found[1].get("data"), found[1].get("start")
+        sha256 = _digest([paths.join(place, COMMIT)])
+        return StartPoint(kind="checkpoint", place=place, step=found[0], sha256=sha256, data=data, start=before, **own)
+    kind = "adapter" if config.lora.r > 0 else "model"
+    place = folder.path(kind)
+    if not paths.exists(paths.join(place, ADAPTER_CONFIG if kind == "adapter" else "config.json")):
+        raise ConfigError(
+            f"start.run={start.run}; it has no complete checkpoint and no {kind}/; let it train until its first "
+            "checkpoint, or name another run."
+        )
+    if start.take == "all":
+        raise ConfigError(
+            f"start.take=all; {folder.path()} has no complete checkpoint, and {kind}/ holds no optimizer state; use "
+            "start.take=weights."
+        )
+    result = folder.finished() or {}
+    names = [ADAPTER_FILE] if kind == "adapter" else sorted(n for n in paths.list_names(place) if group_in(n) == MODEL)
+    digests = {name: _digest([paths.join(place, name)]) for name in names}
+    _require_proven(digests, (result.get("proof") or {}).get("sha256"), place=place, run=str(start.run))
+    whole = digests[names[0]] if len(names) == 1 else hashlib.sha256("".join(digests.values()).encode()).hexdigest()
+    data, before = result.get("data_audit"), result.get("start")
+    return StartPoint(kind=kind, place=place, sha256=whole, data=data, start=before, **own)
+
+
+def _of_adapter(config: Config, module: nn.Module, *, folder: str) -> StartPoint:
+    """A LoRA adapter that is no part of what `start.run` names, in a folder of its own.
+
+    Raises:
+        ConfigError: there is none, or it does not go with the run.
+    """
+    start = config.start
+    if not paths.exists(paths.join(folder, ADAPTER_CONFIG)):
+        raise ConfigError(
+            f"start.run={folder}; there is neither identity.json of a run nor {ADAPTER_CONFIG} of an adapter; name the "
+            "folder of one of them."
+        )
+    if start.step is not None or start.take == "all":
+        key = f"start.step={start.step}" if start.step is not None else "start.take=all"
+        raise ConfigError(f"{key}; {folder} is an adapter without checkpoints; name the run's folder, or leave it out.")
+    if config.lora.r == 0:
+        raise ConfigError(_merge_first(folder))
+    _require_own_start(config, run=folder)
+    parent = _run_folder(folder.rstrip("/").rpartition("/")[0] or ".")
+    stored = parent.stored_identity() if folder.rstrip("/").rpartition("/")[2] == "adapter" else None
+    adapter = read_adapter(folder)
+    if stored is not None:
+        base = {key: value for key, value in stored.items() if not key.startswith("lora.")}
+        _require_same_model(base, config, run=folder)
+    elif (
+        _last(adapter.base) != _last(config.model.path) or config.model.init == "random" or config.model.size == "tiny"
+    ):
+        drawn = "weights drawn at random" if config.model.init == "random" or config.model.size == "tiny" else "it"
+        raise ConfigError(
+            f"start.run={folder}; its base is {adapter.base or 'not named'}, and model.path={config.model.path} has "
+            f"{drawn if drawn != 'it' else 'another name'}; train on that base (model.path=), or mend "
+            f"base_model_name_or_path in its {ADAPTER_CONFIG} where the two are the same."
+        )
+    theirs, ours = adapter.lora, config.lora
+    if theirs.r != ours.r or not math.isclose(scale_of(theirs), scale_of(ours), rel_tol=1e-6):
+        raise ConfigError(
+            f"start.run={folder}; it has r={theirs.r}, alpha={theirs.alpha:g}, scaling={theirs.scaling}, and the run "
+            f"r={ours.r}, alpha={ours.alpha:g}, scaling={ours.scaling}; write lora.r={theirs.r} "
+            f"lora.alpha={theirs.alpha:g} lora.scaling={theirs.scaling}, or merge it into its base first."
+        )
+    sha256 = _digest([paths.join(folder, ADAPTER_FILE)])
+    point = StartPoint(run=folder, kind="adapter", place=folder, take="weights", sha256=sha256)
+    _require_tensors(point, config, module)
+    log.info("starts from %s: %s", folder, told_of(point.lineage()))
+    return point
+
+
+def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) -> None:
+    """Compare what another run trained with what this one trains.
+
+    Raises:
+        ConfigError: model, adapters or, where its state is taken, the optimizer differ.
+    """
+    now = identity(config)
+    theirs = stored.get("lora.r", config.lora.r)
+    if theirs == 0 and config.lora.r > 0:
+        raise ConfigError(
+            f"start.run={run}; it trained all weights (lora.r=0), and this run adapters; give its model/ as the base: "
+            "model.path=RUN/model instead of start.run=."
+        )
+    if theirs != 0 and config.lora.r == 0:
+        raise ConfigError(_merge_first(run))
+    keys = list(OF_THE_BASE)
+    is_drawn = config.model.init == "random" or config.model.size == "tiny"
+    if is_drawn:
+        keys += [key for key in sorted(stored.keys() | now.keys()) if key.startswith(DRAWN)]
+    if config.lora.r > 0:
+        keys += ["seed"] if is_drawn or config.lora.init == "pissa" else []
+        keys += ["lora.r", "lora.alpha", "lora.scaling"] if "lora.r" in stored else []
+    if config.lora.init == "pissa" and "lora.r" in stored:
+        keys.append("lora.init")
+    if config.start.take == "all":
+        keys.append("optim._target_")
+    changed = [key for key in keys if not _same(key, stored.get(key), now.get(key))]
+    if changed:
+        shown = "; ".join(f"{key}={stored.get(key)!r}, now {now.get(key)!r}" for key in changed[:8])
+        advice = "restore the values"
+        if changed == ["optim._target_"]:
+            advice = "take the weights alone (start.take=weights), or restore the value"
+        elif changed[0].startswith("lora."):
+            advice = "restore the values, or merge its adapter into the base and start from that (model.path=)"
+        raise ConfigError(f"start.run={run}; it was trained with {shown}; {advice}.")
+
+
+def _same(key: str, theirs: Any, ours: Any) -> bool:
+    """Whether two values mean the same weights: a folder may have been moved, and a revision is named or not."""
+    if key == "model.path" and isinstance(theirs, str) and isinstance(ours, str):
+        return _last(theirs) == _last(ours)
+    return bool(theirs == ours)
+
+
+def _require_own_start(config: Config, *, run: str) -> None:
+    """Refuse an adapter beside a base that PiSSA reduces: the two are not made for each other.
+
+    Raises:
+        ConfigError: `lora.init` is pissa.
+    """
+    if config.lora.init == "pissa":
+        raise ConfigError(
+            f"start.run={run} with lora.init=pissa; PiSSA takes its adapters out of the base, and these are for the "
+            "whole base; use lora.init=b_zero, whose values are replaced."
+        )
+
+
+def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> None:
+    """Compare names, shapes and, of checkpoints, types; values are looked at as they are read.
+
+    Raises:
+        ConfigError: they differ from those of the run.
+    """
+    parameters = {
+        name: torch.empty(p.shape, dtype=torch.float32, device="meta")
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    advice = "give the run the same model and lora.targets, or start from another."
+    if point.kind == "checkpoint":
+        assert point.step is not None, "`_of_run` gives it"
+        wanted = {PARAMETERS: parameters}
+        if point.take == "all" and config.trainer._target_ == TrainerConfig._target_:
+            wanted[OPTIMIZER] = flat(optimizer_of(config).init(parameters))
+
+        def use(_: Mapping[str, Any], groups: Groups) -> None:
+            for group, expected in wanted.items():
+                found = without_values(groups.get(group, {}))
+                place = paths.join(point.place, f"{group}.safetensors")
+                require_tensors(found, expected, place=f"start.run={point.run}; {place}", advice=advice)
+
+        with _read_in_words(point.run, point.place):
+            read_step(point.place.rpartition("/")[0], point.step, use, max_held_bytes=0)
+        return
+    if point.kind == "adapter":
+        _require_own_start(config, run=point.run)
+        found: Mapping[str, Tensor] = read_adapter(point.place).tensors
+    else:
+        found = without_values(read_model(point.place, max_held_bytes=0))
+    types = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in found.items()}
+    require_tensors(types, parameters, place=f"start.run={point.run}; {point.place}", advice=advice)
+
+
+@contextmanager
+def _read_in_words(run: str, place: str) -> Iterator[None]:
+    """Turn a checkpoint that changed while it was read into one sentence.
+
+    Raises:
+        ConfigError: it did.
+    """
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"start.run={run}; {place} cannot be read ({error}); start from another step.") from error
+
+
+def _require_proven(digests: Mapping[str, str], proven: Any, *, place: str, run: str) -> None:
+    """Hold the files of an export against the checksums in its run's result.json, where there are some.
+
+    Raises:
+        ConfigError: a file was changed since it was written.
+    """
+    if isinstance(proven, str):
+        proven = dict.fromkeys(digests, proven)
+    if not isinstance(proven, Mapping):
+        return
+    for name in sorted({*proven, *digests}):
+        if digests.get(name) != proven.get(name):
+            raise ConfigError(
+                f"start.run={run}; {paths.join(place, name)} has not the SHA-256 that its run's result.json names; it "
+                "was changed or is incomplete: copy it again, or start from a checkpoint."
+            )
+
+
+def _digest(files: list[str]) -> str:
+    """SHA-256 over whole files, read in pieces."""
+    digest = hashlib.sha256()
+    for file in files:
+        num_bytes = size(file)
+        for at in range(0, num_bytes, PIECE_BYTES):
+            digest.update(read_range(file, at, min(at + PIECE_BYTES, num_bytes)))
+    return digest.hexdigest()
+
+
+def _of_pissa(stored: Mapping[str, Any], folder: RunFolder) -> str:
+    r, alpha = int(stored["lora.r"]), float(stored["lora.alpha"])
+    factor = 2.0 if stored.get("lora.scaling") == "alpha_over_r" else math.sqrt(2)
+    return (
+        f"start.run={folder.path()}; its checkpoints are for a base that PiSSA reduced (lora.init=pissa); use the same "
+        f"lora.init, or start from its export: start.run={folder.path('adapter')} lora.r={2 * r} "
+        f"lora.alpha={alpha * factor:g}."
+    )
+
+
+def _merge_first(run: str) -> str:
+    return (
+        f"start.run={run} with lora.r=0; it is an adapter, and this run trains all weights; merge it into its base "
+        "with PEFT's merge_and_unload, save that, and give its folder as model.path instead of start.run."
+    )
+
+
+def _listed(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:8]))
+    return f"{'steps' if len(steps) > 1 else 'step'} {shown}{' and others' if len(steps) > 8 else ''}"
+
+
+def _last(path: str) -> str:
+    return PurePosixPath(path.rstrip("/")).name
