@@ -137,7 +137,7 @@ def test_every_file_damaged_in_every_way_is_made_again(job, whole, tmp_path, cap
             assert contents(tmp_path / "p") == expected, (name, how)
             told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
             is_silent = how == "missing" and name.endswith((".json", ".index.safetensors"))  # as after a kill
-            is_silent = is_silent or name in ("fingerprints.json", "formats.json")  # what they remember is found again
+            is_silent = is_silent or name in ("fingerprints.json", "formats.json")
             if not is_silent:
                 assert any(name in text and "again" in text for text in told), (name, how, told)
         kinds[str(kind)] += 1
