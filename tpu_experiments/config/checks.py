@@ -261,6 +261,11 @@ def _data(config: Config) -> list[str]:
         for split, (path_key, split_key) in OWN_KEYS.items()
         if getattr(source, path_key) and getattr(source, split_key)
     ]
+    problems += [
+        f"data.{name}.duplicates.near_copies=keep; nothing looks for near copies; set data.{name}.duplicates.near=0.8."
+        for name, source in config.data.items()
+        if source.duplicates.near_copies == "keep" and source.duplicates.near is None
+    ]
     asked = [(f"data.{name}.questions", each) for name, source in config.data.items() for each in source.questions]
     problems += [
         f"{key}; {each!r} is no name of a set; use letters, digits, '_' and '-', at most 40."

@@ -21,6 +21,31 @@ def split_codes(numbers_D: NDArray[np.uint64], *, eval_fraction: float, test_fra
     return codes_D
 
 
+def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Groups (D,) of documents, of which those that `first_D` connects are one: the least of their hashes.
+
+    Args:
+        groups_D: hash of each document's group.
+        first_D: the document that each is connected with, or -1.
+    """
+    hashes_G, group_D = np.unique(groups_D, return_inverse=True)
+    parent_G = np.arange(len(hashes_G))
+
+    def root(group: int) -> int:
+        while parent_G[group] != group:
+            parent_G[group] = parent_G[parent_G[group]]
+            group = int(parent_G[group])
+        return group
+
+    connected = np.flatnonzero(first_D >= 0)
+    for one, other in zip(group_D[connected].tolist(), group_D[first_D[connected]].tolist(), strict=True):
+        first, second = sorted((root(one), root(other)))
+        parent_G[second] = first  # the hashes are sorted, so that a root is the least of its tree
+    while (parent_G != (above_G := parent_G[parent_G])).any():
+        parent_G = above_G
+    return hashes_G[parent_G][group_D]
+
+
 def split_of(key: bytes, *, eval_fraction: float, test_fraction: float) -> str:
     """Name of the split of one document by a hash of 8 bytes, or the first 8 of a longer one."""
     numbers_1 = np.frombuffer(key[:8], "<u8")

@@ -62,7 +62,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
         {
             "version": VERSION,
             "tokens": tokens,
-            "duplicates": asdict(source.duplicates),
+            "duplicates": source.duplicates.settings(),
             "eval_fraction": source.eval_fraction,
             "test_fraction": source.test_fraction,
             "split_by": source.split_by,
