@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.data.cleaning.duplicates import mixed
 from tpu_experiments.data.cleaning.lookup import is_among
 
 SPLITS = ("train", "evaluation", "test")
@@ -22,7 +23,9 @@ def split_codes(numbers_D: NDArray[np.uint64], *, eval_fraction: float, test_fra
 
 
 def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Groups (D,) of documents, of which those that `first_D` connects are one: the least of their hashes.
+    """Groups (D,) of documents, of which those that `first_D` connects are one: a hash of the least of their hashes.
+
+    Not the least itself, since a group of many would nearly always lie in evaluation.
 
     Args:
         groups_D: hash of each document's group.
@@ -43,7 +46,8 @@ def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -
         parent_G[second] = first  # the hashes are sorted, so that a root is the least of its tree
     while (parent_G != (above_G := parent_G[parent_G])).any():
         parent_G = above_G
-    return hashes_G[parent_G][group_D]
+    is_joined_G = np.bincount(parent_G, minlength=len(parent_G))[parent_G] > 1
+    return np.where(is_joined_G, mixed(hashes_G[parent_G]), hashes_G)[group_D]
 
 
 def split_of(key: bytes, *, eval_fraction: float, test_fraction: float) -> str:
