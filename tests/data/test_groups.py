@@ -3,13 +3,15 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.data.preparing import SHARED, all_rows, chat_source, prepared, text_source, texts, write_lines
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.sources import DuplicatesConfig
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.summary import audit_json, audit_table
-from tpu_experiments.data.cleaning.split import SPLITS
+from tpu_experiments.data.cleaning.split import SPLITS, joined_groups
 from tpu_experiments.data.documents import Document
 
 QUESTIONS, THREADS = 120, 3
@@ -130,3 +132,67 @@ def test_no_held_out_thread_of_real_trees_is_answered_in_train(tmp_path, tokeniz
     rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
     assert len({row[0]["content"] for row in rows}) < len(rows)
     assert manifest["splits"]["evaluation"]["documents"] + manifest["splits"]["test"]["documents"] > 40
+
+
+@pytest.fixture
+def alike(tmp_path):
+    """Texts in chains: each is nearly the one before, and its neighbour of the next chain has another question."""
+    words = [f"cuvântul{k}" for k in range(80)]
+    rows = [
+        {"text": " ".join([f"tema{i}", *(f"{word}-{i}" for word in words), f"sfârșitul{j}"])}
+        for i in range(60)
+        for j in range(4)
+    ]
+    return write_lines(tmp_path / "alike.jsonl", rows)
+
+
+def sides(source, tokenizer):
+    """The splits that documents of each theme are in."""
+    found = texts_of(source, tokenizer)
+    return [{split for split in SPLITS if f"tema{i} " in found[split]} for i in range(60)]
+
+
+def test_near_copies_that_stay_are_in_one_split(alike, tmp_path, tokenizer):
+    def made(duplicates):
+        source = text_source(alike, duplicates=duplicates, eval_fraction=0.3)
+        return prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[64, 1024])["a"]
+
+    plain = made(DuplicatesConfig())
+    assert sum(len(found) > 1 for found in sides(plain, tokenizer)) > 20, "by the hash of each they are on both sides"
+    kept = made(DuplicatesConfig(near=0.8, near_copies="keep"))
+    assert all(len(found) == 1 for found in sides(kept, tokenizer))
+    assert 10 < sides(kept, tokenizer).count({"evaluation"}) < 26, "0.3 of 60, however many are in a group"
+    manifest = manifest_of(kept)
+    assert manifest["documents_out"] == manifest["documents_in"] == 240
+    assert "near kept in one split (similarity 0.8)" in " ".join(audit_table([manifest]).split())
+    dropped = made(DuplicatesConfig(near=0.8))
+    assert manifest_of(dropped)["documents_out"] == 60
+    assert len({source.folders[64] for source in (plain, kept, dropped)}) == 3
+    assert "near_copies" not in manifest_of(dropped)["config"]["duplicates"]
+
+
+def test_joined_groups_are_the_components():
+    groups = np.array([50, 40, 30, 20, 10, 50, 60], np.uint64)
+    # 0 is like 1, 2 like 5, which is of the group of 0, and 4 like 3.
+    first = np.array([-1, 0, -1, -1, 3, 2, -1])
+    joined = joined_groups(groups, first_D=first)
+    assert joined[6] == 60
+    assert len(set(joined.tolist())) == 3
+    assert len(set(joined[[0, 1, 2, 5]].tolist())) == len(set(joined[[3, 4]].tolist())) == 1
+    assert joined_groups(groups[:0], first_D=first[:0]).tolist() == []
+
+
+def test_near_copies_are_kept_only_where_they_are_looked_for(make_config):
+    with pytest.raises(ConfigError, match=r"data\.sample_text\.duplicates\.near_copies=keep; nothing looks"):
+        make_config("data=sample_text", "data.sample_text.duplicates.near_copies=keep")
+
+
+def test_near_copies_of_one_source_do_not_hide_what_another_trains_on(alike, tmp_path, tokenizer):
+    sources = {
+        "a": text_source(alike, duplicates=DuplicatesConfig(near=0.8, near_copies="keep"), eval_fraction=0.3),
+        "b": text_source(alike, eval_fraction=0.3),
+    }
+    made = prepared(sources, folder=tmp_path / "p", tokenizer=tokenizer)
+    errors = [f for f in audit_findings([manifest_of(s) for s in made.values()]) if f.severity == "error"]
+    assert {finding.source for finding in errors} == {"a", "b"}
+    assert "make one source of the two" in errors[0].message

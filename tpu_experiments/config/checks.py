@@ -270,6 +270,11 @@ def _data(config: Config) -> list[str]:
         for each, values in source.keep.items()
         if not values or not all(isinstance(value, str | int | float) for value in values)
     ]
+    problems += [
+        f"data.{name}.duplicates.near_copies=keep; nothing looks for near copies; set data.{name}.duplicates.near=0.8."
+        for name, source in config.data.items()
+        if source.duplicates.near_copies == "keep" and source.duplicates.near is None
+    ]
     asked = [(f"data.{name}.questions", each) for name, source in config.data.items() for each in source.questions]
     problems += [
         f"{key}; {each!r} is no name of a set; use letters, digits, '_' and '-', at most 40."

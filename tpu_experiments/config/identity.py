@@ -50,7 +50,7 @@ MAY_CHANGE = (
 
 UNSET: dict[str, Any] = {
     **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
-    **{"named_splits": "take", "held_out_copies": "find"},
+    **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
 """Values of a source's keys that are as if the key were not there."""

@@ -1,7 +1,7 @@
 """Schema of the groups `model`, `data`, `lora` and `sharding`: what is trained, and on what."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
@@ -141,6 +141,13 @@ class DuplicatesConfig:
     near: float | None = number(default=None, above=0, at_most=1)
     """Jaccard similarity of word 5-grams from which a document counts as a copy, estimated by MinHash (Broder 1997);
     null does not look."""
+    near_copies: str = choice("drop", "keep", default="drop")
+    """What happens to such a copy. `keep`: it stays, in the split of the document that it is a copy of, and so do all
+    others of the two groups that `split_by` makes."""
+
+    def settings(self) -> dict[str, Any]:
+        """The rules as what is prepared by them is known by: a key that came later is left out at its default."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("near_copies", "drop")}
 
 
 FIRST_TURN, DOCUMENT = "first_turn", "document"

@@ -261,7 +261,7 @@ def _settings_of(source: DataSourceConfig, *, tokens: TokenizedSource) -> dict[s
     return {
         "format": tokens.spec.format,
         "clean": asdict(source.clean),
-        "duplicates": asdict(source.duplicates),
+        "duplicates": source.duplicates.settings(),
         "eval_fraction": eval_fraction,
         "test_fraction": test_fraction,
         "split_by": source.split_by,

@@ -33,8 +33,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rows, error = [], ""
 try:
     for row in read_documents(spec_for("org/set", **json.loads(sys.argv[1]))):
-        text = getattr(row, "text", None)
-        rows.append([row.place, text[:40] if text is not None else getattr(row, "reason", "")])
+        rows.append([row.place, getattr(row, "reason", "") or row.text[:40]])
 except ConfigError as caught:
     error = str(caught)
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -146,6 +146,8 @@ def _across(manifest: Manifest) -> Found:
             f"give both the same eval_fraction (now {own[0]} and {theirs[0]}) and test_fraction ({own[1]} and "
             f"{theirs[1]}): then both hold out the same."
         )
+        if shared.get("is_joined"):
+            remedy = "make one source of the two, or drop near copies (duplicates.near_copies=drop)."
         if shared.get("is_own"):
             remedy = f"one of the two has evaluation or test files of its own: take these out of data.{other}.path."
         yield (

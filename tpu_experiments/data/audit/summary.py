@@ -172,9 +172,9 @@ def duplicates_text(manifest: Manifest) -> str:
     reported = manifest["documents_reported"]
     folded = " (case and blanks folded)" if rules.get("exact") == "folded" else ""
     exact = "kept" if rules.get("exact") == "keep" else f"{reported.get('exact_duplicate', 0):,} left out{folded}"
-    similar = (
-        f"{reported.get('near_duplicate', 0):,} left out (similarity {rules['near']})" if rules.get("near") else ""
-    )
+    near = f"{reported.get('near_duplicate', 0):,} left out"
+    near = "kept in one split" if rules.get("near_copies") == "keep" else near
+    similar = f"{near} (similarity {rules['near']})" if rules.get("near") else ""
     held_out = reported.get("held_out_copy")
     copies = f", of held-out documents {held_out:,} left out" if held_out else ""
     return f"exact {exact}, near {similar or 'not looked for'}{copies}"

@@ -87,7 +87,7 @@ class Signer:
         return signatures_DP
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finalizer of MurmurHash3 (Appleby), a bijection of 64-bit integers in which every bit depends on all."""
     numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
@@ -100,13 +100,13 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
 def _gram_hashes(text: str) -> NDArray[np.uint32]:
     """Hash (G,) of each run of 5 words, at least one."""
     words = _normal(text).encode().split(b" ")
-    words_W = _mixed(np.fromiter(map(zlib.crc32, words), np.uint64, len(words)))
+    words_W = mixed(np.fromiter(map(zlib.crc32, words), np.uint64, len(words)))
     size = min(WORDS, len(words))
     num_grams = len(words) - size + 1
     grams_G = np.zeros(num_grams, np.uint64)
     for place in range(size):
         grams_G = grams_G * _GOLDEN + words_W[place : place + num_grams]
-    return (_mixed(grams_G) >> np.uint64(32)).astype(np.uint32)
+    return (mixed(grams_G) >> np.uint64(32)).astype(np.uint32)
 
 
 def find_duplicates(
@@ -214,7 +214,7 @@ class _Blocks:
             band_BR = np.ascontiguousarray(block[:, columns]).astype(np.uint64)
             hashes_B = np.zeros(len(band_BR), np.uint64)
             for row in range(band_BR.shape[1]):
-                hashes_B = _mixed(hashes_B + band_BR[:, row])
+                hashes_B = mixed(hashes_B + band_BR[:, row])
             hashes_D[self.bounds[number] : self.bounds[number + 1]] = hashes_B
         return hashes_D
 

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.data.cleaning.duplicates import mixed
 from tpu_experiments.data.cleaning.lookup import is_among
 
 SPLITS = ("train", "evaluation", "test")
@@ -19,6 +20,34 @@ def split_codes(numbers_D: NDArray[np.uint64], *, eval_fraction: float, test_fra
     codes_D[numbers_D < _bound(eval_fraction + test_fraction)] = SPLITS.index("test")
     codes_D[numbers_D < _bound(eval_fraction)] = SPLITS.index("evaluation")
     return codes_D
+
+
+def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Groups (D,) of documents, of which those that `first_D` connects are one: a hash of the least of their hashes.
+
+    Not the least itself, since a group of many would nearly always lie in evaluation.
+
+    Args:
+        groups_D: hash of each document's group.
+        first_D: the document that each is connected with, or -1.
+    """
+    hashes_G, group_D = np.unique(groups_D, return_inverse=True)
+    parent_G = np.arange(len(hashes_G))
+
+    def root(group: int) -> int:
+        while parent_G[group] != group:
+            parent_G[group] = parent_G[parent_G[group]]
+            group = int(parent_G[group])
+        return group
+
+    connected = np.flatnonzero(first_D >= 0)
+    for one, other in zip(group_D[connected].tolist(), group_D[first_D[connected]].tolist(), strict=True):
+        first, second = sorted((root(one), root(other)))
+        parent_G[second] = first  # the hashes are sorted, so that a root is the least of its tree
+    while (parent_G != (above_G := parent_G[parent_G])).any():
+        parent_G = above_G
+    is_joined_G = np.bincount(parent_G, minlength=len(parent_G))[parent_G] > 1
+    return np.where(is_joined_G, mixed(hashes_G[parent_G]), hashes_G)[group_D]
 
 
 def split_of(key: bytes, *, eval_fraction: float, test_fraction: float) -> str:

@@ -127,7 +127,8 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
 
 def _require_hub_id(spec: SourceSpec) -> None:
     """Raise when `path` is not there and can only have meant a file or folder."""
-    ask = f"Point {spec.ask} at a {SUPPORTED} file, a folder of them, or a Hub id."
+    other = "a Hub id" if spec.path_key == "path" else "a pattern"
+    ask = f"Point {spec.ask} at a {SUPPORTED} file, a folder of them, or {other}."
     if is_remote(spec.path):
         raise ConfigError(f"{spec.key}; there is nothing there. {find.remote_near_misses(spec.path)}{ask}")
     if find.is_glob(spec.path):

@@ -36,8 +36,8 @@ def write_groups(folder: str, selection: Selection) -> dict[str, ShardRecord]:
 def add_across(prepared: Mapping[str, PreparedSource], *, sources: Mapping[str, DataSourceConfig]) -> None:
     """Put `across` into the manifests of sources whose held-out documents another one trains on.
 
-    Sources of equal fractions hold out the same hashes, so that only those of unequal ones are read, and those with
-    evaluation or test files of their own.
+    Sources of equal fractions hold out the same hashes, so that only those of unequal ones are read, and those of which
+    more than the hash decides: evaluation or test files of their own, near copies that stay together.
 
     Raises:
         DamagedFile: the hashes of a source are missing, or not what was written.
@@ -55,7 +55,8 @@ def _shared(
     own, theirs = sources[name], sources[other]
     is_alike = (own.kind, own.split_by) == (theirs.kind, theirs.split_by)
     is_own = any(_own_splits(prepared[source]) for source in (name, other))
-    if name == other or not is_alike or (_fractions(own) == _fractions(theirs) and not is_own):
+    is_joined = "keep" in (own.duplicates.near_copies, theirs.duplicates.near_copies)
+    if name == other or not is_alike or (_fractions(own) == _fractions(theirs) and not is_own and not is_joined):
         return
     trained = _read(prepared[other], "train")
     for split in SPLITS[1:]:
@@ -63,7 +64,7 @@ def _shared(
         if count:
             fractions = {name: _fractions(own), other: _fractions(theirs)}
             shared = {"split": split, "trained_by": other, "groups": count, "fractions": fractions}
-            yield shared | ({"is_own": True} if is_own else {})
+            yield shared | ({"is_own": True} if is_own else {"is_joined": True} if is_joined else {})
 
 
 def _own_splits(source: PreparedSource) -> list[str]:

@@ -73,7 +73,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
         {
             "version": VERSION,
             "tokens": tokens,
-            "duplicates": asdict(source.duplicates) | {"exact": _EXACT[source.duplicates.exact]},
+            "duplicates": source.duplicates.settings() | {"exact": _EXACT[source.duplicates.exact]},
             "eval_fraction": source.eval_fraction,
             "test_fraction": source.test_fraction,
             "split_by": source.split_by,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tpu_experiments.config.sources import FIRST_TURN, DataSourceConfig, hashed_shares
 from tpu_experiments.data.cleaning.duplicates import find_duplicates
 from tpu_experiments.data.cleaning.lookup import is_among
-from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes
+from tpu_experiments.data.cleaning.split import SPLITS, joined_groups, overlaps, split_codes
 from tpu_experiments.data.steps.blocks import BlockIndex, Keys, joined, read_keys, read_whole
 from tpu_experiments.data.steps.tokenized import TokenizedSource
 from tpu_experiments.io import paths
@@ -48,7 +48,12 @@ def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens: To
     first_D, is_near_D = _copies(keys, blocks=blocks, own_D=own_D, source=source, folder=tokens.folder)
     groups_D = _groups(keys, source=source)
     eval_fraction, test_fraction = hashed_shares(source, own=tokens.own)
-    code_D = split_codes(groups_D, eval_fraction=eval_fraction, test_fraction=test_fraction)
+    together_D = groups_D
+    if source.duplicates.near_copies == "keep":
+        stays_D = is_near_D & (own_D[first_D] == BY_HASH)
+        together_D = joined_groups(groups_D, first_D=np.where(stays_D, first_D, -1))
+        first_D[stays_D] = -1
+    code_D = split_codes(together_D, eval_fraction=eval_fraction, test_fraction=test_fraction)
     code_D = np.where(own_D == BY_HASH, code_D, own_D)
     code_D[first_D >= 0] = DROPPED
     found = overlaps(keys.content_D2, keys.prompts_D, code_D)
