@@ -78,7 +78,7 @@ def test_what_depends_on_the_length_is_refused_with_the_way_on(refusal, tmp_path
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     cosine = refusal(*SMALL, "name=run", LONGER)
     assert cosine.startswith(f"name=run; {folder} was made with curriculum.stages.chat.steps=4, now 8; ")
-    assert "(stage chat, step 3 of it: its learning rate was 0.00275 in 4 steps and would be 0.0047 in 8" in cosine
+    assert "(stage chat, step 3 of it: its learning rate was 0.00275 in 4 steps and would be 0.004699 in 8" in cosine
     assert cosine.endswith(f"restore the values, or train on from it under another name: start.run={folder}.")
     assert "are fewer in one of its stages" in refusal(*SMALL, "name=run", "curriculum.stages.chat.steps=3")
     earlier = ("curriculum.stages.text.steps=4", "curriculum.stages.text.schedule.name=constant")

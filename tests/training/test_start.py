@@ -136,7 +136,7 @@ def test_a_fully_trained_run_starts_another(tmp_path):
 
 REFUSED = {
     "rank": (("lora.r=4",), "it was trained with lora.r=8, now 4; restore the values, or merge"),
-    "scale": (("lora.alpha=5",), "; lora.alpha="),
+    "scale": (("lora.alpha=5",), "it was trained with lora.alpha=16"),
     "targets": (("lora.targets=[q_proj]",), "it lacks 0 tensors of this run and has "),
     "base": (("model=qwen05b", "model.size=tiny"), "it was trained with model.path="),
     "optimizer": (
@@ -214,7 +214,6 @@ def test_a_damaged_source_is_refused(source, found, tmp_path):
     first, _ = source
     own = tmp_path / "first"
     shutil.copytree(first, own)
-    assert found(f"start.run={own}").step == 4
     flip_last_byte(own / "checkpoints" / "step_00000004" / LORA)
     assert found(f"start.run={own}").step == 2, "a torn checkpoint is passed over, as on a resume"
 
