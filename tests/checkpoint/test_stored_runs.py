@@ -16,13 +16,26 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 RUNS = REPOSITORY / "tests" / "golden" / "runs"
-COMMAND = (
-    "model=tiny model.init=random model.arch.hidden_size=32 model.arch.intermediate_size=64 "
-    "model.arch.num_hidden_layers=2 model.arch.num_attention_heads=2 model.arch.num_key_value_heads=1 "
-    "model.arch.head_dim=16 data=sample_text curriculum=single hw.runtime=eager hw.num_threads=1 trainer.seq_len=64 "
-    "trainer.global_batch_rows=4 trainer.max_stage_steps=8 checkpoint.every_steps=4 checkpoint.keep_last=5 "
-    "sample.max_new_tokens=0"
-).split()
+COMMAND = [
+    "model=tiny",
+    "model.init=random",
+    "model.arch.hidden_size=32",
+    "model.arch.intermediate_size=64",
+    "model.arch.num_hidden_layers=2",
+    "model.arch.num_attention_heads=2",
+    "model.arch.num_key_value_heads=1",
+    "model.arch.head_dim=16",
+    "data=sample_text",
+    "curriculum=single",
+    "hw.runtime=eager",
+    "hw.num_threads=1",
+    "trainer.seq_len=64",
+    "trainer.global_batch_rows=4",
+    "trainer.max_stage_steps=8",
+    "checkpoint.every_steps=4",
+    "checkpoint.keep_last=5",
+    "sample.max_new_tokens=0",
+]
 KINDS = {
     "adapter": (
         ("lora.r=2", "lora.targets=[q_proj,v_proj]"),
@@ -48,5 +61,6 @@ def test_a_stored_run_goes_on_to_the_bytes_it_ended_with(kind: str, tmp_path: Pa
     assert "resumed at step 4" in done.stdout + done.stderr
     result = json.loads((tmp_path / kind / "result.json").read_text())
     assert result["status"] == "finished"
-    assert {place.name for place in (tmp_path / "prepared").iterdir()} == {p.name for p in (RUNS / "prepared").iterdir()}
+    names = {place.name for place in (RUNS / "prepared").iterdir()}
+    assert {place.name for place in (tmp_path / "prepared").iterdir()} == names, "the prepared data was not read"
     assert hashlib.sha256((tmp_path / kind / exported).read_bytes()).hexdigest() == sha256
