@@ -3,7 +3,7 @@
 Nothing here or in tpu_experiments/config imports torch: torch_xla fixes its flags when it is imported.
 """
 
-from tpu_experiments.runtime.interrupts import INTERRUPTED, INTERRUPTED_EXIT_CODE  # isort: split
+from tpu_experiments.runtime.processes.interrupts import INTERRUPTED, INTERRUPTED_EXIT_CODE  # isort: split
 
 import importlib
 import logging
@@ -27,22 +27,21 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from tpu_experiments.config.bugs import bug_sentence
+from tpu_experiments.config.compose import require_single_choices, to_config
+from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.help import help_text
-from tpu_experiments.config.load import require_single_choices, to_config
+from tpu_experiments.config.messages import help_text, is_of_composition, sentence, uncomposable, unreadable_yaml
 from tpu_experiments.config.overlay import overlay_file, with_overlay, with_own_entries
 from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.config.refusals import is_of_composition, sentence, uncomposable, unreadable_yaml
-from tpu_experiments.config.rows import is_open
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
-from tpu_experiments.io import paths
-from tpu_experiments.io.offline import go_offline_if_unreachable
-from tpu_experiments.io.retry import StorageFailed
-from tpu_experiments.logging.closing import told_finished
-from tpu_experiments.logging.runlog import start_run_log
-from tpu_experiments.runtime.env import prepare_environment
+from tpu_experiments.loggers.closing import told_finished
+from tpu_experiments.loggers.runlog import start_run_log
+from tpu_experiments.runtime.processes.env import prepare_environment
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.offline import go_offline_if_unreachable
+from tpu_experiments.storage.retry import StorageFailed
 from tpu_experiments.sweeping.launcher import PointLauncher
 
 log = logging.getLogger(__name__)

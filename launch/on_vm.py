@@ -23,12 +23,12 @@ from pathlib import Path
 import yaml
 from hydra import compose, initialize_config_dir
 
+from tpu_experiments.config.compose import to_config
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.load import to_config
 from tpu_experiments.config.schema import Config, register
-from tpu_experiments.io import paths
-from tpu_experiments.runtime.child import Relay
-from tpu_experiments.runtime.env import compile_cache_folder, tpu_present
+from tpu_experiments.runtime.processes.env import compile_cache_folder, tpu_present
+from tpu_experiments.runtime.processes.stopping import Relay
+from tpu_experiments.storage import paths
 from tpu_experiments.tasks.doctor.cloud import look_at_machine
 
 ROOT = Path(__file__).parents[1]

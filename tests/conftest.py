@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the Hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault(
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
-)  # read when gcsfs is imported, as io/paths.py sees to
+)  # read when gcsfs is imported, as storage/paths.py sees to
 # LLVM's level: four files of tests/models, runtime and training took 121 s of CPU without it, 69 s with it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Tiny matrices: with more threads than free cores, 20 eager steps took 137 s instead of 2.
@@ -20,7 +20,7 @@ import pytest
 
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import grace
+from tpu_experiments.storage import retry
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
@@ -52,7 +52,7 @@ def make_config() -> Callable[..., Config]:
     """Compose a config of the tiny job, as run.py does, without running anything."""
     from hydra import compose, initialize_config_dir
 
-    from tpu_experiments.config.load import to_config
+    from tpu_experiments.config.compose import to_config
     from tpu_experiments.config.schema import register
 
     register()
@@ -68,13 +68,13 @@ def make_config() -> Callable[..., Config]:
 def no_hurry() -> Iterator[None]:
     """A run in a test's own process has storage follow its requests to stop; the next test has none."""
     yield
-    grace._grace = None
+    retry._grace = None
 
 
 @pytest.fixture(scope="module")
 def plain_attention() -> Iterator[None]:
     """For tensors of the host: a test before in this process may have installed the kernel of torch_xla's device."""
-    from tpu_experiments.runtime.attention import without_attention_kernel
+    from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 
     with without_attention_kernel():
         yield

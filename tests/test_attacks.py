@@ -20,12 +20,11 @@ import pytest
 from tests.config.composing import composed
 from tests.training.runs import run as run_process
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import identity
+from tpu_experiments.config.identity import OWN_TARGETS, config_of_run, identity
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.stored import OWN_TARGETS, config_of_run
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder, config_yaml
-from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.processes.env import compile_cache_folder
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.tasks import evaluate, generate, report
 from tpu_experiments.tasks.evaluate.subject import subject_of
 
@@ -35,7 +34,7 @@ MODEL = "_target_: tpu_experiments.models.huggingface.HuggingFaceModel"
 READER = "_target_: tpu_experiments.data.reading.sources.read_documents"
 TRAINER = "_target_: tpu_experiments.training.trainer.Trainer"
 OPTIMIZER = "_target_: tpu_experiments.optim.adamw.AdamW"
-LOGGER = "_target_: tpu_experiments.logging.jsonl.JsonlLogger"
+LOGGER = "_target_: tpu_experiments.loggers.jsonl.JsonlLogger"
 SECRET = "hf_FAKEsecretFAKEsecret"
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10) if i else 'ha, ha'}]\n" for i in range(10))
 
@@ -47,7 +46,7 @@ CODE: dict[str, tuple[Change, ...]] = {
     "a plugin alone": (("plugins: []", "plugins: [payload]"),),
     "a plugin that is text": (("plugins: []", "plugins: payload"),),
     "a class without a plugin": ((MODEL, "_target_: payload.Model"),),
-    "a function of this project": ((MODEL, "_target_: tpu_experiments.io.paths.remove_tree"),),
+    "a function of this project": ((MODEL, "_target_: tpu_experiments.storage.paths.remove_tree"),),
     "a module behind this project's": ((MODEL, "_target_: tpu_experiments.planning.compiler.subprocess.run"),),
     "a class of another place": ((MODEL, "_target_: tpu_experiments.training.trainer.Trainer"),),
     "a name like this project's": ((MODEL, "_target_: tpu_experiments_payload.Model"),),

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed
+from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io.folder import open_run
+from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.setup import check_data, make_inputs
 from tpu_experiments.tasks.train import run
-from tpu_experiments.training.progress import Progress, StageRecord
 
 pytestmark = pytest.mark.usefixtures("root_logger")
 SAMPLES = Path(__file__).parents[1] / "tpu_experiments" / "samples"

@@ -13,8 +13,8 @@ import pytest
 
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
-from tpu_experiments.io.folder import open_run
-from tpu_experiments.runtime.env import tpu_present
+from tpu_experiments.runtime.processes.env import tpu_present
+from tpu_experiments.storage.run_folder import open_run
 
 REPOSITORY = Path(__file__).parents[1]
 SAMPLES = REPOSITORY / "tpu_experiments" / "samples"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fuzzing.server import FAILINGS
 from tpu_experiments.config.bugs import bug_sentence
-from tpu_experiments.config.refusals import is_of_composition
+from tpu_experiments.config.messages import is_of_composition
 
 REPOSITORY = Path(__file__).parents[1]
 NUM_CASES = 80

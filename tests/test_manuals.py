@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tpu_experiments.config.load import to_config
+from tpu_experiments.config.compose import to_config
 from tpu_experiments.config.schema import register
 
 REPOSITORY = Path(__file__).parents[1]

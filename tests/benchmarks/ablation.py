@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.ablation [--recipes qwen05b_uk_law] [--removed model.attention=sdpa] [--output FOLDER]
 
-One reader tells all programs' HBM, step and its parts (tpu_experiments/planning/parts.py says by which rule), in
+One reader tells all programs' HBM, step and its parts (tpu_experiments/planning/hlo/parts.py says by which rule), in
 milliseconds of one optimizer step on one chip: the TPU compiler's cycles, Pallas kernels by FLOPs and bytes, and
 collectives that nothing hides. The rival is tests/benchmarks/rival.py. Compiles take minutes each and are remembered
 in the folder of `--output`, so a second run only prints.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.recipes import REPOSITORY, planned
-from tpu_experiments.planning.parts import PARTS
+from tpu_experiments.planning.hlo.parts import PARTS
 
 COLUMNS = ("program", "GiB per chip", *PARTS, "step ms", "tokens/s per chip", "compile s")
 MISTRAL = ("lora=all_linear_r16", "model.remat=save_dots")

@@ -37,7 +37,7 @@ def live(events: Path, *, kill: int | None) -> None:
     options = f"path: '{events}'"
     if kill is not None:
         options += f", kill_after: {kill}, marker: checkpoints/step_{kill // 20 * 20:08d}/COMMIT.json"
-    probe = f"+logger={{probe: {{_target_: tpu_experiments.logging.probe.Probe, options: {{{options}}}}}}}"
+    probe = f"+logger={{probe: {{_target_: tpu_experiments.loggers.probe.Probe, options: {{{options}}}}}}}"
     with tempfile.TemporaryDirectory() as disk:
         env = os.environ | {"TMPDIR": disk, "XDG_CACHE_HOME": disk}
         code = subprocess.run([sys.executable, "run.py", *SETTINGS, probe], cwd=REPOSITORY, env=env, check=False)

@@ -59,9 +59,9 @@ def step_milliseconds(kind: str, *, num_steps: int) -> dict[str, float]:
 
     from tests.training.runs import REPOSITORY
     from tests.training.tiny import Run
-    from tpu_experiments.config.load import to_config
+    from tpu_experiments.config.compose import to_config
     from tpu_experiments.config.schema import register
-    from tpu_experiments.runtime.launch import make_runtime
+    from tpu_experiments.runtime.processes.launch import make_runtime
 
     register()
     overrides = ["model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", f"hw.runtime={kind}"]
@@ -99,7 +99,7 @@ def step_inputs(rows: Any) -> Iterator[Any]:
     """Host batches, as `training.inputs.step_batches` makes them."""
     import torch
 
-    from tpu_experiments.training.evaluate import host_tensors
+    from tpu_experiments.training.evaluation import host_tensors
 
     for step in itertools.count():
         tensors = host_tensors(rows.batch(step, global_rows=STEP_ROWS))

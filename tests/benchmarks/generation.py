@@ -20,14 +20,14 @@ import torch
 import torch_xla
 from hydra import compose, initialize_config_dir
 
-from tpu_experiments.config.generating import ChoiceConfig
-from tpu_experiments.config.load import to_config
+from tpu_experiments.config.compose import to_config
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import register
-from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation.decoder import Decoder
+from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.runtime.processes.launch import make_runtime
 
 PROMPT = 100
 THREADS = os.environ.get("OMP_NUM_THREADS", "2")

@@ -12,7 +12,7 @@ import sys
 HOST = """
 import statistics, time
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.hosts import meet
+from tpu_experiments.runtime.processes.hosts import meet
 
 hosts = meet(HwConfig(num_hosts=int(__import__("os").environ["WORLD_SIZE"])))
 taken = []

@@ -22,15 +22,15 @@ import torch
 from tests.benchmarks.saving import peak_above, trimmed
 from tests.config.composing import composed
 from tpu_experiments.checkpoint.manifest import COMMIT
-from tpu_experiments.config.checkpointing import CheckpointConfig
-from tpu_experiments.io.spool import Spool
+from tpu_experiments.checkpoint.progress import Progress, StageRecord
+from tpu_experiments.checkpoint.proof import Answers, Start
+from tpu_experiments.checkpoint.saver import Saver
+from tpu_experiments.checkpoint.state import read_state, snapshot, zero_state
+from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.optim.adamw import AdamW
-from tpu_experiments.runtime.reading import host_copy
+from tpu_experiments.runtime.ops import host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names
-from tpu_experiments.training.progress import Progress, StageRecord
-from tpu_experiments.training.proof import Answers, Start
-from tpu_experiments.training.saved import read_state, snapshot, zero_state
-from tpu_experiments.training.saving import Saver
+from tpu_experiments.storage.spool import Spool
 
 GIB = 2**30
 EMBEDDING = "model.embed_tokens.weight"
@@ -87,7 +87,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["CPU_NUM_DEVICES"] = "4" if args.parallel == "spmd" else "1"
     overrides = ["hw.parallel=spmd", "hw.num_devices=4"] if args.parallel == "spmd" else []
     config = composed(*overrides)
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     runtime: Any = XlaRuntime(config.hw, sharding=config.sharding, trace_every=50)
     generator = torch.Generator().manual_seed(1 if args.load else 0)

@@ -160,13 +160,13 @@ def _ours(runtime_name: str, folder: Path) -> Callable[[], object]:
     import torch
 
     from tpu_experiments.config.hardware import HwConfig
-    from tpu_experiments.config.sources import LoraConfig, ModelConfig, ShardingConfig
+    from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, ShardingConfig
     from tpu_experiments.models.build import build_model
     from tpu_experiments.models.huggingface import HuggingFaceModel
 
     hw = HwConfig(name="cpu", device="cpu", parallel="inline", num_devices=1)
     if runtime_name == "xla":
-        from tpu_experiments.runtime.xla import XlaRuntime
+        from tpu_experiments.runtime.xla.device import XlaRuntime
 
         runtime: Any = XlaRuntime(hw, sharding=ShardingConfig(name="replicated"))
     else:

@@ -22,7 +22,7 @@ from tpu_experiments.data.rows import Rows
 from tpu_experiments.data.store.mixing import measure_mixing
 from tpu_experiments.data.store.shards import RowStore, row_dtype, write_shard
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 SHARES = (0.7, 0.25, 0.05)
 BATCH_ROWS = 256

@@ -115,7 +115,7 @@ DEFECTS = (
     ),
     Defect(
         "a lease is not renewed",
-        "tpu_experiments/io/lease.py",
+        "tpu_experiments/storage/lease.py",
         "paths.write_text_atomic(self.path, _text(self._owner))\n                self._renewed_at",
         "self._renewed_at",
         "tests/io/test_lease.py",
@@ -150,7 +150,7 @@ DEFECTS = (
     ),
     Defect(
         "the worst point of a sweep is the best",
-        "tpu_experiments/sweeping/rows.py",
+        "tpu_experiments/sweeping/leaderboard.py",
         'float("inf") if row.eval_loss is None else row.eval_loss',
         'float("inf") if row.eval_loss is None else -row.eval_loss',
         "tests/sweeping",
@@ -164,7 +164,7 @@ DEFECTS = (
     ),
     Defect(
         "top_p leaves out the token that reaches it",
-        "tpu_experiments/models/generation/choosing.py",
+        "tpu_experiments/models/generation.py",
         "before_BC = probabilities_BC.cumsum(-1) - probabilities_BC",
         "before_BC = probabilities_BC.cumsum(-1)",
         "tests/models/generation",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.benchmarks.outage import REPOSITORY, Bucket
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 SETTINGS = (
     "model=tiny", "debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single",

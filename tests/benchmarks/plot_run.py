@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from tpu_experiments.logging.jsonl import METRICS_FILE, read_records
+from tpu_experiments.loggers.jsonl import METRICS_FILE, read_records
 from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from tpu_experiments.io.peak_memory import GIB, PeakMemory
+from tpu_experiments.storage.process import GIB, PeakMemory
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED, SAMPLES = REPOSITORY.parent / "shared" / "data", REPOSITORY / "tpu_experiments" / "samples"
@@ -208,8 +208,8 @@ def run_case(case: str, folder: Path) -> Result:
 
 def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, workers: int) -> Result:
     """Exact duplicates are looked for, and the audit's numbers counted, within the time."""
-    from tpu_experiments.config.preparing import PrepareConfig
-    from tpu_experiments.config.sources import DataSourceConfig
+    from tpu_experiments.config.model_schema import DataSourceConfig
+    from tpu_experiments.config.schema import PrepareConfig
     from tpu_experiments.data.prepare import Preparation, prepare
     from tpu_experiments.data.steps.workers import start_server
 

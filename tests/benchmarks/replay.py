@@ -43,7 +43,7 @@ def seconds_of(way: str, *, stack: str, layers: int, rows: int) -> tuple[float, 
 
     from tests.config.composing import composed
     from tests.training.tiny import Run, random_batch
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": layers}
     config = composed(

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from tests.config.composing import composed
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.config.schema import Config
-from tpu_experiments.runtime.env import prepare_environment
-from tpu_experiments.runtime.layout import BY_ROWS, Lay
+from tpu_experiments.runtime.ops import BY_ROWS, Constrain
+from tpu_experiments.runtime.processes.env import prepare_environment
 from tpu_experiments.runtime.sharding import ShardingTable
 
 
@@ -48,7 +48,7 @@ def with_adapters(config: Config, *, checkpoints: str) -> nn.Module:
     from torch_xla.distributed.fsdp import checkpoint_module
     from torch_xla.utils.checkpoint import checkpoint
 
-    from tpu_experiments.models.shapes import ShapesOfModel
+    from tpu_experiments.models.huggingface import ShapesOfModel
 
     source = ShapesOfModel(replace(config.model, attention="sdpa"), seed=config.seed)
     base: Any = source.empty()
@@ -89,12 +89,12 @@ def on_placeholders(module: nn.Module, place: Callable[..., Tensor]) -> dict[str
     return trained
 
 
-def split_rows(module: nn.Module, lay: Lay) -> None:
+def split_rows(module: nn.Module, constrain: Constrain) -> None:
     """Annotate the result of every decoder layer, and the logits, as FSDP does."""
     layers = module.get_submodule("base_model.model.model.layers")
     head = module.get_submodule("base_model.model.lm_head")
     for part in [*layers.children(), head]:
-        part.register_forward_hook(lambda _, args, out: lay(out, axes=BY_ROWS))
+        part.register_forward_hook(lambda _, args, out: constrain(out, axes=BY_ROWS))
 
 
 def optimizer_of(
@@ -127,7 +127,7 @@ def lowered(config: Config, shape: tuple[int, int, int], *, checkpoints: str) ->
     module = with_adapters(config, checkpoints=checkpoints)
     trained = on_placeholders(module, runtime.place)
     if runtime.is_sharded:
-        split_rows(module, runtime.lay)
+        split_rows(module, runtime.constrain)
     optimizer, moments = optimizer_of(config, trained, runtime.place)
 
     def step(batch: Mapping[str, Tensor]) -> Tensor:
@@ -153,9 +153,8 @@ def measured(config: Config, *, checkpoints: str, folder: str) -> dict[str, Any]
     """What the compiled step costs, in the fields of plan.json that the table reads."""
     from tpu_experiments.config.curriculum import resolve_stages
     from tpu_experiments.metrics.flops import trained_flops
-    from tpu_experiments.models.shapes import ShapesOfModel
-    from tpu_experiments.planning.assemble import planned, widths_of_step
-    from tpu_experiments.planning.compiled import Compilers
+    from tpu_experiments.models.huggingface import ShapesOfModel
+    from tpu_experiments.planning.compiled import Compilers, planned, widths_of_step
 
     geometry = resolve_stages(config)[0].geometry
     rows = geometry.micro_rows * geometry.num_shards

@@ -171,7 +171,7 @@ def serve(port: int, counts: Any) -> None:
 
 def measure_remote(fmt: Any, args: argparse.Namespace) -> dict[str, float]:
     """In order, all of `REMOTE_SHARDS` shards."""
-    from tpu_experiments.io import paths
+    from tpu_experiments.storage import paths
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

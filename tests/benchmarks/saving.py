@@ -28,14 +28,14 @@ from torch import Tensor
 from tests.config.composing import composed
 from tpu_experiments.checkpoint import store
 from tpu_experiments.checkpoint.manifest import COMMIT
-from tpu_experiments.config.checkpointing import CheckpointConfig
-from tpu_experiments.io.spool import Spool
+from tpu_experiments.checkpoint.progress import Progress
+from tpu_experiments.checkpoint.proof import Answers, Start
+from tpu_experiments.checkpoint.saver import Saver
+from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot, snapshot
+from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.models.build import return_freed_memory
-from tpu_experiments.models.trained import fingerprints
-from tpu_experiments.training.progress import Progress
-from tpu_experiments.training.proof import Answers, Start
-from tpu_experiments.training.saved import PARAMETERS, Snapshot, snapshot
-from tpu_experiments.training.saving import Saver
+from tpu_experiments.models.lora import fingerprints
+from tpu_experiments.storage.spool import Spool
 
 LAYERS, RANK, HIDDEN, KEY_VALUE, MLP = 32, 16, 4096, 1024, 14336
 SHAPES = {
@@ -125,7 +125,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     os.environ["PJRT_DEVICE"] = "CPU"
     config = composed()
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     job = Job(XlaRuntime(config.hw, sharding=config.sharding, trace_every=50), num_products=args.products)
     for _ in range(5):

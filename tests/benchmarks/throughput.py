@@ -151,7 +151,7 @@ def host_batch(seed: int) -> dict[str, Any]:
 def our_step(config: Any) -> tuple[Step, Callable[[], None]]:
     """The trainer's step on the config's runtime."""
     from tests.training.tiny import Run
-    from tpu_experiments.runtime.launch import make_runtime
+    from tpu_experiments.runtime.processes.launch import make_runtime
 
     runtime = make_runtime(config)
     run = Run(config, runtime)

@@ -85,7 +85,7 @@ def seconds_of_step(trainer: Any, shape: tuple[int, int, int]) -> tuple[dict[str
     """Seconds of tracing one step, of handing its graph over, and of printing it."""
     import torch_xla
 
-    from tpu_experiments.runtime.xla_programs import hlo_of
+    from tpu_experiments.runtime.xla.programs import hlo_of
     from tpu_experiments.tasks.plan.programs import batch_like, stepped
 
     batch = trainer.runtime.put(batch_like(shape, config=trainer.config), rows_dim=1)
@@ -114,7 +114,7 @@ def untraced_seconds(
     import torch
 
     from tests.config.composing import composed
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     hw = ("hw=cpu", f"hw.parallel={parallel}", f"hw.num_devices={num_devices}")
     config = composed(*hw, "model=tiny", "data=sample_text")

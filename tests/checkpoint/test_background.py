@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tpu_experiments.checkpoint.background import Background
+from tpu_experiments.checkpoint.saver import Background
 
 
 def test_a_second_job_waits_for_the_first():

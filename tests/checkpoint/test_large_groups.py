@@ -9,8 +9,7 @@ import torch
 from tests.checkpoint.test_hostile import replaced
 from tpu_experiments.checkpoint.store import latest_step, load_latest, read_latest, save_checkpoint
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io.shards import file_name, group_in, shards
-from tpu_experiments.io.tensor_file import chunks_of
+from tpu_experiments.storage.tensors import chunks_of, file_name, group_in, shards
 
 SHARDS = [f"parameters-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 

@@ -9,7 +9,7 @@ from tests.checkpoint.test_store import save
 from tpu_experiments.checkpoint.manifest import COMMIT, steps_in
 from tpu_experiments.checkpoint.retention import Keep, Retention, kept, remove
 from tpu_experiments.checkpoint.store import add_tensors, begin, commit
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 CASES = {
     "the newest": (Keep(last=2), {40, 50}),

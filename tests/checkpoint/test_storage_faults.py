@@ -13,7 +13,7 @@ from tests.faulty import FAULTS, Died, going_wrong
 from tpu_experiments.checkpoint import reading
 from tpu_experiments.checkpoint.store import read_latest, save_checkpoint
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import grace
+from tpu_experiments.storage import retry
 
 FOLDER = "faulty://bkt/runs/x/checkpoints"
 
@@ -47,7 +47,7 @@ def found() -> int | None:
 @pytest.fixture(autouse=True)
 def storage(monkeypatch):
     """Three checkpoints were made, the first is gone by retention."""
-    monkeypatch.setattr(grace, "pause", lambda seconds: True)
+    monkeypatch.setattr(retry, "pause", lambda seconds: True)
     faulty.wipe()
     for step in (2, 4, 6):
         save(step)

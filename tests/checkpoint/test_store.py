@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tpu_experiments.checkpoint.store import COMMIT, latest_progress, latest_step, load_latest, save_checkpoint
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 
 def save(folder: str, step: int, *, keep_last: int = 10) -> str:

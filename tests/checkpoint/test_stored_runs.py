@@ -1,8 +1,8 @@
 """Run folders that an earlier version of this program wrote go on, to the bytes that it ended with.
 
-tests/golden/runs holds two runs of eight steps as they were after four, an adapter and a whole model, and their prepared
-data. They were written on 2026-11-24, before the packages io and logging became storage and loggers; a version that cannot
-read them has to say so in a sentence, and gets runs of its own beside these.
+tests/golden/runs holds two runs of eight steps as they were after four, an adapter and a whole model, and their
+prepared data. They were written on 2026-11-24, before the packages io and logging became storage and loggers. A version
+that cannot read them has to say so in a sentence, and gets runs of its own beside these.
 """
 
 import hashlib

@@ -7,10 +7,10 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from tests.jobs import of_tiny_job
+from tpu_experiments.config.compose import to_config
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.load import to_config
+from tpu_experiments.config.messages import sentence
 from tpu_experiments.config.overlay import with_own_entries
-from tpu_experiments.config.refusals import sentence
 from tpu_experiments.config.schema import Config, register
 
 CONF = Path(__file__).parents[2] / "conf"

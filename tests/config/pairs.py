@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tests.config.composing import CONF, composed, names
+from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.variants import machine
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import chip_limit_gib
 

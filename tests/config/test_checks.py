@@ -8,9 +8,9 @@ from hydra.errors import MissingConfigException
 
 from tests.config.composing import composed, refusal
 from tpu_experiments.config.checks import check
+from tpu_experiments.config.compose import require_single_choices
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.load import require_single_choices
-from tpu_experiments.config.refusals import sentence
+from tpu_experiments.config.messages import sentence
 
 CASES = {
     "unknown key": (["lora.rnak=8"], ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, dropout"]),

@@ -14,8 +14,8 @@ import pytest
 
 from tests.config.composing import CONF, composed, composed_as_typed, names
 from tests.jobs import TINY_JOB
-from tpu_experiments.config.help import GROUPS
 from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.messages import GROUPS
 from tpu_experiments.config.schema import Config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "configs"

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from tests.config.composing import CONF, composed_as_typed, names
-from tpu_experiments.config.help import GROUPS, help_text
+from tpu_experiments.config.messages import GROUPS, help_text
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
 EXAMPLES = [

@@ -7,7 +7,7 @@ from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh, mesh_of, resolved
-from tpu_experiments.config.sources import AXES, MeshConfig
+from tpu_experiments.config.model_schema import AXES, MeshConfig
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,14 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import identity, require_same
-from tpu_experiments.config.redaction import (
-    REDACTED,
-    is_secret_name,
-    redacted,
-    redacted_arguments,
-    redacted_text,
-)
-from tpu_experiments.config.refusals import known_keys
-from tpu_experiments.config.stored import config_of_run
-from tpu_experiments.io.folder import config_yaml
-from tpu_experiments.logging.provenance import provenance
-from tpu_experiments.logging.runlog import FILE_FORMAT, Formatter
+from tpu_experiments.config.identity import config_of_run, identity, require_same
+from tpu_experiments.config.messages import known_keys
+from tpu_experiments.config.redaction import REDACTED, is_secret_name, redacted, redacted_arguments, redacted_text
+from tpu_experiments.loggers.provenance import provenance
+from tpu_experiments.loggers.runlog import FILE_FORMAT, Formatter
+from tpu_experiments.storage.run_folder import config_yaml
+from tpu_experiments.sweeping.leaderboard import Row
 from tpu_experiments.sweeping.points import Point
-from tpu_experiments.sweeping.rows import Row
 
 SECRETS = [
     "token",

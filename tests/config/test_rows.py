@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.config.composing import composed, composed_as_typed, names
+from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.intervals import intervals_of
+from tpu_experiments.config.defaults import LANES, MICRO_TOKENS, Lengths, fitting_rows, intervals_of, rows_of, settled
 from tpu_experiments.config.mesh import num_shards
-from tpu_experiments.config.rows import LANES, MICRO_TOKENS, Lengths, fitting_rows, rows_of, settled
-from tpu_experiments.config.variants import machine
 
 MODELS = [name for name in names("model") if name not in ("tiny", "reader")]
 DATA = [name for name in names("data") if not name.startswith(("sample", "stories"))]

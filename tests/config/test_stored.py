@@ -4,9 +4,8 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import UNSET, flatten, identity
-from tpu_experiments.config.stored import DATA_KEYS, MODEL_KEYS, config_of_run
-from tpu_experiments.io.folder import config_yaml
+from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, UNSET, config_of_run, flatten, identity
+from tpu_experiments.storage.run_folder import config_yaml
 
 RECIPES = (["lora=all_linear_r8", "optim=adafactor"], ["experiment=mistral7b_ro", "debug=smoke"], ["model=qwen05b"])
 

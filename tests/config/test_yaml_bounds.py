@@ -7,7 +7,7 @@ import pytest
 from tests.config.composing import CONF, composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.yaml_bounds import MAX_DEPTH, MAX_NODES, require_bounded, require_bounded_folder
-from tpu_experiments.io.folder import config_yaml
+from tpu_experiments.storage.run_folder import config_yaml
 
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10) if i else 'ha, ha'}]\n" for i in range(10))
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, MAX_DEPTH + 9))

@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from tpu_experiments.config.preparing import PrepareConfig
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.model_schema import DataSourceConfig
+from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data.prepare import Preparation, prepare
 
 REPOSITORY = Path(__file__).parents[2]

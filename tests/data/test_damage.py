@@ -12,9 +12,8 @@ import pytest
 from tests.data.preparing import all_rows, chat_source, prepared, text_source, texts, write_lines
 from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.preparing import PrepareConfig
-from tpu_experiments.config.sources import DuplicatesConfig
-from tpu_experiments.config.stages import ScheduleConfig
+from tpu_experiments.config.model_schema import DuplicatesConfig
+from tpu_experiments.config.schema import PrepareConfig, ScheduleConfig
 from tpu_experiments.data import prepare as prepare_module
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.held_out import held_out_documents
@@ -23,7 +22,7 @@ from tpu_experiments.data.steps import blocks as blocks_module
 from tpu_experiments.data.steps import epochs as epochs_module
 from tpu_experiments.data.steps import keys as keys_module
 from tpu_experiments.data.store.stream import CacheSettings
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 pytest_plugins = ("tests.gcs",)
 SEQ_LEN = 64

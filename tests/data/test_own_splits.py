@@ -14,7 +14,7 @@ from tests.data.preparing import REPOSITORY, all_rows, chat_source, prepared, te
 from tests.data.readers import spec_for
 from tests.hub import HubServer
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import DuplicatesConfig
+from tpu_experiments.config.model_schema import DuplicatesConfig
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.summary import audit_table
 from tpu_experiments.data.cleaning.split import SPLITS

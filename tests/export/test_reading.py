@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
 from tpu_experiments.export.reading import read_adapter
 

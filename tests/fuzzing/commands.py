@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tests.fuzzing.server import REPOSITORY, Case
-from tpu_experiments.config.help import choices
+from tpu_experiments.config.messages import choices
 from tpu_experiments.config.schema import GROUPS, Config, register
 
 TOY = (
@@ -125,7 +125,7 @@ TEXTS = (
     *("tpu_experiments.", "tpu_experiments.config", "tpu_experiments..x", "tpu_experiments.config.errors.ConfigError"),
     *(
         "tpu_experiments.training.trainer.Trainer",
-        "tpu_experiments.logging.jsonl.NUM",
+        "tpu_experiments.loggers.jsonl.NUM",
         "'1; import os'",
         "q_proj",
         "mistral",

@@ -46,8 +46,8 @@ PRELOADED = (
     "tpu_experiments.tasks.doctor",
     "tpu_experiments.training.trainer",
     "tpu_experiments.optim.adamw",
-    "tpu_experiments.logging.jsonl",
-    "tpu_experiments.logging.console",
+    "tpu_experiments.loggers.jsonl",
+    "tpu_experiments.loggers.console",
     "tpu_experiments.runtime.eager",
 )
 

@@ -14,11 +14,10 @@ import pytest
 
 from tests import faulty
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import answers, find, grace, paths, ranges, retry, spool
-from tpu_experiments.io.answers import NoAnswer
-from tpu_experiments.io.retry import told
-from tpu_experiments.io.spool import Spool
-from tpu_experiments.io.streams import ByteStream, UnreadableError
+from tpu_experiments.storage import paths, retry, spool
+from tpu_experiments.storage.retry import NoAnswer, told
+from tpu_experiments.storage.spool import Spool
+from tpu_experiments.storage.streams import ByteStream, UnreadableError
 
 PLACE = "gs://bkt/runs/a.bin"
 SILENT = 1.5
@@ -102,11 +101,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_address[1]}")
-    monkeypatch.setattr(answers, "TOLD_SECONDS", SILENT / 3)
-    monkeypatch.setattr(answers, "SILENT_SECONDS", SILENT)
-    monkeypatch.setattr(grace, "_grace", None)
+    monkeypatch.setattr(retry, "TOLD_SECONDS", SILENT / 3)
+    monkeypatch.setattr(retry, "SILENT_SECONDS", SILENT)
+    monkeypatch.setattr(retry, "_grace", None)
     monkeypatch.setattr(retry, "WAITS_SECONDS", (0.01, 0.01))
-    monkeypatch.setattr(ranges, "WAITS_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr(paths, "WAITS_SECONDS", (0.01, 0.01))
     gcsfs.GCSFileSystem.clear_instance_cache()
     yield server
     server.over.set()
@@ -133,7 +132,7 @@ def test_what_is_never_answered_is_told_and_given_up(operation, server, caplog):
     assert all(re.search(rf": {operation}, no answer for \d+ s; given up after \d+ s$", line) for line in lines)
 
 
-@pytest.mark.parametrize("call", [lambda: ranges.size_of(PLACE), lambda: ranges.read_range(PLACE, 0, 9)])
+@pytest.mark.parametrize("call", [lambda: paths.size_of(PLACE), lambda: paths.read_range(PLACE, 0, 9)])
 def test_parts_of_a_file_are_refused_in_a_sentence(call, server):
     with pytest.raises(
         ConfigError, match=r"^gs://bkt/runs/a\.bin; .* cannot be read in 2 tries: NoAnswer: .*no answer"
@@ -143,7 +142,7 @@ def test_parts_of_a_file_are_refused_in_a_sentence(call, server):
 
 def test_data_in_a_bucket_that_does_not_answer(server):
     with pytest.raises(NoAnswer):
-        find.remote_files("gs://bkt/data")
+        paths.remote_files("gs://bkt/data")
     with pytest.raises(UnreadableError, match="no answer"):
         next(iter(ByteStream(PLACE)))
 
@@ -182,9 +181,9 @@ def test_before_a_run_it_is_one_sentence(server):
 def test_a_save_that_hangs_is_made_on_the_local_disk(at, monkeypatch, tmp_path, caplog):
     """From its n-th request on the bucket hangs; when it is back everything arrives."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(answers, "TOLD_SECONDS", 0.05)
-    monkeypatch.setattr(answers, "UNSEEN_SECONDS", 0.15)
-    monkeypatch.setattr(grace, "_grace", None)
+    monkeypatch.setattr(retry, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(retry, "UNSEEN_SECONDS", 0.15)
+    monkeypatch.setattr(retry, "_grace", None)
     monkeypatch.setattr(spool, "FIRST_WAIT_SECONDS", 3600.0)
     faulty.wipe()
     kept = Spool("faulty://bkt/checkpoints", key="x", marker="COMMIT.json")

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import pytest
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io.cache import KEPT_SECONDS, FileCache, default_folder
+from tpu_experiments.storage.cache import KEPT_SECONDS, FileCache, default_folder
 
 
 def filling(data: bytes) -> Callable[[BinaryIO], object]:
@@ -103,7 +103,7 @@ def test_a_failed_fill_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from tpu_experiments.io.cache import FileCache; "
+        "import os, sys; from tpu_experiments.storage.cache import FileCache; "
         "FileCache(sys.argv[1], max_bytes=10).add('a', size=6, fill=lambda file: os.kill(os.getpid(), 9))"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -9

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RESULT, RunFolder, open_run
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RESULT, RunFolder, open_run
 
 MakeConfig = Callable[..., Config]
 

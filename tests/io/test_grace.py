@@ -7,10 +7,9 @@ import pytest
 
 from tests import faulty
 from tests.faulty import FaultyFileSystem
-from tpu_experiments.io import grace, paths, spool
-from tpu_experiments.io.grace import Grace, bounded, pause, substituted
-from tpu_experiments.io.retry import StorageFailed, kind_of, retried
-from tpu_experiments.io.spool import Spool
+from tpu_experiments.storage import paths, retry, spool
+from tpu_experiments.storage.retry import Grace, StorageFailed, bounded, kind_of, pause, retried, substituted
+from tpu_experiments.storage.spool import Spool
 
 LONG = 3600.0
 PLACE = "faulty://bkt/x"
@@ -30,8 +29,8 @@ class Asked:
 
 @pytest.fixture
 def asked(monkeypatch):
-    monkeypatch.setattr(grace, "_grace", None)
-    monkeypatch.setattr(grace, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr(retry, "_grace", None)
+    monkeypatch.setattr(retry, "POLL_SECONDS", 0.005)
     return Asked()
 
 
@@ -59,7 +58,7 @@ def test_a_request_cuts_nothing_while_the_work_goes_on(asked):
 
 
 def test_what_hangs_is_left_behind_when_the_time_is_over(asked, hanging, monkeypatch):
-    monkeypatch.setattr(grace, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.05)
     end = Grace(0.1, asked_at=asked).install()
     asked.before(0.05)
     end.leave()
@@ -81,7 +80,7 @@ def test_after_a_long_step_there_is_some_time_all_the_same(asked):
 
 def test_what_has_a_substitute_is_cut_while_the_work_goes_on(asked, hanging):
     Grace(LONG, asked_at=asked).install()
-    asked.before(grace.PATIENCE_SECONDS - 0.02)
+    asked.before(retry.PATIENCE_SECONDS - 0.02)
     with substituted(), pytest.raises(TimeoutError):
         bounded(hanging)
     assert bounded(lambda: 3) == 3
@@ -155,8 +154,8 @@ def test_a_save_under_way_is_cut_and_made_here(asked, place, hanging, monkeypatc
     asked.before(0.0)
     thread.join()
     assert saved == [str(place.local)]
-    grace._grace.leave()
-    grace._grace._leaving_at -= LONG
+    retry._grace.leave()
+    retry._grace._leaving_at -= LONG
     asked.before(LONG)
     with pytest.raises(StorageFailed, match="1 checkpoints wait in"):
         place.close()

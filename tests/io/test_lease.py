@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import lease, paths
-from tpu_experiments.io.lease import Lease, Owner, held, refuse_if_held
+from tpu_experiments.storage import lease, paths
+from tpu_experiments.storage.lease import Lease, Owner, held, refuse_if_held
 
 pytest_plugins = ("tests.gcs",)
 ELSEWHERE = {"machine": "another boot/1", "host": "vm-b", "pid": 4242}
@@ -96,7 +96,7 @@ def test_without_modification_times_the_counter_is_watched(tmp_path, monkeypatch
 
 def test_a_dead_process_of_this_machine_is_seen_at_once(folder):
     code = (
-        "import sys; from tpu_experiments.io import lease; lease.PAUSE_SECONDS = 0\n"
+        "import sys; from tpu_experiments.storage import lease; lease.PAUSE_SECONDS = 0\n"
         "lease.Lease(sys.argv[1], name='x', on_lost=int).acquire(); print('held', flush=True); sys.stdin.read()"
     )
     if folder.startswith("memory"):

@@ -11,9 +11,9 @@ from tpu_experiments.checkpoint.manifest import COMMIT, steps_in
 from tpu_experiments.checkpoint.retention import Keep, Retention, remove
 from tpu_experiments.checkpoint.store import begin, latest_step, remove_after
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import open_run
-from tpu_experiments.io.spool import Spool
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import open_run
+from tpu_experiments.storage.spool import Spool
 from tpu_experiments.tasks.resume_check import clear_place
 from tpu_experiments.tasks.setup import make_inputs
 

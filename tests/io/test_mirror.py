@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tpu_experiments.io import mirror, paths
-from tpu_experiments.io.mirror import Mirror
+from tpu_experiments.storage import paths, spool
+from tpu_experiments.storage.spool import Mirror
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_remote_folder_keeps_the_files_of_earlier_processes(remote: str) -> No
 
 
 def test_an_upload_runs_beside_the_writer(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror, "UPLOAD_SECONDS", 0.0)
+    monkeypatch.setattr(spool, "UPLOAD_SECONDS", 0.0)
     started, go_on = threading.Event(), threading.Event()
     write = paths.write_bytes_atomic
     calls = []
@@ -77,7 +77,7 @@ def test_an_upload_runs_beside_the_writer(remote: str, monkeypatch: pytest.Monke
 def test_a_failed_upload_is_repeated(
     remote: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mirror, "UPLOAD_SECONDS", 0.0)
+    monkeypatch.setattr(spool, "UPLOAD_SECONDS", 0.0)
     place = Mirror.of_file(f"{remote}/x")
     place.local.write_text("a")
     with monkeypatch.context() as patch:
@@ -107,7 +107,7 @@ def test_the_last_upload_raises_and_keeps_the_data(
 def test_an_upload_on_demand_is_there_when_it_returns_and_never_older(
     remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "UPLOAD_SECONDS", 0.0)
+    monkeypatch.setattr(spool, "UPLOAD_SECONDS", 0.0)
     place = Mirror.of_file(f"{remote}/x")
     place.local.write_text("a")
     place.upload()

@@ -8,7 +8,7 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io.offline import SETTINGS, go_offline_if_unreachable
+from tpu_experiments.storage.offline import SETTINGS, go_offline_if_unreachable
 
 MakeConfig = Callable[..., Config]
 

@@ -1,11 +1,11 @@
-"""Every function of io/paths.py on the local disk and on fsspec's memory://."""
+"""Every function of storage/paths.py on the local disk and on fsspec's memory://."""
 
 import uuid
 from pathlib import Path
 
 import pytest
 
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -10,9 +10,9 @@ import pytest
 from tests.data.preparing import digests, prepared, text_source, texts
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
-from tpu_experiments.io import paths
-from tpu_experiments.io.lease import Lease
-from tpu_experiments.io.retry import StorageFailed, told
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.lease import Lease
+from tpu_experiments.storage.retry import StorageFailed, told
 
 TOKENIZER = Path(__file__).parents[2] / "tpu_experiments" / "samples" / "tokenizer"
 

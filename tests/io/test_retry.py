@@ -8,8 +8,8 @@ import pytest
 from gcsfs.retry import HttpError
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import paths, retry
-from tpu_experiments.io.retry import complaint, kind_of, retried
+from tpu_experiments.storage import paths, retry
+from tpu_experiments.storage.retry import complaint, kind_of, retried
 
 KINDS = [
     (HttpError({"code": 429, "message": "slow down"}), "transient"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tpu_experiments.io.shapes import RECORD, RESULT, shaped
+from tpu_experiments.storage.strict_json import RECORD, RESULT, shaped
 
 
 @pytest.mark.parametrize("value", [None, True, "3", [], {}, math.nan, math.inf, 1e300, 10**400])

@@ -10,9 +10,9 @@ import pytest
 
 from tests import faulty
 from tests.faulty import FaultyFileSystem
-from tpu_experiments.io import paths, retry, spool
-from tpu_experiments.io.retry import StorageFailed
-from tpu_experiments.io.spool import Spool, key_of
+from tpu_experiments.storage import paths, retry, spool
+from tpu_experiments.storage.retry import StorageFailed
+from tpu_experiments.storage.spool import Spool, key_of
 
 TARGET = "faulty://bkt/runs/x/checkpoints"
 MARKER = "COMMIT.json"

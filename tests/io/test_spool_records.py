@@ -7,10 +7,9 @@ import pytest
 from tests import faulty
 from tests.faulty import FaultyFileSystem
 from tests.io.test_spool import MARKER, TARGET, made, writer
-from tpu_experiments.io import mirror, paths, retry, spool
-from tpu_experiments.io.mirror import Mirror
-from tpu_experiments.io.retry import StorageFailed
-from tpu_experiments.io.spool import Spool
+from tpu_experiments.storage import paths, retry, spool
+from tpu_experiments.storage.retry import StorageFailed
+from tpu_experiments.storage.spool import Mirror, Spool
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +28,10 @@ RUN = TARGET.rpartition("/")[0]
 @pytest.fixture
 def records(monkeypatch):
     """metrics.jsonl of the run, open, and the spool that keeps what cannot be uploaded of it."""
-    monkeypatch.setattr(mirror, "_keeping", None)
-    monkeypatch.setattr(mirror, "_open", [])
+    monkeypatch.setattr(spool, "_keeping", None)
+    monkeypatch.setattr(spool, "_open", [])
     place = made()
-    mirror.keep_in(place.records, run=RUN)
+    spool.keep_in(place.records, run=RUN)
     paths.write_text_atomic(f"{RUN}/metrics.jsonl", "1\n")
     open_one = Mirror.of_file(f"{RUN}/metrics.jsonl")
     other = Mirror.of_file("faulty://bkt/runs/other/metrics.jsonl")
@@ -74,7 +73,7 @@ def test_records_of_an_outage_are_kept_and_delivered_before_the_checkpoint_by_th
     assert place.save(saving(place, 2)) == str(place.local)
     assert (place.records / "metrics.jsonl").read_text() == "1\n2\n"
     one.local.unlink()  # the machine's temporary files do not matter any more
-    monkeypatch.setattr(mirror, "_open", [])
+    monkeypatch.setattr(spool, "_open", [])
     monkeypatch.setattr(FaultyFileSystem, "down", False)
     written = []
     write = FaultyFileSystem.pipe_file
@@ -91,7 +90,7 @@ def test_records_another_life_has_gone_on_with_stay_as_they_are(records, monkeyp
     place, _ = records
     monkeypatch.setattr(FaultyFileSystem, "down", True)
     place.save(saving(place, 2))
-    monkeypatch.setattr(mirror, "_open", [])
+    monkeypatch.setattr(spool, "_open", [])
     monkeypatch.setattr(FaultyFileSystem, "down", False)
     paths.write_text_atomic(f"{RUN}/metrics.jsonl", "1\n2 of another life\n3\n")
     assert made().deliver() == 1

@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tpu_experiments.io.streams import ByteStream, ReadableStream, UnreadableError, open_binary
+from tpu_experiments.storage.streams import ByteStream, ReadableStream, UnreadableError, open_binary
 
 PACK = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress, "zstandard": zstandard.compress}
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tpu_experiments.io.strict_json import dumps
+from tpu_experiments.storage.strict_json import dumps
 
 
 def test_round_trip() -> None:

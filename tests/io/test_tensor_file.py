@@ -8,7 +8,7 @@ import safetensors
 import torch
 from safetensors.torch import load, save
 
-from tpu_experiments.io.tensor_file import DTYPES, chunks_of, tensors_in, unequal
+from tpu_experiments.storage.tensors import DTYPES, chunks_of, tensors_in, unequal
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 pytest_plugins = ("tests.gcs",)
 

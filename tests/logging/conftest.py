@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io.folder import open_run
-from tpu_experiments.logging.base import LoggerContext
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.storage.run_folder import open_run
 
 
 @pytest.fixture

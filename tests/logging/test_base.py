@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tpu_experiments.logging.base import Loggers
+from tpu_experiments.loggers.base import Loggers
 
 
 class Recorder:

@@ -12,10 +12,10 @@ import pytest
 
 from tests.training.runs import REPOSITORY, finished
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.logging.closing import summary
+from tpu_experiments.loggers.closing import summary
+from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.sweeping import leaderboard
-from tpu_experiments.sweeping.rows import Row
+from tpu_experiments.sweeping.leaderboard import Row
 
 TOY = (
     *("model=tiny", "data=[sample_text,sample_chat]", "debug=smoke", "hw.runtime=eager", "trainer.max_stage_steps=1"),
@@ -89,7 +89,7 @@ def test_a_result_of_another_kind_is_refused_or_left_out(result: dict[str, Any])
 
 
 def test_losses_that_are_not_finite_are_shown_as_a_dash(result: dict[str, Any]) -> None:
-    """result.json has null where a loss was NaN or infinite (io/strict_json.py)."""
+    """result.json has null where a loss was NaN or infinite (storage/strict_json.py)."""
     lost = {**result, "eval_loss": None, "perplexity": None, "eval_sources": dict.fromkeys(result["eval_sources"])}
     lines = summary(json.loads(json.dumps(lost)), folder=RunFolder(str(Path("/lab")), "toy"))
     assert f"  held-out loss   {result['eval_loss_before']:.4f} -> -  (perplexity -)" in lines.splitlines()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tpu_experiments.logging.base import LoggerContext
-from tpu_experiments.logging.console import ConsoleLogger, Pace
-from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.console import ConsoleLogger, Pace
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 
 MakeContext = Callable[..., LoggerContext]
 RECORD = {"train/loss": 2.5, "train/lr": 1e-3, "train/grad_norm": 0.25, "perf/tokens_per_second": 12345.0}
@@ -68,7 +68,7 @@ def test_no_bar_without_a_terminal(make_context: MakeContext, monkeypatch: pytes
 
 def test_the_pace_leaves_the_compilation_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("tpu_experiments.logging.console.time.monotonic", lambda: now)
+    monkeypatch.setattr("tpu_experiments.loggers.console.time.monotonic", lambda: now)
     pace = Pace(0)
     now = 100.0
     pace.advance(10)

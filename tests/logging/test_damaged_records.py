@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder, open_run
-from tpu_experiments.logging.base import LoggerContext
-from tpu_experiments.logging.jsonl import JsonlLogger
-from tpu_experiments.logging.provenance import write_provenance
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.jsonl import JsonlLogger
+from tpu_experiments.loggers.provenance import write_provenance
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder, open_run
 
 BAD_LINES = {
     "not UTF-8": b'{"step": 2, "a": "\xff\xfe"}',

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tpu_experiments.io import paths
-from tpu_experiments.logging.base import LoggerContext
-from tpu_experiments.logging.jsonl import JsonlLogger
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.jsonl import JsonlLogger
+from tpu_experiments.storage import paths
 
 MakeContext = Callable[..., LoggerContext]
 

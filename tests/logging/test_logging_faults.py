@@ -10,13 +10,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests import faulty
 from tests.faulty import FAULTS, Died, going_wrong
-from tpu_experiments.io import folder as module
-from tpu_experiments.io import grace, mirror, paths
-from tpu_experiments.io.folder import RunFolder, config_yaml, open_run
-from tpu_experiments.logging import tensorboard
-from tpu_experiments.logging.base import LoggerContext
-from tpu_experiments.logging.jsonl import JsonlLogger
-from tpu_experiments.logging.tensorboard import TensorBoardLogger
+from tpu_experiments.loggers import tensorboard
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.jsonl import JsonlLogger
+from tpu_experiments.loggers.tensorboard import TensorBoardLogger
+from tpu_experiments.storage import paths, retry, spool
+from tpu_experiments.storage import run_folder as module
+from tpu_experiments.storage.run_folder import RunFolder, config_yaml, open_run
 
 OUTPUT = "faulty://bkt/runs"
 STEPS = [1, 2]
@@ -24,7 +24,7 @@ STEPS = [1, 2]
 
 @pytest.fixture(autouse=True)
 def storage(monkeypatch, tmp_path):
-    monkeypatch.setattr(grace, "pause", lambda seconds: True)
+    monkeypatch.setattr(retry, "pause", lambda seconds: True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     faulty.wipe()
     yield
@@ -65,7 +65,7 @@ def curve(folder: RunFolder, into: Path) -> list[int]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_operation_of_a_life(fault, make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror.Mirror, "upload_if_due", lambda self: None)  # its thread would make the count vary
+    monkeypatch.setattr(spool.Mirror, "upload_if_due", lambda self: None)  # its thread would make the count vary
     config = make_config("name=x", f"output_dir={OUTPUT}")
     text = config_yaml(config)  # a tenth of a second each time
     monkeypatch.setattr(module, "config_yaml", lambda config: text)

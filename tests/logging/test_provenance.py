@@ -10,8 +10,8 @@ import pytest
 
 from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.logging.provenance import git_state, provenance, versions, write_provenance
+from tpu_experiments.loggers.provenance import git_state, provenance, versions, write_provenance
+from tpu_experiments.storage.run_folder import RunFolder
 
 UNKNOWN = {"git_commit": None, "git_dirty": None, "git_diff_sha256": None}
 
@@ -74,7 +74,7 @@ def test_the_facts_of_a_run(make_config: Callable[..., Config]) -> None:
 
 
 def test_versions_of_what_is_not_installed_are_null(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpu_experiments.logging.provenance.PACKAGES", ("numpy", "no-such-package"))
+    monkeypatch.setattr("tpu_experiments.loggers.provenance.PACKAGES", ("numpy", "no-such-package"))
     found = versions()
     assert found["no-such-package"] is None
     assert found["numpy"]

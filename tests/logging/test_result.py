@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.logging.result import FIELDS, peak_host_rss_gib, require_fields, write_result
+from tpu_experiments.loggers.result import FIELDS, peak_host_rss_gib, require_fields, write_result
+from tpu_experiments.storage.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("missing", FIELDS)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.logging.runlog import OURS, held_back, start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import OURS, held_back, start_run_log, stop_run_log
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
 
 log = logging.getLogger("tpu_experiments.somewhere")
 

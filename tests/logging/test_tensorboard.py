@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ShownEvents
 from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data, parse_session_start_info_plugin_data
 
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import config_yaml
-from tpu_experiments.logging import tensorboard
-from tpu_experiments.logging.base import LoggerContext
-from tpu_experiments.logging.tensorboard import TensorBoardLogger
+from tpu_experiments.loggers import tensorboard
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.tensorboard import TensorBoardLogger
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import config_yaml
 from tpu_experiments.training.pictures import loss_figure, png_of
 
 MakeContext = Callable[..., LoggerContext]
@@ -146,8 +146,8 @@ def test_a_full_disk_costs_records_and_no_run(
     [
         ("torch.utils.tensorboard", ("torch_xla", "tensorflow")),
         (
-            "tpu_experiments.logging.base, tpu_experiments.logging.console, tpu_experiments.logging.jsonl, "
-            "tpu_experiments.logging.tensorboard, tpu_experiments.logging.wandb, tpu_experiments.logging.runlog",
+            "tpu_experiments.loggers.base, tpu_experiments.loggers.console, tpu_experiments.loggers.jsonl, "
+            "tpu_experiments.loggers.tensorboard, tpu_experiments.loggers.wandb, tpu_experiments.loggers.runlog",
             ("torch", "torch_xla", "wandb", "gcsfs"),
         ),
     ],

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.logging.base import LoggerContext
-from tpu_experiments.logging.wandb import WandbLogger
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.wandb import WandbLogger
 
 MakeContext = Callable[..., LoggerContext]
 
 PROGRAM = """
 import pickle, sys
 from pathlib import Path
-from tpu_experiments.logging.wandb import WandbLogger
+from tpu_experiments.loggers.wandb import WandbLogger
 logger = WandbLogger(pickle.loads(Path(sys.argv[1]).read_bytes()), project="test")
 logger.scalars(1, {"train/loss": 2.5})
 logger.text(1, tag="sample", text="<b>Dunarea</b>")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpu_experiments.metrics.answers import SCORES, answer_scores
+from tpu_experiments.metrics.held_out import SCORES, answer_scores
 
 
 def scores(written, reference):

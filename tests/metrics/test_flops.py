@@ -5,8 +5,7 @@ import pytest
 from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.metrics import flops
-from tpu_experiments.metrics.decoder import read_decoder
-from tpu_experiments.metrics.flops import trained_flops, utilisation
+from tpu_experiments.metrics.flops import read_decoder, trained_flops, utilisation
 from tpu_experiments.models import layer_graph
 
 ROWS, SEQ_LEN = 2, 64
@@ -22,9 +21,9 @@ ROWS, SEQ_LEN = 2, 64
     ],
 )
 def test_the_program_has_the_products_that_are_counted(model: str, remat: str, lora: str) -> None:
-    from tpu_experiments.planning.hlo import read_program
-    from tpu_experiments.runtime.xla import XlaRuntime
-    from tpu_experiments.runtime.xla_programs import hlo_of
+    from tpu_experiments.planning.hlo.program import read_program
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+    from tpu_experiments.runtime.xla.programs import hlo_of
 
     deeper = ["model.tiny_arch.num_hidden_layers=12"] if model == "gemma3_270m" else []
     config = composed(

@@ -3,9 +3,8 @@
 import pytest
 
 from tests.config.composing import composed
-from tpu_experiments.metrics import stopwatch
-from tpu_experiments.metrics.goodput import PARTS, Life, account, goodput_lines, hourly_price, scalars, split
-from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.metrics import goodput
+from tpu_experiments.metrics.goodput import PARTS, Life, Stopwatch, account, goodput_lines, hourly_price, scalars, split
 
 
 def life(started: float, price: float | None = 3.6, **seconds: float) -> Life:
@@ -70,7 +69,7 @@ def test_the_price_is_that_of_all_chips():
 
 def test_the_stopwatch_is_exclusive_and_tells_compilation_apart(monkeypatch):
     now, compiled = [0.0], [0.0]
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(goodput.time, "perf_counter", lambda: now[0])
     watch = Stopwatch()
     watch.watch_compiler(lambda: compiled[0])
     now[0] = 1.0  # nothing is measured

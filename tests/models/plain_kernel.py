@@ -3,7 +3,7 @@
 import torch
 
 from tpu_experiments.models.attention import causal_mask
-from tpu_experiments.runtime.attention import Scores
+from tpu_experiments.runtime.kernels.attention import Scores
 
 
 def halves(x):

@@ -14,7 +14,7 @@ def main() -> None:
     """Frozen and trained, rows and head split over the devices."""
     from tests.config.composing import composed
     from tests.models.test_loss import sample
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = composed(f"hw.num_devices={NUM_DEVICES}", "hw.parallel=spmd", "sharding=fsdp", "model=gemma3_270m")
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
@@ -31,7 +31,7 @@ def outcome(rows: Any, head: Any, *, runtime: Any, trained: bool) -> dict[str, l
     from tests.models.test_loss import chunked
 
     leaves = [rows["hidden"].detach().requires_grad_(), head.detach().requires_grad_(trained)]
-    sums, _ = chunked(runtime.loop, 7, lay=runtime.lay, soft_cap=3.0)(*leaves, rows)
+    sums, _ = chunked(runtime.loop, 7, constrain=runtime.constrain, soft_cap=3.0)(*leaves, rows)
     grads = torch.autograd.grad(sums.sum(), leaves if trained else leaves[:1])
     return {"sums": sums.detach().cpu().tolist(), "norms": [float(grad.cpu().norm()) for grad in grads]}
 

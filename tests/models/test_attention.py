@@ -8,8 +8,8 @@ from tests.models.plain_kernel import PlainKernel
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.models.attention import FLASH, causal_mask, flash
 from tpu_experiments.models.forward import logits_of
-from tpu_experiments.runtime.attention import install_attention_kernel
 from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 
 pytestmark = pytest.mark.xla
 TINY = ("model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import LoraConfig, ModelConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.forward import logits_of
@@ -183,7 +183,7 @@ def test_adapters_give_the_same_logits_in_peft(family, written, tmp_path):
 @pytest.fixture
 def trained(family, written, make_config):
     """Losses of three steps on torch_xla and without it, and the line of the table."""
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = make_config()
     model = replace(config.model, path=str(written[1]), init="pretrained", size="full", dtype="float32")

@@ -5,8 +5,7 @@ import torch
 
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.layout import Folding, HostMemory, as_it_lies
-from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.ops import Folding, HostMemory, python_loop, unconstrained
 
 pytestmark = pytest.mark.xla  # autograd must know of the XLA device before the first backward pass of a process
 SETTINGS = [
@@ -22,7 +21,7 @@ def gradients(make_config, *overrides: str) -> dict[str, torch.Tensor]:
     """Of one batch, B drawn instead of zero: a zero B has A a zero gradient."""
     config = make_config(*SETTINGS, *overrides)
     runtime = EagerRuntime(config.hw)
-    runtime.folding = Folding(python_loop, as_it_lies, lambda name, shape: (None,) * len(shape), HostMemory())
+    runtime.folding = Folding(python_loop, unconstrained, lambda name, shape: (None,) * len(shape), HostMemory())
     run = Run(config, runtime)
     generator = torch.Generator().manual_seed(1)
     for name, p in run.parameters.items():

@@ -12,9 +12,8 @@ from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.layer_graph import SAVED
-from tpu_experiments.runtime.attention import install_attention_kernel
-from tpu_experiments.runtime.layout import Folding, HostMemory
-from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.ops import Folding, HostMemory, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 
 pytestmark = pytest.mark.xla
@@ -33,7 +32,7 @@ MODELS = {
 def gradients_of(make_config):
     """Row losses and gradients of one accumulated batch, under Hugging Face's names."""
     from tpu_experiments.runtime.eager import EagerRuntime
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     def compute(
         model: str, *overrides: str, eager: bool = False, host: HostMemory | None = None, kernel: Any = None
@@ -94,7 +93,7 @@ def test_every_policy_gives_the_same_and_saves_more_than_the_last(gradients_of):
 
 def test_what_the_kernel_gave_and_o_proj_takes_is_saved_once(gradients_of):
     """As the kernel's result; a second stack of the same numbers was 2 GiB of a Mistral 7B step."""
-    from tpu_experiments.runtime.xla_attention import XlaAttention
+    from tpu_experiments.runtime.kernels.on_xla import XlaAttention
 
     layer, batch = ("mistral7b", "lora=all_linear_r8"), ("model.attention=flash", "model.remat=save_attention")
     ours = gradients_of(*layer, *batch, kernel=XlaAttention(mesh=Mesh(), target="interpreted"))

@@ -7,12 +7,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_loss import largest
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
-from tpu_experiments.models.forward import hidden_of, logits_of
-from tpu_experiments.models.head import has_plain_head, soft_cap_of
+from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.models.lora import LoraLinear
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.ops import python_loop
 from tpu_experiments.training.step import ROW_TENSORS, next_token_loss
 
 pytestmark = pytest.mark.xla
@@ -127,7 +126,7 @@ def test_losses_and_gradients_of_whole_models(make_config, model, lora):
 def test_a_training_step_holds_no_array_of_all_logits(make_config):
     import torch_xla
 
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = make_config("model=gemma3_270m", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
     run = Run(config, XlaRuntime(config.hw, sharding=config.sharding))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.training.tiny import ARCHITECTURES
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.sources import LoraConfig, ModelConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel, config_from_arch

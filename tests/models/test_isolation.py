@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import ModelConfig
+from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.models import forward
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import MOST_PARAMETERS, require_isolation, small_copy

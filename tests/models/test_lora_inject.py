@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.build import build_model, describe
 from tpu_experiments.models.dropout import noise
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named

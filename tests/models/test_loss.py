@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tpu_experiments.models import loss
 from tpu_experiments.models.forward import row_losses, target_weights
 from tpu_experiments.models.loss import chunked_row_losses
-from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.ops import python_loop
 
 pytestmark = pytest.mark.xla
 B, T, H, V = 3, 20, 8, 80
@@ -76,7 +76,7 @@ def place(request):
         return python_loop, "cpu"
     import torch_xla
 
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     return xla_loop, torch_xla.device()
 
@@ -165,7 +165,7 @@ def largest(hlo):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_no_array_of_a_program_holds_all_logits(trained):
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     all_logits = B * T * V
     assert largest(lowered(plain, trained=trained)) == all_logits
@@ -176,7 +176,7 @@ def test_no_array_of_a_program_holds_all_logits(trained):
 def test_a_frozen_head_costs_two_products_with_the_vocabulary_one_with_its_beginning_and_no_transfer():
     import torch_xla.debug.metrics as met
 
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     met.clear_counters()
     hlo = lowered(chunked(xla_loop, 4), trained=False)

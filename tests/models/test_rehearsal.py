@@ -3,7 +3,7 @@
 import pytest
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import LoraConfig, ModelConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
 

@@ -6,9 +6,9 @@ import torch
 from tests.training.tiny import ARCHITECTURES, built, random_batch
 from tpu_experiments.models import loss
 from tpu_experiments.models.forward import logits_of, target_weights
-from tpu_experiments.models.scoring import next_token_scores
+from tpu_experiments.models.loss import next_token_scores
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.training.step import next_token_loss
 
 pytestmark = pytest.mark.xla
@@ -47,7 +47,7 @@ def test_their_sums_are_training_s_to_the_bit(make_config, chunk_tokens):
     )
     runtime = make_runtime(config)
     model = built(config, runtime)
-    settings = {"chunk_tokens": chunk_tokens, "loop": runtime.loop, "lay": runtime.lay}
+    settings = {"chunk_tokens": chunk_tokens, "loop": runtime.loop, "constrain": runtime.constrain}
 
     def sums(batch):
         with torch.no_grad():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpu_experiments.models.trained import MAX_ELEMENTS, effects, fingerprint, fingerprints, num_changed
+from tpu_experiments.models.lora import MAX_ELEMENTS, effects, fingerprint, fingerprints, num_changed
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,10 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.plain_kernel import PlainKernel
-from tpu_experiments.models import turning
+from tpu_experiments.models import rope
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.forward import logits_of
-from tpu_experiments.runtime.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 
 pytestmark = pytest.mark.xla
 SMALL = {
@@ -64,7 +64,7 @@ def test_what_stands_in_is_taken_away_again(kernel):
     before = modeling_mistral.apply_rotary_pos_emb
     outcome("mistral", {}, kernel)
     assert modeling_mistral.apply_rotary_pos_emb is before
-    assert not turning._waiting
-    with pytest.raises(ZeroDivisionError), turning._left_to_the_kernel([modeling_mistral]):
+    assert not rope._waiting
+    with pytest.raises(ZeroDivisionError), rope._left_to_the_kernel([modeling_mistral]):
         raise ZeroDivisionError
     assert modeling_mistral.apply_rotary_pos_emb is before

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from tests.config.composing import CONF
 from tests.jobs import of_tiny_job
-from tpu_experiments.config.load import to_config
+from tpu_experiments.config.compose import to_config
 from tpu_experiments.tasks.plan import run
 
 

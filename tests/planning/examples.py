@@ -5,8 +5,8 @@ from dataclasses import replace
 from tests.config.composing import composed
 from tpu_experiments.metrics.flops import flops_of_token
 from tpu_experiments.planning.compare import datasheet_comparison
+from tpu_experiments.planning.hlo.text import Kernel, Transfer
 from tpu_experiments.planning.money import RunLength, StageLength, cost_of
-from tpu_experiments.planning.operations import Kernel, Transfer
 from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Plan, Program, Rung, Shortage, Tried
 from tpu_experiments.planning.timing import Calibration, StepWork, step_time
 

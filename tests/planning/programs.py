@@ -17,7 +17,7 @@ from typing import Any
 from tests.config.composing import composed
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.compiler import sharding_text
-from tpu_experiments.runtime.env import variables
+from tpu_experiments.runtime.processes.env import variables
 
 LINE = re.compile(r"^\s*(ROOT )?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)$")
 CALLED = re.compile(r"\b(to_apply|body|condition)=([\w.\-]+)")
@@ -112,11 +112,11 @@ def lowered_by_run(config: Config) -> dict[str, bytes]:
     from torch.utils._pytree import tree_leaves
 
     from tests.training.tiny import random_batch
-    from tpu_experiments.config.build import locate
     from tpu_experiments.config.curriculum import resolve_stages
-    from tpu_experiments.metrics.stopwatch import Stopwatch
-    from tpu_experiments.runtime.launch import make_runtime
-    from tpu_experiments.training.inputs import RunInputs
+    from tpu_experiments.config.targets import locate
+    from tpu_experiments.metrics.goodput import Stopwatch
+    from tpu_experiments.runtime.processes.launch import make_runtime
+    from tpu_experiments.training.batches import RunInputs
 
     runtime = make_runtime(config)
     inputs = RunInputs(None, {}, resolve_stages(config))

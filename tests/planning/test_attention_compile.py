@@ -3,9 +3,8 @@
 import re
 
 from tests.training.runs import run
-from tpu_experiments.planning.hlo import read_program
-from tpu_experiments.runtime.attention import Scores
-from tpu_experiments.runtime.attention_call import AttentionCall
+from tpu_experiments.planning.hlo.program import read_program
+from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
 
 OVERRIDES = (
     "hw=v6e8",

@@ -14,11 +14,11 @@ import pytest
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tests.planning.examples import plan_that_does_not_fit
+from tpu_experiments.config.defaults import settled
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import config_hash
-from tpu_experiments.config.rows import settled
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.shapes import ShapesOfModel
+from tpu_experiments.models.huggingface import ShapesOfModel
 from tpu_experiments.planning.check import check_memory, finding
 from tpu_experiments.planning.report import plan_json
 from tpu_experiments.planning.saved import plan_folders, programs_key, sizes_of

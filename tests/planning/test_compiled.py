@@ -13,7 +13,7 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.planning import complaints
+from tpu_experiments.planning import oom
 from tpu_experiments.planning.compiled import Compiled, Compilers
 from tpu_experiments.planning.oom import OutOfMemory
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
@@ -123,11 +123,11 @@ def test_no_compiler_outlives_a_plan_that_is_stopped(program: Lowered, tmp_path:
 def test_faults_of_the_compiler_are_one_sentence_each() -> None:
     kernel = OutOfMemory("vmem", 0.05, 0.03, 0.02, None, None, (), "")
     said = {
-        "vmem": complaints.about_kernel_memory(kernel, what="train of 1x4x8"),
-        "internal": complaints.about_program("XlaRuntimeError: INTERNAL: Mosaic failed\nmore", what="train of 1x4x8"),
-        "crash": complaints.about_process(-signal.SIGSEGV, stderr="", what="train of 1x4x8"),
-        "chips": complaints.about_chips(HW, num_there=4),
-        "silent": complaints.about_process(3, stderr="TPU worker noise\n", what="train of 1x4x8"),
+        "vmem": oom.about_kernel_memory(kernel, what="train of 1x4x8"),
+        "internal": oom.about_program("XlaRuntimeError: INTERNAL: Mosaic failed\nmore", what="train of 1x4x8"),
+        "crash": oom.about_process(-signal.SIGSEGV, stderr="", what="train of 1x4x8"),
+        "chips": oom.about_chips(HW, num_there=4),
+        "silent": oom.about_process(3, stderr="TPU worker noise\n", what="train of 1x4x8"),
     }
     assert all(len(str(error).splitlines()) == 1 for error in said.values())
     assert "takes 52,429 KiB of vmem in one kernel and 31,457 KiB are there" in str(said["vmem"])

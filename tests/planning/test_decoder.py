@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.metrics.flops import read_decoder
 
 SMALL = {
     "hidden_size": 64,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.runs import run
-from tpu_experiments.planning.hlo_text import Shape, read_module
+from tpu_experiments.planning.hlo.text import Shape, read_module
 
 SETTINGS = (
     "task=plan",

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.hlo_programs import computation, cost, counting_loop, module, text
-from tpu_experiments.planning.assemble import step_work
-from tpu_experiments.planning.hlo import CLASSES, read_program
+from tpu_experiments.planning.compiled import step_work
+from tpu_experiments.planning.hlo.program import CLASSES, read_program
 
 
 def cycles_by_computation(hlo: str) -> dict[str, int]:

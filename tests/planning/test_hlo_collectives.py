@@ -3,8 +3,8 @@
 import pytest
 
 from tests.planning.hlo_programs import computation, cost, module
-from tpu_experiments.planning.hlo import read_program
-from tpu_experiments.planning.operations import Transfer
+from tpu_experiments.planning.hlo.program import read_program
+from tpu_experiments.planning.hlo.text import Transfer
 
 GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 WORK = f"w = f32[8] multiply(%b, %b){cost(5)}"

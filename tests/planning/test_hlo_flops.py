@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from tests.planning.hlo_programs import computation, module
-from tpu_experiments.planning.hlo import read_program
-from tpu_experiments.planning.hlo_flops import meeting_pairs
+from tpu_experiments.planning.hlo.flops import meeting_pairs
+from tpu_experiments.planning.hlo.program import read_program
 
 
 @pytest.mark.parametrize(

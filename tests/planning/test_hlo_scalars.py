@@ -3,8 +3,8 @@
 import pytest
 
 from tests.planning.hlo_programs import computation, cost, counting_loop, elements, module
-from tpu_experiments.planning import hlo_scalars
-from tpu_experiments.planning.hlo import read_program
+from tpu_experiments.planning.hlo import scalars
+from tpu_experiments.planning.hlo.program import read_program
 
 LESS = "compare(%i, %n), direction=LT"
 
@@ -32,7 +32,7 @@ def trips(hlo: str) -> int:
 def test_the_counter_is_run(
     monkeypatch: pytest.MonkeyPatch, start: str, step: str, goes_on: str, expected: int | None
 ) -> None:
-    monkeypatch.setattr(hlo_scalars, "MAX_TRIPS", 100)
+    monkeypatch.setattr(scalars, "MAX_TRIPS", 100)
     hlo = counting_loop(start=start, step=step, goes_on=goes_on, cycles=10)
     if expected is None:
         with pytest.raises(ValueError, match="loop=loop; it still runs after 100 trips"):

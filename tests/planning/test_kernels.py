@@ -2,8 +2,8 @@
 
 import pytest
 
-from tpu_experiments.planning.kernels import direction_of, with_flops
-from tpu_experiments.planning.operations import Kernel
+from tpu_experiments.planning.hlo.kernels import direction_of, with_flops
+from tpu_experiments.planning.hlo.text import Kernel
 
 MASK = ("s8[1,4,4]", "s32[4,2048,128]")
 ROWS = ("bf16[6,32,8192,128]", "bf16[6,8,8192,128]", "bf16[6,8,8192,128]")

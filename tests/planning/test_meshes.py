@@ -9,7 +9,7 @@ from tests.planning.examples import example_plan
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.planning.analytic import step_settings
-from tpu_experiments.planning.assemble import gib_by_class
+from tpu_experiments.planning.compiled import gib_by_class
 from tpu_experiments.planning.compiler import sharding_text
 from tpu_experiments.planning.plan import named_sharding
 from tpu_experiments.planning.report import summary_rows

@@ -9,13 +9,7 @@ from tests.planning.examples import MISTRAL, TARGETS, example_plan
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.flops import flops_of_token
 from tpu_experiments.planning.compare import SHARE_OF_PEAK, datasheet_comparison
-from tpu_experiments.planning.money import (
-    Dollars,
-    RunLength,
-    StageLength,
-    cost_of,
-    usd_per_million_tokens,
-)
+from tpu_experiments.planning.money import Dollars, RunLength, StageLength, cost_of, usd_per_million_tokens
 from tpu_experiments.planning.timing import Calibration, datasheet_time
 
 V5E8 = composed("hw=v5e8").hw

@@ -5,10 +5,10 @@ import pytest
 from tests.config.composing import composed
 from tests.planning.hlo_programs import computation, cost, counting_loop, module, text
 from tpu_experiments.models.huggingface import config_from_arch
-from tpu_experiments.planning.hlo import read_program
-from tpu_experiments.planning.hlo_flops import dot_flops
-from tpu_experiments.planning.hlo_text import read_module
-from tpu_experiments.planning.parts import PARTS, Widths, part_of_product, product_sizes, seconds_by_part, widths_of
+from tpu_experiments.planning.hlo.flops import dot_flops
+from tpu_experiments.planning.hlo.parts import PARTS, Widths, part_of_product, product_sizes, seconds_by_part, widths_of
+from tpu_experiments.planning.hlo.program import read_program
+from tpu_experiments.planning.hlo.text import read_module
 from tpu_experiments.planning.timing import StepTime
 
 ARCH = config_from_arch(composed("model=mistral7b").model.arch)

@@ -12,9 +12,9 @@ import pytest
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.metrics.decoder import read_decoder
-from tpu_experiments.planning.parts import PARTS
-from tpu_experiments.training.inputs import RunInputs, expected_programs
+from tpu_experiments.metrics.flops import read_decoder
+from tpu_experiments.planning.hlo.parts import PARTS
+from tpu_experiments.training.batches import RunInputs, expected_programs
 
 REPOSITORY = Path(__file__).parents[2]
 ONE_LAYER = ("hw=v6e1", "model.init=random", "model.arch.num_hidden_layers=1", "trainer.eval_every_steps=30")

@@ -10,9 +10,9 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.schema import Config
-from tpu_experiments.logging.promise import Measured, Promise, held_against, promise_line
+from tpu_experiments.loggers.promise import Measured, Promise, held_against, promise_line
 from tpu_experiments.planning.analytic import estimated_time
-from tpu_experiments.planning.promising import NOT_ALL, promise_of
+from tpu_experiments.planning.promise import NOT_ALL, promise_of
 from tpu_experiments.planning.saved import programs_key
 
 TWO_SHAPES = (

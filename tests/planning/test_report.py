@@ -9,12 +9,11 @@ import pytest
 
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS, example_plan, plan_that_does_not_fit
-from tpu_experiments.io.strict_json import dumps
 from tpu_experiments.planning.chart import memory_parts, plan_chart_svg, time_parts
-from tpu_experiments.planning.page import plan_markdown
 from tpu_experiments.planning.plan import Plan, analytic_chip_memory, chip_limit_gib
-from tpu_experiments.planning.report import plan_json, plan_table
+from tpu_experiments.planning.report import plan_json, plan_markdown, plan_table
 from tpu_experiments.planning.work import StepSettings, analytic_memory
+from tpu_experiments.storage.strict_json import dumps
 
 ASKED = {
     "model",

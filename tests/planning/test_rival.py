@@ -10,7 +10,7 @@ LOWER = """
 import json
 from tests.benchmarks import rival
 from tests.config.composing import composed
-from tpu_experiments.runtime.env import prepare_environment
+from tpu_experiments.runtime.processes.env import prepare_environment
 config = composed("task=plan", "hw=v6e8", "model=mistral7b", "model.size=tiny", "lora=all_linear_r8")
 prepare_environment(config.hw, is_planned=True)
 program, trained = rival.lowered(config, (2, 8, 32), checkpoints="layer")

@@ -7,8 +7,8 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.planning.plan import Tried
 from tpu_experiments.planning.search import Candidate, combinations, in_waves
-from tpu_experiments.tasks.plan import exploring
-from tpu_experiments.tasks.plan.exploring import Case, axes_of, worth_trying
+from tpu_experiments.tasks.plan import search
+from tpu_experiments.tasks.plan.search import Case, axes_of, worth_trying
 
 GIVEN = ("hw=v5e8", "task=plan", "trainer.global_batch_rows=64")
 AXES = {"trainer.micro_batch_rows": [8, 2, 4, 1], "model.remat": ["layer_inputs", "none"]}
@@ -118,7 +118,7 @@ def test_axes_that_change_nothing_are_left_out(overrides: tuple[str, ...], idle:
 
 
 def test_unrolled_layers_are_tried_once_whatever_folded_ones_would_save(monkeypatch) -> None:
-    monkeypatch.setattr(exploring, "variant", composed)  # run.py has the words from Hydra
+    monkeypatch.setattr(search, "variant", composed)  # run.py has the words from Hydra
     axes = "task.search.axes={trainer.micro_batch_rows:[2,4],sharding:[],model.remat:[save_dots,none]}"
     config = composed("model=mistral7b", "data=ultrachat_ro", *GIVEN, axes, "task.search.prune_above=99")
     case = Case(config, ("model=mistral7b", "data=ultrachat_ro", *GIVEN, axes))

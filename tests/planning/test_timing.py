@@ -8,7 +8,7 @@ from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import CalibrationConfig
 from tpu_experiments.metrics.flops import flops_of_token
-from tpu_experiments.planning.operations import Kernel, Transfer
+from tpu_experiments.planning.hlo.text import Kernel, Transfer
 from tpu_experiments.planning.timing import (
     HOP_SECONDS,
     Calibration,

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tests.config.composing import composed
+from tpu_experiments.config.defaults import settled
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.rows import settled
 from tpu_experiments.config.tuned import KEPT, SPEED, value_of
-from tpu_experiments.io.folder import RunFolder, continued
 from tpu_experiments.planning import tuned as table
 from tpu_experiments.planning.tuned import Line, facts_of, fastest, fields_of, laid_under, lines, tuned, write_line
+from tpu_experiments.storage.run_folder import RunFolder, continued
 
 HEADLINE = ("model=mistral7b", "data=ultrachat_ro", "hw=v6e8")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,8 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
-from tpu_experiments.metrics.decoder import read_decoder
-from tpu_experiments.metrics.flops import flops_of_token, mean_keys
+from tpu_experiments.metrics.flops import flops_of_token, mean_keys, read_decoder
 from tpu_experiments.models.lora import inject
 from tpu_experiments.planning.work import StepSettings, analytic_memory, flash_attention_flops
 

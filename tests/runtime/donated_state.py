@@ -15,7 +15,7 @@ def main(num_devices: int) -> None:
     import torch_xla
 
     from tests.config.composing import composed
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = composed("hw=cpu", "model=tiny", "data=sample_text", "hw.parallel=spmd", f"hw.num_devices={num_devices}")
     runtime = XlaRuntime(config.hw, sharding=config.sharding, on_recompile="error", trace_every=50)

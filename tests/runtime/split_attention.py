@@ -19,9 +19,9 @@ import torch_xla.runtime as xr
 
 from tests.runtime import test_xla_attention as layers
 from tpu_experiments.config.mesh import Axes, Mesh
-from tpu_experiments.runtime.attention import install_attention_kernel
-from tpu_experiments.runtime.xla_attention import XlaAttention
-from tpu_experiments.runtime.xla_layout import Spec, xla_mesh
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.on_xla import XlaAttention
+from tpu_experiments.runtime.xla.layout import Spec, xla_mesh
 
 DEVICES = 4
 

@@ -1,6 +1,6 @@
 """Two HLO texts that differ in a value, and the words for it."""
 
-from tpu_experiments.runtime.baked import changed_values
+from tpu_experiments.runtime.xla.programs import changed_values
 
 PROGRAM = """HloModule IrToHlo.9, entry_computation_layout={(f32[8]{0})->(f32[8]{0})}
 

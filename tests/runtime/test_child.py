@@ -24,7 +24,7 @@ sys.exit(75)
 """
 PARENT = f"""
 import sys
-from tpu_experiments.runtime.child import Relay
+from tpu_experiments.runtime.processes.stopping import Relay
 relay = Relay()
 code = relay.run([sys.executable, "-c", {CHILD!r}])
 print("ended", code, relay.asked, flush=True)
@@ -61,7 +61,7 @@ def test_a_child_gets_its_own_variables_cores_and_file(tmp_path: Path) -> None:
     output = tmp_path / "child.log"
     output.write_text("before\n")
     starting = (
-        "import os, sys; from pathlib import Path; from tpu_experiments.runtime.child import Relay\n"
+        "import os, sys; from pathlib import Path; from tpu_experiments.runtime.processes.stopping import Relay\n"
         f"child = Relay().start([sys.executable, '-c', {told!r}], env={{'TPU_VISIBLE_CHIPS': '3'}}, cores={{{core}}}, "
         f"output=Path({str(output)!r}))\n"
         "child.wait(); print(os.environ.get('TPU_VISIBLE_CHIPS'))"
@@ -74,7 +74,7 @@ def test_a_child_gets_its_own_variables_cores_and_file(tmp_path: Path) -> None:
 def test_no_python_code_runs_between_fork_and_exec() -> None:
     """JAX warns at a fork that would run any, wherever it is imported: that failed a test of launch/on_vm.py."""
     starting = (
-        "import os, sys; from tpu_experiments.runtime.child import Relay\n"
+        "import os, sys; from tpu_experiments.runtime.processes.stopping import Relay\n"
         "os.register_at_fork(before=lambda: print('forked', flush=True))\n"
         "print(Relay().run([sys.executable, '-c', 'raise SystemExit(7)']))"
     )
@@ -83,6 +83,8 @@ def test_no_python_code_runs_between_fork_and_exec() -> None:
 
 
 def test_a_command_that_is_not_there_ends_as_in_a_shell() -> None:
-    starting = "from tpu_experiments.runtime.child import Relay; print(Relay().run(['/no/such/command', 'x']))"
+    starting = (
+        "from tpu_experiments.runtime.processes.stopping import Relay; print(Relay().run(['/no/such/command', 'x']))"
+    )
     done = subprocess.run([sys.executable, "-c", starting], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("127\n", "/no/such/command: No such file or directory\n")

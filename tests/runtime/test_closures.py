@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from tpu_experiments.runtime.closures import Closures
+from tpu_experiments.runtime.xla.programs import Closures
 
 
 class Something:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tpu_experiments.config.preparing import LoaderConfig
+from tpu_experiments.config.schema import LoaderConfig
 from tpu_experiments.runtime.feed import Ahead
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(60)]
@@ -20,7 +20,7 @@ SETTINGS = {
 
 @pytest.fixture(params=["eager", "xla"])
 def runtime(request, make_config):
-    from tpu_experiments.runtime.launch import make_runtime
+    from tpu_experiments.runtime.processes.launch import make_runtime
 
     return make_runtime(make_config(f"hw.runtime={request.param}"))
 
@@ -126,7 +126,7 @@ def test_leaving_without_taking_a_batch_ends_the_threads(runtime, settings):
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_and_no_end(make_config, settings):
-    from tpu_experiments.runtime.launch import make_runtime
+    from tpu_experiments.runtime.processes.launch import make_runtime
 
     def batches():
         for number in range(10**9):

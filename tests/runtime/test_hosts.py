@@ -13,15 +13,14 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.host_watch import KEEPALIVE, HostWatch
-from tpu_experiments.runtime.hosts import HostLost, Place, _place, meet
+from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostLost, HostWatch, Place, _place, meet
 
 HOST = """
 import os, sys
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.host_watch import KEEPALIVE, HostWatch
-from tpu_experiments.runtime.hosts import HostLost, meet
+from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostWatch
+from tpu_experiments.runtime.processes.hosts import HostLost, meet
 
 hosts = meet(HwConfig(num_hosts=3))
 assert meet(HwConfig(num_hosts=3)) is hosts
@@ -81,8 +80,8 @@ def test_three_hosts_tell_each_other() -> None:
 WAITING = """
 import os, time
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.host_watch import KEEPALIVE, HostWatch
-from tpu_experiments.runtime.hosts import meet
+from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostWatch
+from tpu_experiments.runtime.processes.hosts import meet
 
 hosts = meet(HwConfig(num_hosts=3), lost_seconds=0.5)
 hosts.barrier()
@@ -224,9 +223,9 @@ def test_workers_of_a_vm_are_in_its_metadata(metadata: dict[str, str]) -> None:
 WHOLE = """
 import torch, torch_xla
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime import hosts
-from tpu_experiments.runtime.xla import XlaRuntime
+from tpu_experiments.runtime.xla.device import XlaRuntime
 
 spec = torch_xla._XLAC._get_xla_sharding_spec
 hw = HwConfig(name="x", device="cpu", runtime="xla", parallel="spmd", num_devices=2)

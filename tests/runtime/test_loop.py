@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.ops import python_loop
 
 pytestmark = pytest.mark.xla
 LOOPS = ("python", "xla")
@@ -18,7 +18,7 @@ def loop(request):
         return python_loop
     import torch_xla
 
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     device = torch_xla.device()
 
@@ -130,7 +130,7 @@ def samples(seed):
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_loops_and_autograd_inside_a_loop(kind):
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     rows, targets, weights = samples(0)
     losses, grads = expected_of(rows, targets, weights)
@@ -149,7 +149,7 @@ def test_a_nested_loop_is_one_program_and_is_compiled_once():
     import torch_xla
     import torch_xla.debug.metrics as met
 
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     device, counts = torch_xla.device(), []
     for seed in range(4):
@@ -169,7 +169,7 @@ def test_dropout_differs_between_iterations_and_not_between_equal_seeds():
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     device = torch_xla.device()
 
@@ -196,7 +196,7 @@ def test_a_loop_over_nothing_is_refused(loop, xs):
 def test_a_carry_of_another_type_is_refused():
     import torch_xla
 
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     ones = torch.ones(2, 3, device=torch_xla.device())
     with pytest.raises(TypeError, match="keep its types"):
@@ -207,7 +207,7 @@ def test_stacks_need_not_be_filled_first():
     """Whatever is in them is written over, and torch_xla's scan makes nothing but stacks by torch.zeros."""
     import torch_xla
 
-    from tpu_experiments.runtime.xla_loop import xla_loop
+    from tpu_experiments.runtime.xla.loop import xla_loop
 
     made = []
 
@@ -232,7 +232,7 @@ def test_stacks_need_not_be_filled_first():
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_only_stacks_of_rows_are_left_unwritten_and_only_on_a_tpu(num_shards):
-    from tpu_experiments.runtime.xla_buffer import stablehlo, unwritten_for
+    from tpu_experiments.runtime.xla.loop import stablehlo, unwritten_for
 
     assert unwritten_for("CPU", mesh=Mesh(fsdp=num_shards)) is None
     assert unwritten_for("TPU", mesh=Mesh(fsdp=num_shards, tensor=2)) is None

@@ -1,10 +1,10 @@
-"""runtime/probe.py in this process; tests/tasks/test_doctor_looks.py runs it as a child."""
+"""runtime/processes/probe.py in this process; tests/tasks/test_doctor_looks.py runs it as a child."""
 
 import json
 
 import pytest
 
-from tpu_experiments.runtime import probe
+from tpu_experiments.runtime.processes import probe
 
 
 @pytest.mark.xla

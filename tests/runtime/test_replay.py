@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tpu_experiments.runtime.xla_replay import NUM_FIRST, Calls, Change, Reader
+from tpu_experiments.runtime.xla.replay import NUM_FIRST, Calls, Change, Reader
 
 
 def calls_of(graphs: str, *, every: int) -> tuple[str, list[Change]]:

@@ -5,10 +5,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.config.model_schema import ShardingConfig
+from tpu_experiments.config.targets import locate
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 
 FOUR = Mesh(fsdp=4)

@@ -2,7 +2,7 @@
 
 import torch
 
-from tpu_experiments.runtime.signature import difference, leading_shape, signature_of, signature_text
+from tpu_experiments.runtime.base import difference, leading_shape, signature_of, signature_text
 
 
 def batch(length: int, *, dtype: torch.dtype = torch.int32) -> dict[str, torch.Tensor]:

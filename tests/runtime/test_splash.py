@@ -10,9 +10,8 @@ import torch
 from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 
 from tpu_experiments.models.attention import causal_mask
-from tpu_experiments.runtime.attention import Scores
-from tpu_experiments.runtime.attention_call import AttentionCall
-from tpu_experiments.runtime.splash import attention_function, lowered
+from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
+from tpu_experiments.runtime.kernels.splash import attention_function, lowered
 
 pytestmark = pytest.mark.xla  # they go backward on the CPU, which fixes autograd's queues
 # The first and the third take several blocks, so that dQ comes from a kernel of its own.

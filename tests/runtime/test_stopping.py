@@ -5,7 +5,7 @@ import os
 import random
 import time
 
-from tpu_experiments.runtime.stopping import SharedRequest, Ticket
+from tpu_experiments.runtime.processes.stopping import SharedRequest, Ticket
 
 NUM_PROCESSES, MAX_SECONDS = 4, 60.0
 

@@ -15,8 +15,8 @@ from torch_xla.experimental.scan import scan
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.attention import flash
-from tpu_experiments.runtime.attention import install_attention_kernel
-from tpu_experiments.runtime.xla_attention import XlaAttention, attention_kernel_for
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.on_xla import XlaAttention, attention_kernel_for
 
 pytestmark = pytest.mark.xla
 LAYERS, ROWS, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 3, 2, 4, 2, 128, 16

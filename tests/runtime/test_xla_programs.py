@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tpu_experiments.runtime.base import UnexpectedProgram
-from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
+from tpu_experiments.runtime.xla.programs import Compiles, XlaProgram
 
 pytestmark = pytest.mark.xla
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from tests.runtime.test_xla_programs import make, rolled, rows
 from tests.training.runs import REPOSITORY
 from tpu_experiments.runtime.base import UnexpectedProgram
-from tpu_experiments.runtime.xla_programs import Compiles, XlaProgram
-from tpu_experiments.runtime.xla_replay import NUM_FIRST
+from tpu_experiments.runtime.xla.programs import Compiles, XlaProgram
+from tpu_experiments.runtime.xla.replay import NUM_FIRST
 
 pytestmark = pytest.mark.xla
 

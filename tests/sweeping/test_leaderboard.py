@@ -9,7 +9,7 @@ import pytest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.sweeping import leaderboard
 from tpu_experiments.sweeping.hparams import write_session
-from tpu_experiments.sweeping.rows import (
+from tpu_experiments.sweeping.leaderboard import (
     FAILED,
     FINISHED,
     PRUNED,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed
-from tpu_experiments.config.sweeping import SweepingConfig
-from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.config.schema import SweepingConfig
+from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.sweeping.pruning import Evaluations, step_to_prune_at, why_nothing_is_pruned
 
 OTHERS = [{10: 5.0, 20: 4.0}, {10: 4.0, 20: 3.0}, {10: 3.0, 20: 2.0}]

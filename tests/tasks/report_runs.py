@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.config.composing import composed
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
 
 
 def made(

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from tests.tasks.verdicts import TPU, verdict_of
-from tpu_experiments.config.doctoring import CHECKS as NAMES
-from tpu_experiments.config.doctoring import DoctorTaskConfig
+from tpu_experiments.config.task_schema import CHECKS as NAMES
+from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.planning.check import Finding as MemoryFinding
 from tpu_experiments.tasks import doctor
-from tpu_experiments.tasks.doctor import devices, examining, places, sources
+from tpu_experiments.tasks.doctor import devices, examination, places, sources
 from tpu_experiments.tasks.doctor.finding import failed, not_checked, ok, warning, worst
-from tpu_experiments.tasks.doctor.model_files import ModelFiles
+from tpu_experiments.tasks.doctor.places import ModelFiles
 
 GIB = 2**30
 PROBED = devices.Probed(8, "TPU", 2.0, 9.0)
@@ -183,7 +183,7 @@ def test_the_worst_verdict_counts():
 
 
 def test_every_check_is_a_choice():
-    assert tuple(check.name for check in examining.CHECKS) == NAMES
+    assert tuple(check.name for check in examination.CHECKS) == NAMES
 
 
 def test_the_report_and_the_exit_code(make_config, tmp_path, capsys, monkeypatch):
@@ -215,14 +215,14 @@ def test_a_check_that_breaks_or_hangs_leaves_the_others(make_config, monkeypatch
 
     never = Event()
     checks = (
-        examining.Check("run", broken, places.judge_run),
-        examining.Check("output_dir", lambda config, task: never.wait(), places.judge_output_dir, if_silent="failed"),
-        examining.Check("settings", lambda config, task: (), places.judge_settings),
+        examination.Check("run", broken, places.judge_run),
+        examination.Check("output_dir", lambda config, task: never.wait(), places.judge_output_dir, if_silent="failed"),
+        examination.Check("settings", lambda config, task: (), places.judge_settings),
     )
-    monkeypatch.setattr(examining, "CHECKS", checks)
-    monkeypatch.setattr(examining, "SLACK_SECONDS", 0.0)
-    results = examining.examine(make_config(), DoctorTaskConfig("doctor", timeout_seconds=0.2))
+    monkeypatch.setattr(examination, "CHECKS", checks)
+    monkeypatch.setattr(examination, "SLACK_SECONDS", 0.0)
+    results = examination.examine(make_config(), DoctorTaskConfig("doctor", timeout_seconds=0.2))
     never.set()
     assert [result.finding.verdict for result in results] == ["not checked", "failed", "ok"]
     assert "OSError: no such thing" in results[0].finding.seen
-    assert not examining.would_start(results)
+    assert not examination.would_start(results)

@@ -9,12 +9,12 @@ import sys
 import gcsfs
 import pytest
 
-from tpu_experiments.config.doctoring import DoctorTaskConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import lease
-from tpu_experiments.io.folder import open_run
+from tpu_experiments.config.task_schema import DoctorTaskConfig
+from tpu_experiments.storage import lease
+from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.doctor import cloud, devices, places, sources
-from tpu_experiments.tasks.doctor.model_files import look_at_model_files
+from tpu_experiments.tasks.doctor.places import look_at_model_files
 
 pytest_plugins = ("tests.gcs",)
 HOLD = "import sys, time; file = open(sys.argv[1]); print('open', flush=True); time.sleep(100)"

@@ -14,12 +14,12 @@ from tests.config.composing import composed
 from tests.training.runs import finished, run, sized
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenize import LEARN
-from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.tasks import evaluate
 from tpu_experiments.tasks.evaluate.beside import BesideBase
 from tpu_experiments.tasks.evaluate.given import held_out_of
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of
-from tpu_experiments.training.sources import tokenizer_for
+from tpu_experiments.training.batches import tokenizer_for
 
 pytestmark = [
     pytest.mark.xla,

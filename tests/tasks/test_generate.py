@@ -12,9 +12,9 @@ from tests.training.runs import finished, run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.full import write_model
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import config_yaml
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import config_yaml
 from tpu_experiments.tasks import generate
 
 pytest_plugins = ("tests.gcs",)

@@ -7,13 +7,13 @@ from contextlib import suppress
 
 import pytest
 
-from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.tasks.generate.answers import Screen
 
 log = logging.getLogger("tpu_experiments.somewhere")
 SCRIPT = """
 import logging
-from tpu_experiments.logging.runlog import start_run_log
+from tpu_experiments.loggers.runlog import start_run_log
 from tpu_experiments.tasks.generate.answers import Screen
 start_run_log(None, rank=0)
 log = logging.getLogger("somewhere")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.config.composing import composed
-from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.tasks.setup import make_inputs
 from tpu_experiments.training.canary import Findings, Report, canary_rows, compare, on_devices, on_host
@@ -29,7 +29,7 @@ def main(*overrides: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = composed("debug=smoke", *overrides, "hw.parallel=spmd", f"output_dir={folder}")
         os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.hw.num_devices)}
-        from tpu_experiments.runtime.xla import XlaRuntime
+        from tpu_experiments.runtime.xla.device import XlaRuntime
         from tpu_experiments.training.trainer import Trainer
 
         runtime = XlaRuntime(config.hw, sharding=config.sharding)

@@ -61,7 +61,7 @@ class Run:
         """One more life; it kills itself at the record of step `kill_after` or the next."""
         self.folder.mkdir(parents=True, exist_ok=True)
         options = f"path: '{self.events}', kill_after: {'null' if kill_after is None else kill_after}"
-        probe = f"+logger={{probe: {{_target_: tpu_experiments.logging.probe.Probe, options: {{{options}}}}}}}"
+        probe = f"+logger={{probe: {{_target_: tpu_experiments.loggers.probe.Probe, options: {{{options}}}}}}}"
         given = [*TWO_STAGES, *self.overrides, *overrides, f"output_dir={self.folder}", probe]
         kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         with (self.folder / "output").open("ab") as output:

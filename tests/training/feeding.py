@@ -16,9 +16,9 @@ def main(parallel: str, num_devices: int) -> None:
     from hydra import compose, initialize_config_dir
 
     from tests.training.runs import REPOSITORY
-    from tpu_experiments.config.load import to_config
+    from tpu_experiments.config.compose import to_config
     from tpu_experiments.config.schema import register
-    from tpu_experiments.runtime.launch import make_runtime
+    from tpu_experiments.runtime.processes.launch import make_runtime
 
     register()
     overrides = ["model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "lora.dropout=0.1"]
@@ -34,7 +34,7 @@ def losses(config: Any, runtime: Any, *, way: str) -> dict[str, Any]:
     from torch_xla import _XLAC
 
     from tests.training.tiny import Run, random_batch
-    from tpu_experiments.config.preparing import LoaderConfig
+    from tpu_experiments.config.schema import LoaderConfig
 
     run = Run(config, runtime)
     batches = [random_batch(i, accumulation=2, rows=4, dropout=config.lora.dropout) for i in range(NUM_STEPS)]

@@ -26,7 +26,7 @@ def main(*overrides: str) -> None:
     """Run both and compare."""
     config = composed(*overrides, "model.size=tiny", "model.dtype=float32", "hw.parallel=spmd")
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.hw.num_devices)}
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     rows = config.hw.num_devices
     dropout = config.lora.dropout

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tpu_experiments.training.inputs import StepInfo
-from tpu_experiments.training.saved import OPTIMIZER, PARAMETERS, Snapshot, to_host
-from tpu_experiments.training.saving import Saver
+from tpu_experiments.checkpoint.saver import Saver
+from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, Snapshot, to_host
+from tpu_experiments.training.batches import StepInfo
 from tpu_experiments.training.trainer import Trainer
 
 WAIT_SECONDS = 60.0

@@ -17,9 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.benchmarks.outage import Bucket
 from tests.jobs import TINY_JOB
 from tests.training.runs import REPOSITORY, SAME_SUMS, finished
-from tpu_experiments.io import paths
-from tpu_experiments.io.lease import Lease
 from tpu_experiments.metrics.goodput import PARTS
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.lease import Lease
 
 pytest_plugins = ("tests.gcs",)
 # The eager runtime: what is tested is the storage, and two minutes of compiling for the CPU would add nothing to it.
@@ -100,7 +100,7 @@ def killed_after(step: int, output_dir: str, events: Path, disk: Path) -> None:
     machine's disk is gone with it."""
     marker = f"checkpoints/step_{step - 1:08d}/COMMIT.json"
     options = f"path: '{events}', kill_after: {step}, marker: {marker}"
-    probe = f"+logger={{probe: {{_target_: tpu_experiments.logging.probe.Probe, options: {{{options}}}}}}}"
+    probe = f"+logger={{probe: {{_target_: tpu_experiments.loggers.probe.Probe, options: {{{options}}}}}}}"
     with started(output_dir, "name=lost_disk", probe, disk=disk) as process:
         output = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL, output

@@ -8,8 +8,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.stacked import is_stack, unstacked
-from tpu_experiments.training.chosen import by_parameter, require_choices, trains_of
-from tpu_experiments.training.step import TRAINS
+from tpu_experiments.training.step import TRAINS, by_parameter, require_choices, trains_of
 
 pytestmark = pytest.mark.xla
 TINY = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
@@ -28,7 +27,7 @@ def make_run(make_config, runtime):
     config = make_config(*TINY, f"hw.runtime={runtime}")
     if runtime == "eager":
         return Run(config, EagerRuntime(config.hw))
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     return Run(config, XlaRuntime(config.hw, sharding=config.sharding, trace_every=50))
 

@@ -14,7 +14,7 @@ import pytest
 from tests.config.composing import composed
 from tests.training.runs import run
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.processes.env import compile_cache_folder
 
 COMMON = (
     "data=[sample_text]",

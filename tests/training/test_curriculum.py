@@ -37,7 +37,7 @@ def staged(tmp_path_factory):
 
 def probe_in(folder):
     return (
-        f"+logger={{probe: {{_target_: tpu_experiments.logging.probe.Probe, options: {{path: {folder}/rows.jsonl}}}}}}"
+        f"+logger={{probe: {{_target_: tpu_experiments.loggers.probe.Probe, options: {{path: {folder}/rows.jsonl}}}}}}"
     )
 
 

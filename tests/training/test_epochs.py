@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from tests.training.runs import finished, records
+from tpu_experiments.checkpoint.progress import EpochRecord
 from tpu_experiments.training.epochs import Passes, count
-from tpu_experiments.training.progress import EpochRecord
-from tpu_experiments.training.window import Reading
+from tpu_experiments.training.meters import Reading
 
 SMALL = (
     "hw.runtime=eager",

@@ -12,12 +12,12 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.models.forward import logits_of, target_weights
-from tpu_experiments.models.scoring import next_token_scores
+from tpu_experiments.models.loss import next_token_scores
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.launch import make_runtime
-from tpu_experiments.training.evaluate import Evaluator
-from tpu_experiments.training.parts import Parts
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.training.evaluation import Evaluator
 from tpu_experiments.training.step import next_token_loss
+from tpu_experiments.training.trainer import Trainer
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("plain_attention")]
 CHUNK = 16
@@ -36,7 +36,7 @@ def batch(seed):
 def evaluators(config, runtime, widths):
     """With the loss alone, and with scores."""
     model = built(config, runtime)
-    settings = {"chunk_tokens": CHUNK, "loop": runtime.loop, "lay": runtime.lay}
+    settings = {"chunk_tokens": CHUNK, "loop": runtime.loop, "constrain": runtime.constrain}
     given = {"runtime": runtime, "parameters": model.trainable, "row_loss": partial(next_token_loss, **settings)}
     scores = partial(next_token_scores, **settings)
     return Evaluator(model.module, **given), Evaluator(model.module, **given, token_scores=scores, widths=widths)
@@ -92,17 +92,17 @@ def test_a_loss_of_your_own_is_evaluated_alone(make_config, widths):
     assert (found.measures, found.source_measures) == ({}, {"a": {}})
 
 
-class OwnLoss(Parts):
+class OwnLoss(Trainer):
     """A trainer with a loss of its own."""
 
     def row_loss(self, module, parameters, rows):
         return next_token_loss(module, parameters, rows)
 
 
-@pytest.mark.parametrize(("kind", "has_scores"), [(Parts, True), (OwnLoss, False)])
+@pytest.mark.parametrize(("kind", "has_scores"), [(Trainer, True), (OwnLoss, False)])
 def test_a_trainer_with_its_own_loss_has_no_scores(make_config, kind, has_scores):
-    from tpu_experiments.metrics.stopwatch import Stopwatch
-    from tpu_experiments.training.inputs import RunInputs
+    from tpu_experiments.metrics.goodput import Stopwatch
+    from tpu_experiments.training.batches import RunInputs
 
     config = make_config("model=qwen05b", "model.size=tiny", "hw.runtime=eager")
     runtime = EagerRuntime(config.hw)

@@ -8,14 +8,15 @@ import torch
 
 from tests.training.test_window import pending
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tpu_experiments.checkpoint.errors import TrainingStopped
+from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.checkpoint.store import save_checkpoint
-from tpu_experiments.config.guarding import GuardConfig
+from tpu_experiments.config.schema import GuardConfig
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training import step as step_module
 from tpu_experiments.training.guard import Guard
-from tpu_experiments.training.progress import Progress, StageRecord
+from tpu_experiments.training.meters import reading_of
 from tpu_experiments.training.step import next_token_loss
-from tpu_experiments.training.window import TrainingStopped, reading_of
 
 TINY = ("model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
 BAD_TOKEN = 3
@@ -45,7 +46,7 @@ def with_bad_token(batch, place):
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 @pytest.mark.parametrize("place", [0, -1], ids=["loss", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing(make_config, runtime, place):
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = make_config("model=qwen05b", *TINY, f"hw.runtime={runtime}")
     made = EagerRuntime(config.hw) if runtime == "eager" else XlaRuntime(config.hw, sharding=config.sharding)
@@ -70,7 +71,7 @@ def test_a_step_that_is_not_finite_changes_nothing(make_config, runtime, place):
 @pytest.mark.xla
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_finite_steps_are_bit_for_bit_those_without_a_guard(make_config, monkeypatch, model):
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = make_config(f"model={model}", *TINY)
     made = XlaRuntime(config.hw, sharding=config.sharding)

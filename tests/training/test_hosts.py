@@ -16,15 +16,15 @@ import pytest
 
 from tests.config.composing import composed
 from tests.training.runs import REPOSITORY, SAME_SUMS, finished, records
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.config.targets import locate
 from tpu_experiments.models.build import describe
-from tpu_experiments.runtime.hosts import Hosts
+from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.tasks.setup import check_hosts, require_same_data, require_shared
-from tpu_experiments.training.inputs import RunInputs
+from tpu_experiments.training.batches import RunInputs
 
 LAB = '''
 import os, signal

@@ -16,11 +16,11 @@ from tests.training.runs import finished, losses
 from tests.training.test_saving import RUNTIME, Run
 from tests.training.tiny import built
 from tpu_experiments.checkpoint import reading
+from tpu_experiments.checkpoint.errors import TrainingStopped
+from tpu_experiments.checkpoint.state import flat, read_state, snapshot
 from tpu_experiments.checkpoint.store import latest_step, load_latest
-from tpu_experiments.io import grace, paths
 from tpu_experiments.models.build import BuiltModel
-from tpu_experiments.training.saved import flat, read_state, snapshot
-from tpu_experiments.training.window import TrainingStopped
+from tpu_experiments.storage import paths, retry
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 pytest_plugins = ("tests.gcs",)
@@ -152,7 +152,7 @@ def test_in_a_bucket(model, gcs_bucket):
 
 def test_a_storage_that_fails_between_two_files(model, monkeypatch, tmp_path):
     """The n-th request of a save is refused for good: the checkpoint before it counts, and the run can go on."""
-    monkeypatch.setattr(grace, "pause", lambda seconds: True)
+    monkeypatch.setattr(retry, "pause", lambda seconds: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     faulty.wipe()
     run = Run(model, "faulty://bkt/checkpoints", **LARGE)

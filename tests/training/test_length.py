@@ -7,7 +7,7 @@ import pytest
 from tests.training.runs import finished, records, run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, is_of_other_length
-from tpu_experiments.io.folder import open_run
+from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.setup import set_up
 
 pytestmark = pytest.mark.xla

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.metrics import stopwatch
-from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.metrics import goodput
+from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.training import lives as module
 from tpu_experiments.training.lives import Ledger
 
@@ -19,7 +19,7 @@ HW = composed("hw=v6e8", "model=mistral7b", "data=uk_law").hw
 def now(monkeypatch) -> list[float]:
     """Every clock of the ledger, as a list of one number."""
     clock = [100.0]
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(goodput.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(module, "boot_seconds", lambda: clock[0])
     monkeypatch.setattr(module, "WRITE_SECONDS", 0.0)
     monkeypatch.setattr(module.time, "time", lambda: clock[0] + 1e9)

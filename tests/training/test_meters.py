@@ -11,8 +11,7 @@ from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training import meters as module
-from tpu_experiments.training.meters import Meters
-from tpu_experiments.training.window import Reading
+from tpu_experiments.training.meters import Meters, Reading
 
 GEOMETRY = Geometry(global_rows=16, micro_rows=2, accumulation=1, num_shards=8, seq_len=1024)
 FLOPS = FlopsPerToken(1e9, 1e9, 0.0, 0.5e9, 0.2e9, 0.2e9, 0.1e9)

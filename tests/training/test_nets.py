@@ -1,7 +1,7 @@
 """The nets under checkpoints: each way in which a save can be wrong (mutants.py) is found by `task=resume_check`.
 
-What is saved in front of the loop is held against the live model by the save itself (training/proof.py); what is saved
-in the background is seen only by a resume from it, which is the first that the check makes.
+A save that blocks training is compared with the live model by itself (checkpoint/proof.py); a save in the background is
+seen only by a resume from it, which is the first that the check makes.
 """
 
 import sys

@@ -7,7 +7,7 @@ import torch
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.training.inputs import training_tensors, with_noise
+from tpu_experiments.training.batches import training_tensors, with_noise
 
 ROWS = 24
 

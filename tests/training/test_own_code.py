@@ -9,8 +9,8 @@ import torch
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.host_reads import HostRead
-from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.runtime.xla.host_reads import HostRead
 from tpu_experiments.training.step import next_token_loss
 
 pytestmark = pytest.mark.xla

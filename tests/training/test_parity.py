@@ -12,7 +12,7 @@ NUM_STEPS = 20
 
 @pytest.fixture
 def xla(make_config):
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = make_config()
     return XlaRuntime(config.hw, sharding=config.sharding)

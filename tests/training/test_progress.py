@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tpu_experiments.checkpoint.progress import AnswersRecord, GuardState, Progress, StageRecord
+from tpu_experiments.checkpoint.state import newest_parameters, read_state
 from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import strict_json
-from tpu_experiments.training.progress import AnswersRecord, GuardState, Progress, StageRecord
-from tpu_experiments.training.saved import newest_parameters, read_state
+from tpu_experiments.storage import strict_json
 
 STAGES = {"text": 6, "chat": 4}
 

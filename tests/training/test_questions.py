@@ -9,10 +9,9 @@ from tpu_experiments.config.checks import check
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
-from tpu_experiments.runtime.launch import make_runtime
-from tpu_experiments.training.inputs import RunInputs, program_shapes
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.training.batches import RunInputs, program_shapes, tokenizer_for
 from tpu_experiments.training.questions import Asker, Question, first_sentence, read_questions, scored, skill_fields
-from tpu_experiments.training.sources import tokenizer_for
 
 READER = ("model=reader", "data=stories_ro", "curriculum=single", "sample.window=64", "hw.runtime=eager")
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.config.composing import composed
 from tests.training.runs import records, run
 from tpu_experiments.tasks.setup import make_inputs
-from tpu_experiments.training.inputs import stage_rows
+from tpu_experiments.training.batches import stage_rows
 
 pytestmark = pytest.mark.xla
 TRAINER = """

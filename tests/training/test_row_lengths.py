@@ -9,8 +9,8 @@ import pytest
 from tests.config.composing import composed
 from tests.training.runs import run
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.training.batches import tokenizer_for
 from tpu_experiments.training.row_lengths import settle
-from tpu_experiments.training.sources import tokenizer_for
 
 
 @pytest.fixture

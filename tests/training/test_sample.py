@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.generation.small import overrides, prompts_of
 from tests.training.tiny import built
-from tpu_experiments.runtime.launch import make_runtime
-from tpu_experiments.training.sample import Sampler
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.training.evaluation import Sampler
 
 pytestmark = pytest.mark.xla
 NEW = 10

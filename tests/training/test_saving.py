@@ -10,22 +10,22 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.config.composing import composed
 from tests.training.tiny import built
+from tpu_experiments.checkpoint.errors import TrainingStopped, UnprovenError
 from tpu_experiments.checkpoint.manifest import COMMIT
+from tpu_experiments.checkpoint.progress import Progress, StageRecord
+from tpu_experiments.checkpoint.proof import Answers, Start
+from tpu_experiments.checkpoint.saver import Saver
+from tpu_experiments.checkpoint.state import read_state, snapshot
 from tpu_experiments.checkpoint.store import latest_step, load_latest
-from tpu_experiments.config.checkpointing import CheckpointConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.io.spool import Spool
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.training.evaluate import Evaluator
-from tpu_experiments.training.progress import Progress, StageRecord
-from tpu_experiments.training.proof import Answers, Start, UnprovenError
-from tpu_experiments.training.saved import read_state, snapshot
-from tpu_experiments.training.saving import Saver
+from tpu_experiments.storage.spool import Spool
+from tpu_experiments.training.evaluation import Evaluator
 from tpu_experiments.training.step import next_token_loss
-from tpu_experiments.training.window import TrainingStopped
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 RUNTIME = EagerRuntime(HwConfig(name="cpu", runtime="eager", device="cpu", num_devices=1, num_threads=1))

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tpu_experiments.config.stages import ExitTestConfig
-from tpu_experiments.training.evaluate import Evaluation
-from tpu_experiments.training.progress import StageRecord
-from tpu_experiments.training.staged import exit_loss, judge
+from tpu_experiments.checkpoint.progress import StageRecord
+from tpu_experiments.config.schema import ExitTestConfig
+from tpu_experiments.training.evaluation import Evaluation
+from tpu_experiments.training.trainer import exit_loss, judge
 
 
 def judged(losses, **settings):

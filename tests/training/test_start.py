@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from tests.training.runs import finished, run
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io.folder import open_run
 from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.training.start import find_start
 
 pytestmark = pytest.mark.xla

@@ -7,7 +7,7 @@ import torch
 
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.xla_replay import NUM_FIRST
+from tpu_experiments.runtime.xla.replay import NUM_FIRST
 
 pytestmark = pytest.mark.xla
 TINY = ("model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "hw.runtime=eager")
@@ -85,7 +85,7 @@ def test_clipping_bounds_the_gradient_after_the_reduction(make_run):
 def test_one_program_and_no_host_read_on_xla(make_config, model):
     import torch_xla.debug.metrics as met
 
-    from tpu_experiments.runtime.xla import XlaRuntime
+    from tpu_experiments.runtime.xla.device import XlaRuntime
 
     config = make_config(f"model={model}", *TINY[:-1])
     runtime = XlaRuntime(config.hw, sharding=config.sharding, trace_every=50)

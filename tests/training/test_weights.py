@@ -8,7 +8,7 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.tasks.setup import make_inputs
-from tpu_experiments.training.inputs import stage_rows, stage_steps, step_batches, tokens_of_a_row, weights_text
+from tpu_experiments.training.batches import stage_rows, stage_steps, step_batches, tokens_of_a_row, weights_text
 
 WEIGHTS = {"sample_text": 0.2, "sample_chat": 0.8}
 

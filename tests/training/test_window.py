@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.training.runs import run
+from tpu_experiments.training.meters import Pending, Window
 from tpu_experiments.training.step import StepOutput
-from tpu_experiments.training.window import Pending, Window
 
 
 def pending(step: int, loss: float, rows: list[float]) -> Pending:

@@ -8,7 +8,7 @@ from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.steps.pack import flatten
 from tpu_experiments.data.tokens.tokenize import DocumentTokenizer
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
-from tpu_experiments.training.written import as_records, exchanges
+from tpu_experiments.training.evaluation import as_records, exchanges
 
 CHAT = (("user", "Ce este Dunărea?"), ("assistant", "Un fluviu."), ("user", "Lung?"), ("assistant", "Da, foarte."))
 TEXT = "Dunărea este un fluviu.\n\nE lungă."

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpu_experiments.checkpoint.state import flat
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import State
-from tpu_experiments.training.saved import flat
 from tpu_experiments.training.step import RowLoss, TrainStep, commit, next_token_loss
 
 ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.shards import group_in
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.tensors import group_in
 
 COMMIT, PROGRESS = "COMMIT.json", "progress.json"
 STEP_FOLDER = re.compile(r"step_(\d{8,12})")

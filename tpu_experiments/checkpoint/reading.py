@@ -12,10 +12,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from tpu_experiments.checkpoint.manifest import FileFacts, Manifest, hostile
-from tpu_experiments.io import paths
-from tpu_experiments.io.ranges import read_range, size_of
-from tpu_experiments.io.shards import group_in
-from tpu_experiments.io.tensor_file import Span, header_length, spans_in, tensors_in
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import read_range, size_of
+from tpu_experiments.storage.tensors import Span, group_in, header_length, spans_in, tensors_in
 
 PIECE_BYTES = 64 * 2**20
 Groups = Mapping[str, Mapping[str, Tensor]]

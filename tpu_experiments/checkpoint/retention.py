@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tpu_experiments.checkpoint.manifest import COMMIT, folder_name, read_manifest, steps_in
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,8 @@ from tpu_experiments.checkpoint.manifest import (
 from tpu_experiments.checkpoint.reading import Groups, content_of, forget, held_groups, located_groups, remember, verify
 from tpu_experiments.checkpoint.retention import Keep, Retention
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.shards import file_name, shards
-from tpu_experiments.io.tensor_file import chunks_of, tensors_in, unequal
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.tensors import chunks_of, file_name, shards, tensors_in, unequal
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

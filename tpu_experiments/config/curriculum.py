@@ -6,11 +6,10 @@ Pure arithmetic, so that the checks, the trainer and the plan all read the same 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tpu_experiments.config.defaults import LANES, fitting_rows, rows_of
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
-from tpu_experiments.config.rows import LANES, fitting_rows, rows_of
-from tpu_experiments.config.schema import Config
-from tpu_experiments.config.stages import ExitTestConfig, ScheduleConfig, StageConfig, StageScheduleConfig
+from tpu_experiments.config.schema import Config, ExitTestConfig, ScheduleConfig, StageConfig, StageScheduleConfig
 
 FULL_LR = 0.1
 """Of a LoRA run's best rate is the best one of full fine-tuning (Schulman et al., LoRA Without Regret, 2025)."""

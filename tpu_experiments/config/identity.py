@@ -1,17 +1,28 @@
-"""What makes two runs the same run: the flattened config, its hash, and the keys that may change on a resume."""
+"""The identity of a run (flattened config, its hash, the keys that may change on a resume), and configs read back.
+
+A run folder may come from anywhere, so its config is data. Nothing that it names is imported, and nothing in it is
+resolved, except what the command line names itself."""
 
 import dataclasses
 import hashlib
+import io
 import json
+import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.redaction import redacted
-from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import OWN_KEYS
+from tpu_experiments.config.model_schema import OWN_KEYS, DataSourceConfig, ModelConfig
+from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
+from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, PrepareConfig, TrainerConfig
+from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 # None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
 # `trainer.guard` does once a step went wrong, and then its settings are what somebody changes to go on.
@@ -133,3 +144,184 @@ def require_same(stored: Mapping[str, Any], config: Config, *, folder: str) -> N
     raise ConfigError(
         f"name={config.name}; {folder} was made with {shown}{more}; choose another name= or restore the values."
     )
+
+
+log = logging.getLogger(__name__)
+MODEL_KEYS = ("seed", "plugins", "model", "lora", "curriculum", "prepare", "trainer")
+"""What a run's model, rows and their lengths come from. Hardware, sharding and loader are the command's own."""
+DATA_KEYS = ("data", "data_size")
+LOGGERS = {
+    "console.ConsoleLogger",
+    "jsonl.JsonlLogger",
+    "probe.Probe",
+    "tensorboard.TensorBoardLogger",
+    "wandb.WandbLogger",
+}
+LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
+"""The second in runs from before the package was renamed."""
+OWN_TARGETS: dict[str, frozenset[str]] = {
+    "model": frozenset({ModelConfig._target_}),
+    "data.*": frozenset({DataSourceConfig._target_}),
+    "optim": frozenset({AdamWConfig._target_, AdafactorConfig._target_}),
+    "trainer": frozenset({TrainerConfig._target_}),
+    "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
+}
+"""All that a stored config may name by itself, by swap point. By name, not by prefix: the package has functions that
+nobody meant to be called with a config."""
+INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+"""`${` that OmegaConf would resolve; behind an odd number of backslashes it is text."""
+
+
+def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...] = MODEL_KEYS + DATA_KEYS) -> Config:
+    """Return `config` with the values of `keys` from a run's config.yaml; arguments as of `values_of_run`.
+
+    Raises:
+        ConfigError: it is invalid, names code, or does not fit the command's hardware.
+    """
+    values = values_of_run(config, text=text, place=place, keys=keys)
+    found = dataclasses.replace(config, **values)
+    check(found)
+    for key, url in _new_urls(values, config):
+        log.warning("%s names %s=%s, which this command does not: it is asked for now", place, key, url)
+    return found
+
+
+def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values of `keys` in a run's config.yaml, as the fields of a Config.
+
+    Where and how data is prepared is the command's: a stored config names no place that is written to.
+
+    Args:
+        config: that of the command, which alone may name plugins and classes of its own.
+        text: content of the file at `place`.
+
+    Raises:
+        ConfigError: it is invalid, or it names code, an interpolation or a secret.
+    """
+    require_bounded(text, place=place)
+    try:
+        stored: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        chosen = {key: stored[key] for key in keys}
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, *OF_VALUES) as error:
+        raise _not_ours(place, error) from error  # OSError: the text is a single value
+    problems = list(_doors(stored, config))
+    if problems:
+        raise ConfigError("\n".join(f"{place}; {problem}" for problem in problems[:8]))
+    chosen = _with_secrets_of(chosen, config, place=place)
+    try:
+        merged: Any = OmegaConf.merge(OmegaConf.structured(Config), chosen)
+        values = {key: _plain(merged[key]) for key in keys}
+    except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
+        raise _not_ours(place, error) from error
+    if "plugins" in values:
+        values["plugins"] = list(config.plugins)
+    if "prepare" in values:
+        values["prepare"] = _with_places_of(values["prepare"], config.prepare, place=place)
+    return values
+
+
+def _doors(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield what in a stored config would run code, or read values from outside of it."""
+    plugins = stored.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, list) else [plugins]:
+        if plugin not in config.plugins:
+            yield (
+                f"plugins has {plugin!r}, which would be imported; a run folder may come from anywhere: read that "
+                f"code, then add 'plugins=[{plugin}]' to this command."
+            )
+    for key, value in _leaves(stored):
+        text = f"{key} {value}" if isinstance(value, str) else key
+        if INTERPOLATION.search(text):
+            yield f"{key} holds an interpolation (${{...}}), which could read the environment; write the value itself."
+        group, _, field = key.rpartition(".")
+        if field == "_target_" and not _is_allowed(group, str(value), config):
+            yield (
+                f"{key}={value} is none of this project's classes for that place; a run folder may come from "
+                "anywhere: read that code, then add 'plugins=[PACKAGE]' with its package to this command."
+            )
+    model = stored.get("model")
+    remote_code = model.get("remote_code", "refuse") if isinstance(model, dict) else "refuse"
+    if remote_code == "run" and config.model.remote_code != "run":
+        yield (
+            "model.remote_code=run would run code of the checkpoint; a run folder may come from anywhere: read that "
+            "code, then add model.remote_code=run to this command."
+        )
+
+
+def _is_allowed(group: str, target: str, config: Config) -> bool:
+    """Return whether a stored config may name `target` at the swap point `group`."""
+    point, _, name = group.partition(".")
+    if target in OWN_TARGETS.get(f"{point}.*" if name and "." not in name else group, ()):
+        return True
+    own = flatten(config).get(f"{group}._target_")
+    return target == own or any(target.startswith(f"{plugin}.") for plugin in config.plugins)
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values of all leaves, in lists too."""
+    if isinstance(node, dict | list):
+        pairs = node.items() if isinstance(node, dict) else enumerate(node)
+        for name, value in pairs:
+            yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
+        if not node:
+            yield prefix, None
+    else:
+        yield prefix, node
+
+
+def _with_secrets_of(chosen: dict[str, Any], config: Config, *, place: str) -> dict[str, Any]:
+    """Return the values with redacted secrets filled in from the command's own config.
+
+    Raises:
+        ConfigError: the command has no value for one of them.
+    """
+    now = flatten(config)
+    written = redacted(now)
+
+    def filled(node: Any, key: str) -> Any:
+        if isinstance(node, dict):
+            return {name: filled(value, f"{key}.{name}" if key else str(name)) for name, value in node.items()}
+        if not isinstance(node, str | list) or REDACTED not in str(node):
+            return node
+        if key not in now or written[key] != node:
+            raise ConfigError(
+                f"{place}; {key}={node} was a secret and is not kept there; give this command the same {key}=, or, of "
+                "task=evaluate, other data with task.data=selected data=NAME."
+            )
+        return now[key]
+
+    return {key: filled(value, key) for key, value in chosen.items()}
+
+
+def _with_places_of(stored: PrepareConfig, own: PrepareConfig, *, place: str) -> PrepareConfig:
+    """Return a run's preparation settings, with this command's folder, engine and processes."""
+    if stored.folder is not None and stored.folder != own.folder:
+        log.info(
+            "%s names prepare.folder=%s; the rows are looked for in this command's own: prepare.folder= changes that",
+            place,
+            redacted_text(stored.folder),
+        )
+    names = [field.name for field in dataclasses.fields(own) if f"prepare.{field.name}" in MAY_CHANGE]
+    return dataclasses.replace(stored, **{name: getattr(own, name) for name in names})
+
+
+def _new_urls(values: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str]]:
+    """Yield URLs that the command itself does not name."""
+    known = {str(value) for value in flatten(config).values()}
+    for name, value in values.items():
+        for key, text in flatten(value, name).items():
+            if isinstance(text, str) and "://" in text and text not in known:
+                yield key, text
+
+
+def _not_ours(place: str, error: Exception) -> ConfigError:
+    reason = str(error).partition("\n")[0]
+    return ConfigError(
+        f"{place}; it is not what this program writes ({reason}); it is from another version of it, or was "
+        "changed: restore it, or train the run anew."
+    )
+
+
+def _plain(node: Any) -> Any:
+    """Convert OmegaConf nodes to dataclasses and builtins."""
+    return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.model_schema import AXES, ROWS, MeshConfig, ShardingConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import AXES, ROWS, MeshConfig, ShardingConfig
 
 Axes = tuple[str | tuple[str, ...] | None, ...]
 """Of each dimension of a tensor the mesh axis, or the axes, that it is split over; what is left out at the end is

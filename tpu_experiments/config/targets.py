@@ -1,14 +1,56 @@
-"""Which modules a value of `lora.targets` names."""
+"""Turn a `_target_` into an object, in this place only; its prefixes were checked by `checks.py`."""
 
-import fnmatch
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
 
-ALL_LINEAR = "all-linear"
-"""Every Linear of every layer; PEFT has the same word."""
+from tpu_experiments.config.errors import ConfigError, suggest
 
 
-def is_target(name: str, target: str) -> bool:
-    """Say whether `target` names the Linear `name`: by the last part of its name, by a glob, or as one of a layer."""
-    *path, leaf = name.split(".")
-    if target == ALL_LINEAR:
-        return any(part.isdigit() for part in path)
-    return leaf == target or fnmatch.fnmatchcase(name, target)
+def locate(target: str, *, key: str) -> Any:
+    """Import the object that `target` (package.module.Name) names; `key` is its config key.
+
+    Raises:
+        ConfigError: the module has no such name.
+    """
+    module_name, _, name = target.rpartition(".")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, name):
+        public = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
+        raise ConfigError(f"{key}._target_={target}; {module_name} has no {name}. {suggest(name, public)}")
+    return getattr(module, name)
+
+
+def target_problems(target: str, *, key: str) -> list[str]:
+    """Return what is wrong with `target`, without importing its module (its packages' `__init__` do run)."""
+    module_name, _, name = target.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ModuleNotFoundError, ValueError):
+        spec = None
+    if spec is None:
+        return [f"{key}._target_={target}; there is no module {module_name}; write package.module.Name."]
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return []
+    defined, imported = _names_of(Path(spec.origin))
+    if name in defined or imported & {name, "*"} or "__getattr__" in defined:
+        return []
+    return [f"{key}._target_={target}; {module_name} has no {name}. {suggest(name, defined)}"]
+
+
+def _names_of(file: Path) -> tuple[set[str], set[str]]:
+    """Return the names that a module's source defines at top level, and those it imports there."""
+    defined: set[str] = set()
+    imported: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign):
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.If | ast.Try):  # names that depend on something are taken on trust
+            imported.add("*")
+    return defined, imported

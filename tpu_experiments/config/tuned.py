@@ -8,10 +8,10 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from tpu_experiments.config.compose import shipped
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.variants import shipped
 
 KEPT = ("model.stack", "model.stack_group", "model.remat", "trainer.loss_chunk_tokens")
 """Those that belong to a run's identity, since they change the last bits of a sum: a run goes on with what it has."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import DOCUMENT, FIRST_TURN, DataSourceConfig
-from tpu_experiments.io.find import find_local
+from tpu_experiments.config.model_schema import DOCUMENT, FIRST_TURN, DataSourceConfig
+from tpu_experiments.storage.paths import find_local
 
 FORMATS_OF_KIND = {
     "text": ("auto", "text"),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.model_schema import DataSourceConfig
 from tpu_experiments.data.documents import spec_of
 from tpu_experiments.data.prepare import Preparation
 from tpu_experiments.data.reading.parts import list_parts
@@ -66,7 +66,7 @@ class LaidOut:
         """Values (L,) of the tokens that are predicted, 0 of the others.
 
         Args:
-            values_NT: at the position before the token, as `models/scoring.py` has them.
+            values_NT: at the position before the token, as `models/loss.py` has them.
         """
         values_L = np.zeros(num_tokens, np.float64)
         learn_NT = self.rows.learn_NT[:, 1:]

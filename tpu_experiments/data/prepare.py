@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.config.defaults import Lengths
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.preparing import PrepareConfig
+from tpu_experiments.config.model_schema import FIRST_TURN, OWN_KEYS, DataSourceConfig, hashed_shares
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.config.rows import Lengths
-from tpu_experiments.config.sources import FIRST_TURN, OWN_KEYS, DataSourceConfig, hashed_shares
+from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data.audit.summary import audit_hash, origins_text
 from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
@@ -37,10 +37,10 @@ from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.data.store.shards import damaged_shards
 from tpu_experiments.data.store.stream import CacheSettings, Check
 from tpu_experiments.data.tokens.tokenizer import pad_id, require_chat_template, template_hash, tokenizer_hash
-from tpu_experiments.io import paths
-from tpu_experiments.io.find import shown_path
-from tpu_experiments.io.peak_memory import PeakMemory
-from tpu_experiments.io.sealed import DamagedFile, write_sealed_json
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import shown_path
+from tpu_experiments.storage.process import PeakMemory
+from tpu_experiments.storage.sealed import DamagedFile, write_sealed_json
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tpu_experiments.data.store.shards import RowStore
 from tpu_experiments.data.store.stream import CacheSettings, Check
-from tpu_experiments.io import paths
-from tpu_experiments.io.sealed import DamagedFile, read_sealed_json
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json
 
 log = logging.getLogger(__name__)
 

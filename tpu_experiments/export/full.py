@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.export.tokenizer import write_tokenizer
-from tpu_experiments.io import paths
-from tpu_experiments.io.shards import file_name, group_in, shards
-from tpu_experiments.io.tensor_file import chunks_of
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.tensors import chunks_of, file_name, group_in, shards
 
 MODEL = "model"
 """Group name of the files: `model.safetensors`, or `model-00001-of-00005.safetensors` and so on with an index."""

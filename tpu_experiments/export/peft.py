@@ -14,9 +14,9 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.tokenizer import write_tokenizer
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 PREFIX = "base_model.model."
 DECODER = "model.language_model."

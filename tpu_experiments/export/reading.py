@@ -9,10 +9,10 @@ from safetensors.torch import load
 from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, read_layout
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.finite import require_finite
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.tensors import require_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 REFUSED = (

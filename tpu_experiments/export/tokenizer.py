@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 
 def write_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,14 +1,52 @@
-"""A run's wall time by activity, and its cost, over all restarts.
+"""What a run's wall time went to and what it cost, over all lives of its process.
 
-Each process of a run is a life, from its start to its end or kill. Goodput is the share of the time in which steps were
-trained that count (Google's ML Goodput divides in the same way: github.com/AI-Hypercomputer/ml-goodput-measurement).
-"""
+Goodput is the share of the time in which steps were trained that count (Google's ML Goodput divides in the same way:
+github.com/AI-Hypercomputer/ml-goodput-measurement)."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tpu_experiments.config.hardware import HwConfig
+
+
+class Stopwatch:
+    """Exclusive wall seconds per activity: an inner `measure` is subtracted from the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.compiled: dict[str, float] = {}
+        """The part of `seconds` that was compilation."""
+        self._open: list[str] = []
+        self._switched = time.perf_counter()
+        self._compile_seconds: Callable[[], float] = lambda: 0.0
+        self._compiled_before = 0.0
+
+    def watch_compiler(self, compile_seconds: Callable[[], float]) -> None:
+        """Read compile times from `compile_seconds`, the total of this process so far."""
+        self._compile_seconds, self._compiled_before = compile_seconds, 0.0
+
+    @contextmanager
+    def measure(self, activity: str) -> Iterator[None]:
+        """Add the time spent inside to `activity`."""
+        self.settle()
+        self._open.append(activity)
+        try:
+            yield
+        finally:
+            self.settle()
+            self._open.pop()
+
+    def settle(self) -> None:
+        """Add the time up to this moment to the innermost open activity."""
+        now, compiled = time.perf_counter(), self._compile_seconds()
+        for sums, amount in ((self.seconds, now - self._switched), (self.compiled, compiled - self._compiled_before)):
+            if self._open:
+                sums[self._open[-1]] = sums.get(self._open[-1], 0.0) + amount
+        self._switched, self._compiled_before = now, compiled
+
 
 HOUR = 3600.0
 MAX_AMOUNT = 1e15

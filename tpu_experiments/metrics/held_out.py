@@ -1,11 +1,13 @@
-"""Loss, perplexity, bits per byte and accuracy on held-out documents, of a model and of its base.
+"""Loss, perplexity, bits per byte and accuracy from sums over documents, a model beside its base, and written answers.
 
-All are ratios of sums over documents. Bits per byte leaves out the tokens that represent no text, the ends of documents
-and turns, as lm-evaluation-harness does, so that it is comparable across tokenizers and programs. The loss includes
-them.
-"""
+Bits per byte leaves out the tokens that stand for no text, the ends of documents and turns, as lm-evaluation-harness
+does, so that it can be held against numbers of other tokenizers and programs. The loss has them all. Answers are
+scored by ROUGE (rouge-score) and exact match; rouge-score's own tokenizer keeps a to z and 0 to 9 alone, which tears
+Romanian words apart at every letter with a mark, so it is given words of Unicode (lower case, without punctuation)."""
 
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.metrics.answers import SCORES
 from tpu_experiments.metrics.bootstrap import Estimate, Sums, estimate, resampled_over
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+SCORES = (*ROUGE, "exact_match")
+
+
+class UnicodeWords:
+    """Tokenizer with rouge_score's interface: words in lower case, NFC."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return runs of letters, digits and underscores."""
+        return re.findall(r"\w+", unicodedata.normalize("NFC", text).lower())
+
+
+def answer_scores(written: Sequence[str], references: Sequence[str]) -> NDArray[np.float64]:
+    """Return scores (N, 4) of N answers in the order of `SCORES`, each from 0 to 1.
+
+    F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin, ROUGE, 2004), and exact match, which ignores blanks at both ends.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # imports nltk and scipy: 0.6 s of every start
+
+    scorer = RougeScorer(list(ROUGE), tokenizer=UnicodeWords())
+    found = np.zeros((len(references), len(SCORES)))
+    for row, (text, reference) in enumerate(zip(written, references, strict=True)):
+        scored = scorer.score(reference, text)
+        found[row] = [*(scored[kind].fmeasure for kind in ROUGE), text.strip() == reference.strip()]
+    return found
+
 
 COLUMNS = ("tokens", "bytes", "nats", "text_nats", "hits")
 ALL = "all"
@@ -106,7 +134,7 @@ def _compared(
 
 
 def compared_answers(base: Sums, trained: Sums | None, *, how: Resampling) -> dict[str, Any]:
-    """Estimate the means of answer scores (N, 4), named as in `metrics/answers.py`.
+    """Estimate the means of answer scores (N, 4), named as in `metrics/held_out.py`.
 
     Returns:
         `answers` (N) and `base`; with a trained model also `trained` and `difference`.

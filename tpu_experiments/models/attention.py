@@ -15,8 +15,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.turning import take
-from tpu_experiments.runtime.attention import Scores, attention, has_attention_kernel
+from tpu_experiments.models.rope import take
+from tpu_experiments.runtime.kernels.attention import Scores, attention, has_attention_kernel
 
 FLASH = "segment_kernel"
 """Key in transformers' attention table. A name containing `flash` makes transformers look for a CUDA package."""

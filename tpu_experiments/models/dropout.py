@@ -1,8 +1,8 @@
 """Dropout masks as a function of position: no generator state, no storage, the same on any devices.
 
-Every row of a batch carries a random word (training/inputs.py derives it from seed, stage, step and the row's number in
-the global batch). A bit of a mask is a hash of that word, the layer, the projection, the token's position in its row
-and the feature.
+Every row of a batch carries a random word (training/batches.py derives it from seed, stage, step and the row's number
+in the global batch). A bit of a mask is a hash of that word, the layer, the projection, the token's position in its
+row and the feature.
 """
 
 from collections.abc import Iterator

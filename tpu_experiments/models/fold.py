@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
+from tpu_experiments.models.forward import gives_tensor
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.models.rehearsal import gives_tensor
 from tpu_experiments.models.scanned import compute_dtype, gathered, scan_layers
-from tpu_experiments.runtime.layout import BY_ROWS, Folding
+from tpu_experiments.runtime.ops import BY_ROWS, Folding
 
 log = logging.getLogger(__name__)
 NUMBER = "number of the layer"
@@ -189,15 +189,15 @@ class FoldedLayers(nn.Module):
         self, hidden: Tensor, weights: list[dict[str, Tensor]], *, constants: tuple[Tensor, ...], specs: list[Any]
     ) -> Tensor:
         names = [list(w) for w in weights]
-        lay, splits = self.folding.lay, self._splits(weights)
+        constrain, splits = self.folding.constrain, self._splits(weights)
 
         def body(carry: Any, xs: Any, consts: Any) -> Any:
             (state,) = carry
-            flat = iter(gathered(xs, splits, lay=lay))
+            flat = iter(gathered(xs, splits, constrain=constrain))
             for j in range(self.period):
                 own = {name: next(flat) for name in names[j]}
-                state = call_layer(self.layer(j), lay(state, axes=BY_ROWS), own, consts, spec=specs[j])
-            return (lay(state, axes=BY_ROWS),), ()
+                state = call_layer(self.layer(j), constrain(state, axes=BY_ROWS), own, consts, spec=specs[j])
+            return (constrain(state, axes=BY_ROWS),), ()
 
         stacks = compute_dtype((p for w in weights for p in w.values()), like=hidden)
         (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)

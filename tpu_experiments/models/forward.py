@@ -1,12 +1,16 @@
-"""The forward pass of training, evaluation and generation, with masks that need no read on the host.
+"""The forward pass used by training, evaluation and generation: ready masks, so that nothing is read on the host.
 
-transformers builds masks by testing tensor values, which on XLA is a read by the host in every step (measured); a
-ready-made 4-D mask is passed through unchanged. Legend: B rows, T tokens, V vocabulary.
-"""
+transformers builds masks by looking at tensor values, which on XLA is a host read per step; a ready 4-D mask is
+passed through untouched. What a model does with its last hidden states, and whether the values of its config go
+together, is found on the meta device without weights. Legend: B rows, T tokens, V vocabulary."""
 
+import copy
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +20,7 @@ from torch.func import functional_call
 from tpu_experiments.models.attention import FLASH, causal_mask
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.turning import computed
+from tpu_experiments.models.rope import computed
 from tpu_experiments.runtime.stacked import is_stack
 
 
@@ -65,9 +69,9 @@ def hidden_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the last hidden states (B, T, H) and the head's weight (V, H); arguments as in `logits_of`.
 
-    The product of the two, soft-capped where the model caps, equals `logits_of` for a module with a plain head
-    (`models/head.py`) and for no other. A trained embedding that is tied to the head is returned as the head. A trained
-    head is float32, as in `parameters`: cast it to the data type of the hidden states for the product.
+    The product of the two, soft-capped where the model caps, equals `logits_of` for a module with a plain head and for
+    no other. A trained embedding that is tied to the head is returned as the head. A trained head is float32, as in
+    `parameters`: cast it to the data type of the hidden states for the product.
     """
     dtype: Any = module.dtype
     inputs, without_head = _inputs(module, batch), _WithoutHead(module)
@@ -154,3 +158,108 @@ def row_losses(logits_BTV: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor,
     targets_BT, weights_BT = target_weights(batch)
     losses = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten().long(), reduction="none")
     return (losses.view_as(weights_BT) * weights_BT).sum(1), weights_BT.sum(1)
+
+
+log = logging.getLogger(__name__)
+_known: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+
+
+def soft_cap_of(module: nn.Module) -> float | None:
+    """Return c of Gemma's c tanh(logits / c); None where the logits are not capped."""
+    config: Any = module.config
+    return getattr(config.get_text_config(), "final_logit_softcapping", None)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Apply the soft cap of `soft_cap_of` to logits; None leaves them unchanged."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def has_plain_head(module: nn.Module) -> bool:
+    """Return whether the logits are one matrix product, capped by `soft_cap_of` or not, and nothing else.
+
+    Not plain are a head with a bias (Phi, GPT-J), a head with an adapter (`LoraLinear`), and scaled logits (Cohere,
+    Granite). The models of transformers 5.23 use half a dozen names for such changes, so the module's own forward is
+    probed: run on three numbers, with stand-ins for its base model and its head, it must return the product of the two.
+    """
+    if module not in _known:
+        _known[module] = _is_product(module)
+        if not _known[module]:
+            told = "its logits are not a plain product; those of whole rows are made, whatever loss_chunk_tokens is"
+            log.info("%s: %s", type(module).__name__, told)
+    return _known[module]
+
+
+class _Outputs:
+    """Output of the stand-in base model: hidden states, and None for all else (caches, router logits)."""
+
+    def __init__(self, hidden_11H: Tensor) -> None:
+        self.last_hidden_state = hidden_11H
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class _Base(nn.Module):
+    """Stand-in for the layers, which returns given hidden states."""
+
+    def __init__(self, hidden_11H: Tensor) -> None:
+        super().__init__()
+        self.hidden_11H = hidden_11H
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
+        return _Outputs(self.hidden_11H)
+
+
+def _is_product(module: nn.Module) -> bool:
+    whole: Any = module
+    head, base = whole.get_output_embeddings(), whole.base_model_prefix
+    names = [name for name, child in module.named_children() if child is head]
+    if type(head) is not nn.Linear or head.bias is not None or not names or base not in module._modules:
+        return False
+    hidden, weight = torch.tensor([[[0.5, -2.0, 30.0]]]), torch.tensor([[1.0, 0.25, 0.5], [0.0, 1.0, -0.75]])
+    probe = copy.copy(module)
+    small = nn.Linear(3, 2, bias=False, device="meta")
+    small.weight = nn.Parameter(weight, requires_grad=False)
+    probe._modules = {**module._modules, base: _Base(hidden), names[0]: small}
+    try:
+        logits = probe(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    except Exception:  # a forward that needs more of its base model than hidden states
+        return False
+    expected = capped(hidden @ weight.T, soft_cap_of(module))
+    return logits.shape == expected.shape and torch.allclose(logits, expected)
+
+
+TOKENS = 8
+SHAPES = re.compile(r"shape|size|dimension|mat1|broadcast|must match|divisible", re.IGNORECASE)
+"""What torch's errors about shapes contain. Others are due to the meta device, which has no values to read and lacks
+some kernels."""
+
+
+def rehearse(module: nn.Module) -> None:
+    """Run the module on one row of the meta device; raises what it raises over inconsistent values."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    tensors: dict[str, Any] = {name: tensor.detach().to("meta") for name, tensor in named}
+    with torch.device("meta"), torch.no_grad():
+        ones = torch.ones(1, TOKENS, dtype=torch.int64)
+        mask = attention_input(ones, module=module)
+        inputs = {"input_ids": ones, "position_ids": ones, "attention_mask": mask, "use_cache": False}
+        try:
+            functional_call(module, tensors, kwargs=inputs)
+        except RuntimeError as error:
+            if SHAPES.search(str(error)):
+                raise
+
+
+def gives_tensor(layer: nn.Module, *, module: nn.Module) -> bool:
+    """Return whether a layer returns its hidden states alone; true where the meta device cannot run it."""
+    given: list[bool] = []
+    hook = layer.register_forward_hook(lambda _layer, _inputs, output: given.append(isinstance(output, Tensor)))
+    try:
+        rehearse(module)
+    finally:
+        hook.remove()
+    return given[0] if given else True

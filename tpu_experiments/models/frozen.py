@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import LoraConfig
-from tpu_experiments.io.finite import require_finite
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.build import Place, describe, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import adapted_weights, adapter_weights
+from tpu_experiments.storage.tensors import require_finite
 
 
 def build_frozen(

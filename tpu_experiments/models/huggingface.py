@@ -1,8 +1,8 @@
-"""A causal language model of transformers: its config, its empty module, its weights tensor by tensor.
+"""Any causal language model of transformers: its config, its empty module and its weights one tensor at a time.
 
 Nothing here holds a second copy of the model: the module is built on the meta device, and `weights` yields one host
-tensor at a time.
-"""
+tensor at a time. Of a model that sees or hears as well (Gemma 3 from 4B on) the decoder of text alone is loaded and
+trained."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,16 +17,36 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.remote_code import require_no_code
-from tpu_experiments.config.sources import ModelConfig
-from tpu_experiments.io.find import find_local
-from tpu_experiments.io.finite import not_finite
 from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.conversion import ConvertedTensor, converted_tensors
-from tpu_experiments.models.decoder import decoder_config, prefixes
+from tpu_experiments.models.conversion import ConvertedTensor, StoredTensor, converted_tensors, stored_tensors
 from tpu_experiments.models.experts import EVERY_EXPERT
-from tpu_experiments.models.rehearsal import rehearse
-from tpu_experiments.models.stored import StoredTensor, stored_tensors
+from tpu_experiments.models.forward import rehearse
+from tpu_experiments.storage.paths import find_local
+from tpu_experiments.storage.tensors import not_finite
+
+
+def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the text decoder; the same object where the model is nothing else."""
+    text = config.get_text_config(decoder=True)
+    is_part = text.model_type != config.model_type and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return text if is_part else config
+
+
+def prefixes(decoder: PreTrainedModel, whole: PreTrainedModel) -> tuple[str, str]:
+    """Return the prefix of layer names in a decoder, and in the multimodal model that contains it.
+
+    Raises:
+        LookupError: the model contains no module of the decoder's class.
+    """
+    kind = type(decoder.base_model)
+    outer = [name for name, part in whole.named_modules() if type(part) is kind]
+    if not outer:
+        raise LookupError(f"{type(whole).__name__} has no {kind.__name__}")
+    inner = decoder.base_model_prefix
+    return (f"{inner}.", f"{outer[0]}.") if outer[0] else ("", "")
+
 
 AUTO_CLASS = "AutoModelForCausalLM"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -161,7 +181,7 @@ class HuggingFaceModel:
     def weights(self, names: list[str]) -> Iterator[Named]:
         """Yield every parameter of `names` once and in this order, in `dtype`, on the host.
 
-        Each is checked for values that are NaN or infinite (io/finite.py has the cost).
+        Each is checked for values that are NaN or infinite (storage/tensors.py has the cost).
 
         Raises:
             ConfigError: the checkpoint lacks a parameter, or one has a value that is NaN or infinite.
@@ -331,3 +351,23 @@ def _fill_buffers(module: nn.Module) -> None:
             for name, buffer in own.items():
                 part._buffers[name] = torch.empty_like(buffer, device="cpu")
             module._init_weights(part)  # type: ignore[operator]
+
+
+class ShapesOfModel(HuggingFaceModel):
+    """A model source whose weights are on the meta device; nothing is downloaded.
+
+    The config is that of a local checkpoint, otherwise that of `model.arch`.
+    """
+
+    def find_folder(self) -> Path | None:
+        """Return the folder of a local checkpoint; None for a Hub id."""
+        return local_path(self.model)
+
+    def require_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Accept any checkpoint: no weights are read."""
+
+    def weights(self, names: list[str]) -> Iterator[Named]:
+        """Yield a tensor without data for each name."""
+        parameters = dict(self.empty().named_parameters())
+        for name in names:
+            yield Named(name, torch.empty_like(parameters[name], dtype=self.dtype, device="meta"))

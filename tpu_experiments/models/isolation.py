@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io.cache import default_folder
 from tpu_experiments.models import attention, experts, forward
 from tpu_experiments.models.huggingface import UNFIT, HuggingFaceModel
+from tpu_experiments.storage.cache import default_folder
 
 log = logging.getLogger(__name__)
 LENGTHS = (9, 7)

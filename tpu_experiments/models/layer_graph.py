@@ -20,7 +20,7 @@ from torch._functorch.partitioners import (
     default_partition,
 )
 
-from tpu_experiments.config.sources import SAVABLE, SAVED
+from tpu_experiments.config.model_schema import SAVABLE, SAVED
 
 LOW = "low"
 """Name of an adapter's low-rank product A x: always saved, r numbers per token."""

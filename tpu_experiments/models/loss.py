@@ -1,26 +1,23 @@
-"""Next-token loss from hidden states, in chunks: the logits of all positions never exist at once.
+"""Next-token loss and scores from hidden states: the logits exist for some positions of every row at a time.
 
-With a frozen head the gradient of the hidden states is computed beside the loss, so that a step has two products with
-the vocabulary (the logits, and their gradient with the head) and recomputes nothing. A trained head adds its own
-gradient and, since its rows are weighted by the incoming gradient, the logits a second time. A vocabulary of 262,144
-makes 1 GiB of float32 logits of every 1024 positions. Legend: B rows, T tokens, C tokens of a chunk, N chunks, H
-hidden, V vocabulary.
-"""
+With a frozen head the gradient of the hidden states is computed beside the loss, so that a step multiplies with the
+vocabulary twice (logits, and their gradient with the head) and repeats nothing. A trained head adds its own gradient
+and, since its rows are weighted by what comes back, the logits a second time. A vocabulary of 262,144 makes 1 GiB of
+float32 logits of every 1024 positions.
+Legend: B rows, T tokens, C tokens of a chunk, N chunks, H hidden, V vocabulary."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tpu_experiments.models.forward import target_weights
-from tpu_experiments.models.head import capped
-from tpu_experiments.runtime.layout import BY_ROWS, HEAD, Lay, as_it_lies
-from tpu_experiments.runtime.loop import Loop, Tensors
+from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
+from tpu_experiments.runtime.ops import BY_ROWS, HEAD, Constrain, Loop, Tensors, python_loop, unconstrained
 
 NUM_FIRST = 1024
 """Entries of the vocabulary (a tokenizer's first are its commonest) whose logits are computed beforehand, to bound the
@@ -37,7 +34,7 @@ class Terms:
     chunk_positions: int
     """Upper bound of the positions of every row whose logits exist at once."""
     loop: Loop
-    lay: Lay
+    constrain: Constrain
     soft_cap: float | None
     """c in c tanh(logits / c) (Gemma 2, arXiv 2408.00118)."""
     z_loss: float
@@ -51,7 +48,7 @@ def chunked_row_losses(
     *,
     chunk_positions: int,
     loop: Loop,
-    lay: Lay = as_it_lies,
+    constrain: Constrain = unconstrained,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -66,7 +63,7 @@ def chunked_row_losses(
         head_VH: receives its gradient where it requires one, summed over the chunks in float32.
     """
     targets_BT, weights_BT = target_weights(batch)
-    terms = Terms(chunk_positions, loop, lay, soft_cap, z_loss)
+    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss)
     inputs = (hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
         sums_B, _ = _sums(*inputs)
@@ -84,7 +81,7 @@ def chunked_token_scores(
     *,
     chunk_positions: int,
     loop: Loop,
-    lay: Lay = as_it_lies,
+    constrain: Constrain = unconstrained,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sums of `chunked_row_losses`, without a gradient, and the scores of every token.
@@ -94,7 +91,7 @@ def chunked_token_scores(
         T) float32, at the position before the token, whatever its weight.
     """
     targets_BT, weights_BT = target_weights(batch)
-    terms = Terms(chunk_positions, loop, lay, soft_cap, z_loss=0.0)
+    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss=0.0)
 
     def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
         chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
@@ -131,8 +128,8 @@ def _given(
     keep their sharding. Without these constraints XLA gathered the head in every chunk and split the gradient of the
     hidden states along H (compiled for v6e-8).
     """
-    parts = (terms.lay(hidden_BTH, axes=BY_ROWS), targets_BT, weights_BT, *more_BT)
-    head = terms.lay(head_VH.to(hidden_BTH.dtype), axes=HEAD)
+    parts = (terms.constrain(hidden_BTH, axes=BY_ROWS), targets_BT, weights_BT, *more_BT)
+    head = terms.constrain(head_VH.to(hidden_BTH.dtype), axes=HEAD)
     return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, _numbers(head_VH))
 
 
@@ -151,7 +148,7 @@ class _FrozenHead(torch.autograd.Function):
         carry = (torch.zeros_like(weights_BT[:, 0]),)
         rows = hidden_BTH.shape[0]
         (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
-        ctx.save_for_backward(terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS))
+        ctx.save_for_backward(terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS))
         return sums_B
 
     @staticmethod
@@ -191,7 +188,7 @@ class _TrainedHead(torch.autograd.Function):
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
         rows = hidden_BTH.shape[0]
         (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
-        grad_BTH = terms.lay(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
+        grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
         return grad_BTH, grad_VH.to(head_VH.dtype), None, None, None
 
 
@@ -292,3 +289,56 @@ def _cut(tensor: Tensor, chunk_positions: int) -> Tensor:
 def _joined(chunks_NBCH: Tensor, length: int) -> Tensor:
     """Join (N, B, C, H) to (B, T, H), the inverse of `_cut`."""
     return chunks_NBCH.transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+class Scores(NamedTuple):
+    """Scores of R rows of T tokens, float32."""
+
+    sums_R: Tensor
+    """Weighted loss sums, nats; bit for bit those of `next_token_loss` (training/step.py)."""
+    weights_R: Tensor
+    losses_RT: Tensor
+    """-log p of the token after each position, nats, whatever its weight."""
+    hits_RT: Tensor
+    """1 where no other token was likelier."""
+
+
+TokenScores = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Tensor]], Scores]
+"""(module, parameters, rows (R, T)) to their scores."""
+
+
+def next_token_scores(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    *,
+    chunk_tokens: int | None = None,
+    num_shards: int = 1,
+    loop: Loop = python_loop,
+    constrain: Constrain = unconstrained,
+) -> Scores:
+    """Return the scores of next tokens, without a gradient.
+
+    Arguments are those of `next_token_loss` (training/step.py).
+    """
+    with torch.no_grad():
+        if chunk_tokens is None or not has_plain_head(module):
+            return _of_logits(logits_of(module, parameters, rows), rows)
+        hidden_BTH, head_VH = hidden_of(module, parameters, rows)
+        positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
+        cap = soft_cap_of(module)
+        return Scores(
+            *chunked_token_scores(
+                hidden_BTH, head_VH, rows, chunk_positions=positions, loop=loop, constrain=constrain, soft_cap=cap
+            )
+        )
+
+
+def _of_logits(logits_RTV: Tensor, rows: Mapping[str, Tensor]) -> Scores:
+    targets_RT, weights_RT = target_weights(rows)
+    logits_RTV = logits_RTV.float()
+    losses = F.cross_entropy(logits_RTV.flatten(0, 1), targets_RT.flatten().long(), reduction="none")
+    losses_RT = losses.view_as(weights_RT)
+    own_RT = torch.gather(logits_RTV, -1, targets_RT[..., None].long())[..., 0]
+    hits_RT = (logits_RTV.amax(-1) <= own_RT).to(torch.float32)
+    return Scores((losses_RT * weights_RT).sum(1), weights_RT.sum(1), losses_RT, hits_RT)

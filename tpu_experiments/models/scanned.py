@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.runtime.layout import BY_ROWS, Folding, HostMemory, Lay, in_use
+from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, in_use
 
 LAYER_INPUT = 0
 """Number of the hidden states among the inputs of a layer's graph."""
@@ -41,7 +41,7 @@ class _Scan:
     """Bodies of the forward and the backward loop."""
 
     def __init__(self, graphs: Sequence[LayerGraph], splits: Sequence[Axes], folding: Folding, offload: bool) -> None:
-        self.graphs, self.splits, self.loop, self.lay = graphs, splits, folding.loop, folding.lay
+        self.graphs, self.splits, self.loop, self.constrain = graphs, splits, folding.loop, folding.constrain
         self.host = folding.host if offload else HostMemory()
 
     def split(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
@@ -55,20 +55,22 @@ class _Scan:
     def forward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         (hidden,) = carry
         saved: list[Tensor] = []
-        for graph, weights in zip(self.graphs, self.split(gathered(xs, self.splits, lay=self.lay)), strict=True):
-            out, *values = graph.forward(self.lay(hidden, axes=BY_ROWS), *weights, *constants)
+        for graph, weights in zip(
+            self.graphs, self.split(gathered(xs, self.splits, constrain=self.constrain)), strict=True
+        ):
+            out, *values = graph.forward(self.constrain(hidden, axes=BY_ROWS), *weights, *constants)
             for value, source in zip(values, graph.saved_inputs, strict=True):
                 if source == LAYER_INPUT:
                     saved.append(self.host.put(value))
                 elif source is None:
                     saved.append(_kept(value))
             hidden = out
-        return (self.lay(hidden, axes=BY_ROWS),), tuple(saved)
+        return (self.constrain(hidden, axes=BY_ROWS),), tuple(saved)
 
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         (grad,) = carry
         num_weights = sum(graph.num_weights for graph in self.graphs)
-        weights = self.split(gathered(xs[:num_weights], self.splits, lay=self.lay))
+        weights = self.split(gathered(xs[:num_weights], self.splits, constrain=self.constrain))
         splits, saved = self.split(self.splits), list(xs[num_weights:])
         grads: list[Tensor] = []
         for graph, own, split in reversed(list(zip(self.graphs, weights, splits, strict=True))):
@@ -79,20 +81,22 @@ class _Scan:
                     values.append(self.host.take(saved.pop()))
                 else:
                     values.append(_unkept(saved.pop()) if source is None else inputs[source])
-            grad, *others = graph.backward(*reversed(values), self.lay(grad, axes=BY_ROWS))
+            grad, *others = graph.backward(*reversed(values), self.constrain(grad, axes=BY_ROWS))
             of_weights = zip(others[: graph.num_weights], split, strict=True)
-            grads = [self.lay(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None] + grads
-        return (self.lay(grad, axes=BY_ROWS),), tuple(grads)
+            grads = [
+                self.constrain(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None
+            ] + grads
+        return (self.constrain(grad, axes=BY_ROWS),), tuple(grads)
 
 
-def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, lay: Lay) -> list[Tensor]:
+def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, constrain: Constrain) -> list[Tensor]:
     """Gather one layer's weights along all mesh axes but `tensor` (ZeRO-3, arXiv 1910.02054).
 
     Without this constraint XLA multiplies with one shard of the weight at a time while it fetches the next (collective
     matmul).
     """
     pairs = list(zip(weights, splits, strict=True))
-    return [w if in_use(axes) == axes else lay(w, axes=in_use(axes)) for w, axes in pairs]
+    return [w if in_use(axes) == axes else constrain(w, axes=in_use(axes)) for w, axes in pairs]
 
 
 def compute_dtype(weights: Iterable[Tensor], *, like: Tensor) -> tuple[Tensor, ...]:

@@ -2,8 +2,8 @@
 
 from dataclasses import asdict
 
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
 from tpu_experiments.optim.base import Optimizer
 
 

@@ -1,18 +1,135 @@
-"""A plan as JSON and as lines on the terminal; page.py makes a page of it, chart.py a picture."""
+"""A plan as JSON, as lines on the terminal and as one Markdown page, from the same tables; chart.py makes a picture."""
 
 from dataclasses import asdict
 from typing import Any
 
-from tpu_experiments.planning.cells import (
-    aligned,
-    both,
-    comparison_cells,
-    ladder_cells,
-    program_cells,
-    search_cells,
-)
 from tpu_experiments.planning.money import Dollars
-from tpu_experiments.planning.plan import Plan
+from tpu_experiments.planning.plan import Comparison, Plan
+
+Cells = tuple[str, ...]
+
+
+def comparison_cells(plan: Plan) -> list[Cells]:
+    """Return one row per machine, this plan's first; empty without a comparison."""
+    if not plan.comparisons:
+        return []
+    rows = [plan.as_comparison(), *plan.comparisons]
+    speeds = [row.tokens_per_second for row in rows if row.tokens_per_second]
+    header = (
+        "hw",
+        "chips",
+        "fits",
+        "step s",
+        "tokens/s",
+        "speed-up",
+        "hours",
+        "$ spot",
+        "$ listed",
+        "$/M tokens",
+        "from",
+    )
+    return [header, *(_comparison(row, slowest=min(speeds, default=1.0)) for row in rows)]
+
+
+def _comparison(row: Comparison, *, slowest: float) -> Cells:
+    speed = row.tokens_per_second
+    return (
+        row.hw,
+        str(row.chips),
+        {True: "yes", False: "no", None: "?"}[row.fits],
+        fixed(row.step_seconds, digits=3),
+        fixed(speed, digits=0),
+        "-" if speed is None else f"{speed / slowest:.1f}x",
+        fixed(row.hours, digits=2),
+        amount(row.usd.spot),
+        amount(row.usd.on_demand),
+        amount(row.usd_per_million_tokens.on_demand),
+        row.method,
+    )
+
+
+def ladder_cells(plan: Plan) -> list[Cells]:
+    """Return one row per micro-batch tried; empty without a ladder."""
+    if not plan.ladder:
+        return []
+    header = ("rows per chip", "GiB per chip", "predicted", "fits")
+    return [
+        header,
+        *(
+            (str(r.micro_batch), fixed(r.total_gib, digits=2), fixed(r.predicted_gib, digits=2), yes(r.fits))
+            for r in plan.ladder
+        ),
+    ]
+
+
+def search_cells(plan: Plan) -> list[Cells]:
+    """Return one row per combination, the best first; empty without a search."""
+    if not plan.search:
+        return []
+    header = ("outcome", "step s", "GiB per chip", "settings")
+    return [
+        header,
+        *(
+            (t.outcome, fixed(t.step_seconds, digits=3), fixed(t.total_gib, digits=2), settings(t.overrides))
+            for t in plan.search
+        ),
+    ]
+
+
+def settings(overrides: tuple[str, ...]) -> str:
+    """Join overrides in the form that the command line takes."""
+    return " ".join(overrides) or "as configured"
+
+
+def program_cells(plan: Plan) -> list[Cells]:
+    """Return one row per program of the run."""
+    header = ("program", "batch", "stages", "compiled in s", "GiB per chip", "estimated s")
+    return [
+        header,
+        *(
+            (
+                p.name,
+                p.shape,
+                ", ".join(p.stages) or "-",
+                fixed(p.compile_seconds, digits=0),
+                fixed(p.total_gib, digits=2),
+                fixed(p.estimated_seconds, digits=4),
+            )
+            for p in plan.programs
+        ),
+    ]
+
+
+def aligned(rows: list[Cells]) -> list[str]:
+    """Return lines with columns as wide as their widest cell, the last one left-aligned."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))] if rows else []
+    return [
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    ]
+
+
+def fixed(value: float | None, *, digits: int) -> str:
+    """Format a figure with thousands separators; `-` where unknown."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def yes(value: bool) -> str:
+    """Return `yes` or `no`."""
+    return "yes" if value else "no"
+
+
+def both(dollars: Dollars) -> str:
+    """Format both prices: `$1.20 spot, $3.40 on demand`."""
+    return f"{amount(dollars.spot)} spot, {amount(dollars.on_demand)} on demand"
+
+
+def amount(usd: float | None) -> str:
+    """Format dollars with two decimals, with four below a dollar; `-` where unknown."""
+    if usd is None:
+        return "-"
+    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"
+
 
 ESTIMATE = "estimate"
 NO_OTHER = "no other can appear: every stage, the evaluation and the sample have one batch shape each"
@@ -262,3 +379,42 @@ def _table_rows(plan: Plan) -> list[tuple[str, str]]:
 def assumptions(plan: Plan) -> list[str]:
     """Return the assumptions behind the length of the run and the rows of other machines."""
     return [*(plan.run.notes if plan.run else ()), *(row.assumption for row in plan.comparisons if row.assumption)]
+
+
+def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
+    """Return one Markdown page: figures as tables, the chip's datasheet, the assumptions.
+
+    Args:
+        chart: path of the picture, relative to the page.
+    """
+    verdict = "fits" if plan.fits else "does **not** fit"
+    lines = [
+        f"# {plan.model} on {plan.hw.name}",
+        "",
+        f"The step {verdict} ({plan.method}). Every time is an {ESTIMATE}.",
+    ]
+    lines += ["", f"![memory and step time]({chart})"] if chart else []
+    lines += ["", *_table([("", ""), *((f"**{label}**" if label else "", text) for label, text in summary_rows(plan))])]
+    if plan.hw.chip:
+        facts = asdict(plan.hw.chip)
+        lines += ["", "## Chip", "", *_table([("datasheet", ""), *((k, str(v)) for k, v in facts.items())])]
+    if plan.work and plan.work.transfers:
+        moved = [
+            (t.kind, f"{t.count:,}", f"{t.num_bytes / 1e9:.3f}", f"{t.num_overlapped:,}") for t in plan.work.transfers
+        ]
+        lines += ["", "## Collectives", "", *_table([("kind", "count", "GB per chip and step", "overlapped"), *moved])]
+    for title, cells in (
+        ("Programs", program_cells(plan) if plan.programs else []),
+        ("Micro-batches", ladder_cells(plan)),
+        ("Settings tried", search_cells(plan)),
+        ("Machines side by side", comparison_cells(plan)),
+    ):
+        lines += ["", f"## {title}", "", *_table(cells)] if cells else []
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    return "\n".join([*lines, "", f"Made with {versions}.", ""])
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    cells = [[cell.strip().replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

@@ -10,11 +10,11 @@ from typing import Any
 
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import ModelConfig
-from tpu_experiments.io import paths
-from tpu_experiments.io.find import find_local
-from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.metrics.flops import read_decoder
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import find_local
 
 log = logging.getLogger(__name__)
 PLANS, SWEEPS, PLAN_FILE, COMPILED = "plans", "sweeps", "plan.json", "compiled"

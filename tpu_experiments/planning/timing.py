@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import ChipConfig, HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken
-from tpu_experiments.planning.operations import Kernel, Transfer
+from tpu_experiments.planning.hlo.text import Kernel, Transfer
 
 # With Pallas attention at this share of peak, two published MaxText steps on v6e-8 take 1.02 and 0.98 of their
 # estimates; the share was chosen to fit them.

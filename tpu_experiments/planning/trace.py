@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_flatten
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
-from tpu_experiments.config.sources import ShardingConfig
-from tpu_experiments.runtime.attention import install_attention_kernel
+from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.base import Counters, Held, Program
-from tpu_experiments.runtime.layout import Folding
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for
+from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
-from tpu_experiments.runtime.xla_attention import attention_kernel_for
-from tpu_experiments.runtime.xla_folding import folding_on
+from tpu_experiments.runtime.xla.loop import folding_on
 
 BATCH = "batch/"
 
@@ -90,7 +90,7 @@ class TracingRuntime:
         self.table = ShardingTable(sharding, mesh=self.mesh)
         folding = folding_on(hw.device, hw=hw, mesh=self.mesh, table=self.table)
         self.folding: Folding | None = folding
-        self.loop, self.lay = folding.loop, folding.lay
+        self.loop, self.constrain = folding.loop, folding.constrain
         self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None:
@@ -157,8 +157,8 @@ class TracingRuntime:
         new_values = [value for _, value in pairs]
         known = {id(value) for value in new_values}
         results = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and id(t) not in known]
-        if self.has_hosts:  # as in runtime/xla.py
-            results = [self.lay(t, axes=()) for t in results]
+        if self.has_hosts:  # as in runtime/xla/device.py
+            results = [self.constrain(t, axes=()) for t in results]
         outputs = new_values + results
         lowering = torch_xla._XLAC.lowering.LoweringContext()
         lowering.build(outputs)

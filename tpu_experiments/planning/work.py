@@ -6,8 +6,7 @@ FLOPs of a token are in metrics/flops.py, which the run uses too.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tpu_experiments.metrics.decoder import Decoder, read_decoder
-from tpu_experiments.metrics.flops import Trainable
+from tpu_experiments.metrics.flops import Decoder, Trainable, read_decoder
 
 GIB = 2**30
 

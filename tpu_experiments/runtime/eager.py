@@ -15,13 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.preparing import LoaderConfig
-from tpu_experiments.runtime.attention import install_attention_kernel
-from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program
+from tpu_experiments.config.schema import LoaderConfig
+from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program, Shape
 from tpu_experiments.runtime.feed import Ahead
-from tpu_experiments.runtime.layout import Folding, Lay, as_it_lies
-from tpu_experiments.runtime.loop import Loop, python_loop
-from tpu_experiments.runtime.signature import Shape
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.ops import Constrain, Folding, Loop, python_loop, unconstrained
 
 GIB = 2**30
 
@@ -39,7 +37,7 @@ class EagerRuntime:
         if hw.device == "cpu":
             torch.set_num_threads(hw.num_threads or max(1, len(os.sched_getaffinity(0)) // self.world_size))
         self.loop: Loop = python_loop
-        self.lay: Lay = as_it_lies
+        self.constrain: Constrain = unconstrained
         self.folding: Folding | None = None
         self._profile: torch.profiler.profile | None = None
         install_attention_kernel(None)
@@ -129,7 +127,7 @@ class EagerRuntime:
 def devices_seen(device: str) -> tuple[int, str, float]:
     """Return the number of plain torch's devices, their type, and 1 + 1 computed on the first.
 
-    For runtime/probe.py. On a CPU it is 1: processes share the device, so a run may ask for any number.
+    For runtime/processes/probe.py. On a CPU it is 1: processes share the device, so a run may ask for any number.
     """
     one = torch.ones((), device=device)
     return torch.cuda.device_count() if device == "cuda" else 1, device, float((one + one).cpu())

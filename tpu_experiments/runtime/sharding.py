@@ -7,7 +7,7 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Axes, Mesh, row_axes
-from tpu_experiments.config.sources import ShardingConfig
+from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.stacked import is_stack
 
 ADAPTER_PARTS = ("lora_A", "lora_B")

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.io import paths
-from tpu_experiments.sweeping.rows import FINISHED, PRUNED, Row
+from tpu_experiments.storage import paths
+from tpu_experiments.sweeping.leaderboard import FINISHED, PRUNED, Row
 
 FOLDER = "tensorboard"
 METRICS = ("eval_loss", "tokens_per_second", "num_trainable", "seconds")

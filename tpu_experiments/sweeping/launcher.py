@@ -16,8 +16,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
+from tpu_experiments.config.compose import require_single_choices, to_config
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.load import require_single_choices, to_config
 from tpu_experiments.config.schema import Config
 from tpu_experiments.sweeping.points import Point, point_name, sweep_folder, without_own
 
@@ -158,7 +158,7 @@ def _require_device(config: Config) -> None:
     Raises:
         ConfigError: as of `require_device`.
     """
-    from tpu_experiments.runtime.env import require_device
+    from tpu_experiments.runtime.processes.env import require_device
 
     if config.task.name not in ("plan", "report", "doctor"):
         require_device(config.hw)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpu_experiments.config.planning import PlanTaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder
+from tpu_experiments.config.task_schema import PlanTaskConfig
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
 
 RUN = Path(__file__).parents[2] / "run.py"
 SWEEPS = "sweeps"

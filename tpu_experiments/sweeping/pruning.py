@@ -10,11 +10,10 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sweeping import SweepingConfig
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.io.shapes import RECORD, shaped
+from tpu_experiments.config.schema import Config, SweepingConfig
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.storage.strict_json import RECORD, shaped
 
 Losses = Mapping[int, float]
 """Held-out loss by step."""

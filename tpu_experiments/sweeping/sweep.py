@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import open_run
-from tpu_experiments.io.mirror import Mirror
-from tpu_experiments.runtime.child import Relay
+from tpu_experiments.runtime.processes.stopping import Relay
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import open_run
+from tpu_experiments.storage.spool import Mirror
 from tpu_experiments.sweeping import hparams, leaderboard
+from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
 from tpu_experiments.sweeping.placement import place_of, slots
 from tpu_experiments.sweeping.points import Point, command_of
 from tpu_experiments.sweeping.pruning import Evaluations, step_to_prune_at, why_nothing_is_pruned
-from tpu_experiments.sweeping.rows import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
 from tpu_experiments.sweeping.screen import Screen
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
 REFUSED_EXIT_CODE = 2
 LOOK_SECONDS = 0.2
 READ_SECONDS = 1.0
-READ_REMOTE_SECONDS = 30.0  # shortest period between uploads of metrics.jsonl (io/mirror.py)
+READ_REMOTE_SECONDS = 30.0  # shortest period between uploads of metrics.jsonl (storage/spool.py)
 
 
 @dataclass

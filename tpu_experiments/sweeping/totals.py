@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 from tpu_experiments.sweeping.points import Point
 
 PAGE = "plan_total.md"

@@ -6,11 +6,11 @@ from tpu_experiments.data.audit.summary import Manifest, audit_json, audit_table
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.data.steps.workers import start_server
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.retry import told
-from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.retry import told
+from tpu_experiments.training.batches import prepare_sources, prepared_folder, stages_of, tokenizer_for
 from tpu_experiments.training.row_lengths import settle
-from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 
 
 def run(config: Config) -> None:

@@ -7,28 +7,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
 from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.steps.epochs import write_epochs
-from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
-from tpu_experiments.runtime.hosts import Hosts
+from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
-from tpu_experiments.training.chosen import require_choices
-from tpu_experiments.training.inputs import RunInputs, stage_rows, steps_by_stage
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.training.batches import (
+    RunInputs,
+    prepare_sources,
+    prepared_folder,
+    stage_rows,
+    stages_of,
+    steps_by_stage,
+    tokenizer_for,
+)
 from tpu_experiments.training.length import new_length
-from tpu_experiments.training.pages import manifests_of
+from tpu_experiments.training.outputs import manifests_of
 from tpu_experiments.training.questions import read_questions
-from tpu_experiments.training.saved import progress_of
-from tpu_experiments.training.sources import prepare_sources, prepared_folder, stages_of, tokenizer_for
 from tpu_experiments.training.start import StartPoint, find_start
+from tpu_experiments.training.step import require_choices
 
 log = logging.getLogger(__name__)
 

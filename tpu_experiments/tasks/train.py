@@ -9,36 +9,33 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
+from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.store import COMMIT, latest_step
-from tpu_experiments.config.build import locate
+from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.rows import is_open
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import grace, lease
-from tpu_experiments.io.folder import RunFolder, continued, has_begun, has_other_length, open_run
-from tpu_experiments.io.mirror import keep_in
-from tpu_experiments.io.process import started_seconds
-from tpu_experiments.io.retry import StorageFailed, complaint, is_told, told
-from tpu_experiments.io.spool import Spool, key_of
-from tpu_experiments.logging.base import LoggerContext, Loggers
-from tpu_experiments.logging.closing import summary, told_finished
-from tpu_experiments.logging.promise import Promise
-from tpu_experiments.logging.provenance import provenance, write_provenance
-from tpu_experiments.logging.runlog import start_run_log, stop_run_log
-from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.config.targets import locate
+from tpu_experiments.loggers.base import LoggerContext, Loggers
+from tpu_experiments.loggers.closing import summary, told_finished
+from tpu_experiments.loggers.promise import Promise
+from tpu_experiments.loggers.provenance import provenance, write_provenance
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.hosts import HostLost, Hosts, meet
-from tpu_experiments.runtime.launch import launch
+from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, meet
+from tpu_experiments.runtime.processes.launch import launch
+from tpu_experiments.storage import lease, retry
+from tpu_experiments.storage.process import started_seconds
+from tpu_experiments.storage.retry import StorageFailed, complaint, is_told, told
+from tpu_experiments.storage.run_folder import RunFolder, continued, has_begun, has_other_length, open_run
+from tpu_experiments.storage.spool import Spool, keep_in, key_of
 from tpu_experiments.tasks.settling import settled_run
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
-from tpu_experiments.training.inputs import RunInputs, expected_programs, num_steps
+from tpu_experiments.training.batches import RunInputs, expected_programs, num_steps, prepared_folder
 from tpu_experiments.training.length import NewLength, lengthen, new_length
 from tpu_experiments.training.lives import Ledger
-from tpu_experiments.training.outputs import RunOutputs
-from tpu_experiments.training.pages import write_pages
-from tpu_experiments.training.sources import prepared_folder
+from tpu_experiments.training.outputs import RunOutputs, write_pages
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
-from tpu_experiments.training.window import TrainingStopped
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +169,7 @@ def train_process(
 
 def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ended: str = "failed") -> None:
     """Close all outputs; storage that is still unreachable is reported in one sentence."""
-    grace.leave()
+    retry.leave()
     told_of: list[str] = []
     closing = [] if outputs is None else [lambda: outputs.close(ended)]
     for close in (*closing, stop_run_log):
@@ -228,7 +225,7 @@ def promised(config: Config, *, rank: int) -> Promise:
     """Return the plan's estimates; without a chip to plan for, nothing is imported for them."""
     if config.hw.chip is None or rank > 0:
         return Promise(reason=f"hw={config.hw.name} has no chip to plan for")
-    from tpu_experiments.planning.promising import promise_of
+    from tpu_experiments.planning.promise import promise_of
 
     return promise_of(config)
 

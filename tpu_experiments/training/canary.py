@@ -12,27 +12,27 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor
 
+from tpu_experiments.checkpoint.errors import TrainingStopped
+from tpu_experiments.checkpoint.state import flat, to_host, zero_state
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.lora import A, B
-from tpu_experiments.runtime.attention import without_attention_kernel
-from tpu_experiments.runtime.layout import as_it_lies
-from tpu_experiments.runtime.loop import python_loop
+from tpu_experiments.runtime.kernels.attention import without_attention_kernel
+from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.stacked import stacked
-from tpu_experiments.training.chosen import choice_of
-from tpu_experiments.training.inputs import stage_rows, training_tensors, with_noise
-from tpu_experiments.training.parts import Parts
-from tpu_experiments.training.saved import flat, to_host, zero_state
-from tpu_experiments.training.step import TrainStep
-from tpu_experiments.training.window import TrainingStopped
+from tpu_experiments.training.batches import stage_rows, training_tensors, with_noise
+from tpu_experiments.training.step import TrainStep, choice_of
+
+if TYPE_CHECKING:  # the trainer calls this module
+    from tpu_experiments.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 NUDGE = 0.02
@@ -88,23 +88,23 @@ class Report:
     """The first slot of every parameter."""
 
 
-def sing(parts: Parts) -> dict[str, Any] | None:
+def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
     """Compare the first gradients with the host's reference, and log or warn; None if not compared.
 
     Raises:
         TrainingStopped: devices and reference are far apart.
     """
-    reason = why_not(parts)
+    reason = why_not(trainer)
     if reason is not None:
         log.info("canary: not asked: %s", reason)
         return None
-    batch, rows = canary_rows(parts)
-    found = on_devices(parts, batch)
-    findings = compare(found, on_host(parts, rows)) if parts.runtime.rank == 0 else None
+    batch, rows = canary_rows(trainer)
+    found = on_devices(trainer, batch)
+    findings = compare(found, on_host(trainer, rows)) if trainer.runtime.rank == 0 else None
     is_far = findings is not None and findings.exceeds(cosine=STOP_COSINE, ratio=STOP_RATIO)
-    if parts.runtime.any_process(is_far):
+    if trainer.runtime.any_process(is_far):
         raise TrainingStopped(
-            f"the first gradients on {parts.runtime.num_devices} devices are not those of one: {findings}; look at "
+            f"the first gradients on {trainer.runtime.num_devices} devices are not those of one: {findings}; look at "
             "sharding.rules, sharding.mesh and hw.parallel, try sharding=replicated, or start all the same with "
             "trainer.canary.when=never."
         )
@@ -115,31 +115,31 @@ def sing(parts: Parts) -> dict[str, Any] | None:
     return asdict(findings)
 
 
-def why_not(parts: Parts) -> str | None:
+def why_not(trainer: "Trainer") -> str | None:
     """Return why the canary does not run, or None if it does."""
-    config, settings = parts.config, parts.config.trainer.canary
+    config, settings = trainer.config, trainer.config.trainer.canary
     if settings.when == "never":
         return "trainer.canary.when=never"
-    if parts.runtime.num_devices == 1:
+    if trainer.runtime.num_devices == 1:
         return "one device"
     if settings.when == "always":
         return None
     if config.hw.device != "tpu":
         return "no TPU; trainer.canary.when=always asks it all the same"
     # Weights in float32, with those that are trained once more, their gradient and two moments; half for the rest.
-    report = parts.model.report
+    report = trainer.model.report
     needed, free = 1.5 * 4 * (report.total + 4 * report.trainable), psutil.virtual_memory().available
     if needed > free:
         return f"the reference takes {needed / 2**30:.1f} GiB of the host's memory and {free / 2**30:.1f} are free"
     return None
 
 
-def canary_rows(parts: Parts) -> tuple[Batch, Batch]:
+def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
     """Return a global batch (G, T) of padding with one short row per device, and these rows alone."""
-    stage, (_, world) = parts.inputs.stages[0], parts.runtime.share
+    stage, (_, world) = trainer.inputs.stages[0], trainer.runtime.share
     geometry = stage.geometry
-    batch = stage_rows(parts.inputs, stage, config=parts.config).batch(0, global_rows=geometry.global_rows)
-    length = min(batch.ids_GT.shape[1], max(8, parts.config.trainer.canary.max_tokens // geometry.num_shards))
+    batch = stage_rows(trainer.inputs, stage, config=trainer.config).batch(0, global_rows=geometry.global_rows)
+    length = min(batch.ids_GT.shape[1], max(8, trainer.config.trainer.canary.max_tokens // geometry.num_shards))
     places = places_of(geometry, world_size=world)
     arrays = {}
     for name in ("ids_GT", "positions_GT", "segments_GT"):
@@ -149,7 +149,7 @@ def canary_rows(parts: Parts) -> tuple[Batch, Batch]:
             arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
     arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
     few = {name: array[places, :length] for name, array in arrays.items()}
-    whole = with_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=parts.config)
+    whole = with_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=trainer.config)
     noise = None if whole.noise_G is None else whole.noise_G[places]
     return whole, Batch(**few, labels=[batch.labels[place] for place in places], noise_G=noise)
 
@@ -178,36 +178,36 @@ def nudged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def on_devices(parts: Parts, batch: Batch) -> Report:
+def on_devices(trainer: "Trainer", batch: Batch) -> Report:
     """Run the run's own program once on its devices, then restore parameters and state."""
-    runtime, stage = parts.runtime, parts.inputs.stages[0]
-    before = to_host(parts.parameters)
-    put_back(parts, nudged(before))
+    runtime, stage = trainer.runtime, trainer.inputs.stages[0]
+    before = to_host(trainer.parameters)
+    put_back(trainer, nudged(before))
     mine = batch.slice_process(*runtime.share)
-    everything = choice_of((), parts.parameters, stages=parts.inputs.stages)
+    everything = choice_of((), trainer.parameters, stages=trainer.inputs.stages)
     tensors = training_tensors(mine, stage.geometry, lr=stage.lr) | everything
-    output = parts.step_program(runtime.put(tensors, rows_dim=1))
+    output = trainer.step_program(runtime.put(tensors, rows_dim=1))
     runtime.wait()
-    state = to_host(flat({name: first_slot(slots) for name, slots in parts.state.items() if name}))
+    state = to_host(flat({name: first_slot(slots) for name, slots in trainer.state.items() if name}))
     report = Report(float(output.loss.cpu()), float(output.grad_norm.cpu()), state)
-    put_back(parts, before)
-    parts.state.update(parts.fresh_state())
+    put_back(trainer, before)
+    trainer.state.update(trainer.fresh_state())
     return report
 
 
-def put_back(parts: Parts, tensors: Mapping[str, Tensor]) -> None:
+def put_back(trainer: "Trainer", tensors: Mapping[str, Tensor]) -> None:
     """Write host tensors under Hugging Face's names into the run's own parameters."""
-    for name in parts.parameters:
+    for name in trainer.parameters:
         # A copy: in plain torch the step would write into the tensor itself.
-        parts.parameters[name] = parts.runtime.place(stacked(tensors, name).clone(), name=name)
+        trainer.parameters[name] = trainer.runtime.place(stacked(tensors, name).clone(), name=name)
 
 
-def on_host(parts: Parts, rows: Batch) -> Report:
+def on_host(trainer: "Trainer", rows: Batch) -> Report:
     """Run the same step in plain torch and float32 on the CPU, on a freshly loaded model."""
-    host = copy.copy(parts)
-    host.runtime = copy.copy(parts.runtime)
-    host.runtime.loop, host.runtime.lay, host.runtime.device = python_loop, as_it_lies, torch.device("cpu")
-    stage, config = parts.inputs.stages[0], parts.config
+    host = copy.copy(trainer)
+    host.runtime = copy.copy(trainer.runtime)
+    host.runtime.loop, host.runtime.constrain, host.runtime.device = python_loop, unconstrained, torch.device("cpu")
+    stage, config = trainer.inputs.stages[0], trainer.config
     with without_attention_kernel():
         model = build_model(
             host.model_source(),

@@ -15,8 +15,8 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder, config_yaml
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.training.start import told_of
 
 CARD = "README.md"

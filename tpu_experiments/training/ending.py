@@ -1,16 +1,16 @@
-"""The fields of result.json, from what the trainer knows at the end (logging/closing.py shows them)."""
+"""The fields of result.json, from what the trainer knows at the end (loggers/closing.py shows them)."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
-from tpu_experiments.logging.result import peak_host_rss_gib
+from tpu_experiments.loggers.result import peak_host_rss_gib
 from tpu_experiments.models.lora import ParameterReport
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training.epochs import perplexity
-from tpu_experiments.training.evaluate import Evaluation
-from tpu_experiments.training.progress import Progress, StageRecord
+from tpu_experiments.training.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

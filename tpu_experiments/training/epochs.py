@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tpu_experiments.checkpoint.progress import EpochRecord
 from tpu_experiments.data.replay import ReplayedRows
-from tpu_experiments.training.progress import EpochRecord
-from tpu_experiments.training.window import Reading
+from tpu_experiments.training.meters import Reading
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tpu_experiments.checkpoint.errors import TrainingStopped
+from tpu_experiments.checkpoint.progress import GuardState, Progress
 from tpu_experiments.checkpoint.store import latest_step
-from tpu_experiments.config.guarding import GuardConfig
-from tpu_experiments.training.progress import GuardState, Progress
-from tpu_experiments.training.window import Pending, Reading, Skipped, TrainingStopped, row_losses
+from tpu_experiments.config.schema import GuardConfig
+from tpu_experiments.training.meters import Pending, Reading, Skipped, row_losses
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 16

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_experiments.checkpoint.manifest import folder_name
+from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress, remove_after
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import changes, is_of_other_length
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.replay import ReplayedRows
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder
 from tpu_experiments.optim.schedules import multiplier
-from tpu_experiments.training.inputs import RunInputs, stage_rows, stage_steps
-from tpu_experiments.training.saved import progress_of
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.training.batches import RunInputs, stage_rows, stage_steps
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.io.mirror import Mirror
-from tpu_experiments.io.process import boot_seconds
-from tpu_experiments.metrics.goodput import Life, account, hourly_price, scalars, split, steps_owed
-from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.metrics.goodput import Life, Stopwatch, account, hourly_price, scalars, split, steps_owed
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.process import boot_seconds
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.storage.spool import Mirror
 
 FOLDER = "lives"
 MAX_MARKS = 10_000  # log records that a rollback's time is looked up in; one before them counts from the oldest
@@ -50,7 +49,7 @@ class Ledger:
         began: float,
         compile_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Start the account; `began` is the run's first process, in seconds since boot (io/process.py).
+        """Start the account; `began` is the run's first process, in seconds since boot (storage/process.py).
 
         `compile_seconds` returns those of this process so far.
         """

@@ -11,17 +11,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.checkpoint.progress import AnswersRecord
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config, SampleConfig
-from tpu_experiments.config.sources import QUESTION_ROWS
 from tpu_experiments.data.documents import Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.tokens.chat import render
-from tpu_experiments.io import paths
-from tpu_experiments.io.find import find_local, near_misses
-from tpu_experiments.training.progress import AnswersRecord
-from tpu_experiments.training.sample import Sampler
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import find_local, near_misses
+from tpu_experiments.training.evaluation import Sampler
 
 SHOWN = 3
 """Answers of a set that are kept to be shown."""

@@ -2,12 +2,12 @@
 
 import logging
 
+from tpu_experiments.config.defaults import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, is_open, rows_of, settled
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.rows import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, is_open, rows_of, settled
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.prepare import lengths_of
 from tpu_experiments.data.prepared import NotPrepared
-from tpu_experiments.training.sources import preparation, tokenizer_for
+from tpu_experiments.training.batches import preparation, tokenizer_for
 
 log = logging.getLogger(__name__)
 

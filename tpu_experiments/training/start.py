@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.checkpoint.manifest import COMMIT, folder_name, steps_in
+from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.reading import PIECE_BYTES, Groups, size, without_values
+from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, flat, from_host, require_tensors
 from tpu_experiments.checkpoint.store import latest_progress, read_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
@@ -25,19 +27,16 @@ from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from tpu_experiments.export.reading import read_adapter
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.io.ranges import read_range
-from tpu_experiments.io.retry import told
-from tpu_experiments.io.shards import group_in
 from tpu_experiments.models.build import BuiltModel
-from tpu_experiments.models.lora import scale_of
-from tpu_experiments.models.trained import fingerprint
+from tpu_experiments.models.lora import fingerprint, scale_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.training.exported import read_model
-from tpu_experiments.training.saved import OPTIMIZER, PARAMETERS, flat, from_host, require_tensors
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import read_range
+from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.storage.tensors import group_in
 
 log = logging.getLogger(__name__)
 OF_THE_BASE = ("model._target_", "model.path", "model.revision", "model.init", "model.size")

@@ -1,29 +1,79 @@
 """The training step as a function of (parameters, optimizer state, batch).
 
 One step, three lives: the trainer runs it on the device, the plan traces the same object on placeholders, the tests
-run it eagerly. Legend: A accumulated micro-batches, R rows of a micro-batch, T tokens.
-"""
+run it eagerly. Per-stage trainable masks travel in the batch, so that every stage runs the same compiled program: one
+number for each parameter, for a stack one for each layer, in the order of the parameters, 1 or 0.
+Legend: A accumulated micro-batches, R rows of a micro-batch, T tokens."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.dropout import NOISE
-from tpu_experiments.models.forward import hidden_of, logits_of, row_losses, target_weights
-from tpu_experiments.models.head import has_plain_head, soft_cap_of
+from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, row_losses, soft_cap_of, target_weights
 from tpu_experiments.models.loss import chunked_row_losses
 from tpu_experiments.optim.base import Optimizer, State, clip, global_norm
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.layout import Lay, as_it_lies
-from tpu_experiments.runtime.loop import Loop, Tensors, python_loop
-from tpu_experiments.training.chosen import TRAINS, by_parameter
+from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, unconstrained
+from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
+
+TRAINS = "trains"
+"""Name of the numbers in a batch, float32 (N,); where it has none, every parameter is updated."""
+
+
+def choice_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
+    """Return the trainable mask of every batch; empty where every stage trains all parameters."""
+    trains = trains_of(patterns, names, stages=stages)
+    return {} if trains is None else {TRAINS: trains}
+
+
+def trains_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> Tensor | None:
+    """Return the trainable mask, float32 (N,), of a stage; None where every stage trains all parameters."""
+    if not any(stage.trainable for stage in stages):
+        return None
+    parts = [part for name in names for part in hugging_face_names(name)]
+    return torch.tensor([float(not patterns or _is_chosen(part, patterns)) for part in parts])
+
+
+def require_choices(stages: Iterable[Stage], names: Sequence[str]) -> None:
+    """Require every pattern of a stage to match a trainable parameter by its Hugging Face name.
+
+    Raises:
+        ConfigError: one matches none.
+    """
+    for stage in stages:
+        for pattern in stage.trainable:
+            if not any(_is_chosen(name, [pattern]) for name in names):
+                raise ConfigError(
+                    f"curriculum.stages.{stage.name}.trainable has {pattern!r}, which matches none of the "
+                    f"{len(names)} trainable parameters, {names[0]} and so on. {suggest(pattern, names)}"
+                )
+
+
+def by_parameter(trains_N: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return boolean masks per parameter that broadcast with it and its optimizer state."""
+    masks, start = {}, 0
+    for name, parameter in parameters.items():
+        count = len(hugging_face_names(name))
+        own = trains_N[start : start + count] > 0
+        masks[name] = own.view(count, *[1] * (parameter.ndim - 1)) if is_stack(name) else own.view(())
+        start += count
+    return masks
+
+
+def _is_chosen(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
 
 Rows = Mapping[str, Tensor]
 RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor]]
@@ -56,7 +106,7 @@ def next_token_loss(
     chunk_tokens: int | None = None,
     num_shards: int = 1,
     loop: Loop = python_loop,
-    lay: Lay = as_it_lies,
+    constrain: Constrain = unconstrained,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the next token, summed per row.
 
@@ -70,7 +120,9 @@ def next_token_loss(
     hidden_BTH, head_VH = hidden_of(module, parameters, rows)
     positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
     cap = soft_cap_of(module)
-    return chunked_row_losses(hidden_BTH, head_VH, rows, chunk_positions=positions, loop=loop, lay=lay, soft_cap=cap)
+    return chunked_row_losses(
+        hidden_BTH, head_VH, rows, chunk_positions=positions, loop=loop, constrain=constrain, soft_cap=cap
+    )
 
 
 def loss_settings(config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -79,7 +131,7 @@ def loss_settings(config: Config, runtime: Runtime) -> dict[str, Any]:
         "chunk_tokens": config.trainer.loss_chunk_tokens,
         "num_shards": num_shards(config) // runtime.share[1],
         "loop": runtime.loop,
-        "lay": runtime.lay,
+        "constrain": runtime.constrain,
     }
 
 
@@ -95,13 +147,13 @@ class TrainStep:
         sum_over_processes: SumOverProcesses,
         row_loss: RowLoss = next_token_loss,
         loop: Loop = python_loop,
-        lay: Lay = as_it_lies,
+        constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.norm_groups = norm_groups
         self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
         self.sum_over_processes, self.row_loss = sum_over_processes, row_loss
-        self.loop, self.lay = loop, lay
+        self.loop, self.constrain = loop, constrain
 
     def __call__(
         self, parameters: Mapping[str, Tensor], state: State, batch: Mapping[str, Tensor]
@@ -138,7 +190,7 @@ class TrainStep:
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
             # Whole on every device: reading a split one takes a program of its own, in the midst of a run.
-            row_losses_AR = self.lay(row_losses_AR, axes=())
+            row_losses_AR = self.constrain(row_losses_AR, axes=())
         return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms)
 
     def gradients(

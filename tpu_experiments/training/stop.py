@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from tpu_experiments.io import grace
-from tpu_experiments.io.grace import Grace
-from tpu_experiments.runtime import stopping
+from tpu_experiments.runtime.processes import stopping
+from tpu_experiments.storage import retry
+from tpu_experiments.storage.retry import Grace
 
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command, given again, goes on
 
@@ -23,7 +23,7 @@ class StoppedByRequest(Exception):
 class StopFlag:
     """Flag set by SIGTERM and by the first Ctrl-C; a second Ctrl-C interrupts at once.
 
-    With several processes on one machine, their parent handles the signals (runtime/stopping.py).
+    With several processes on one machine, their parent handles the signals (runtime/processes/stopping.py).
 
     Args:
         agree: returns whether its argument is true in any of the run's processes; all must call it.
@@ -79,7 +79,7 @@ def ending_in_time() -> Iterator[None]:
     try:
         yield
     except SystemExit as ending:
-        if grace.is_over():
+        if retry.is_over():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(ending.code if isinstance(ending.code, int) else 1)

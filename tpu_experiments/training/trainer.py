@@ -1,26 +1,46 @@
 """The trainer: LoRA, full fine-tuning and every curriculum stage are this one loop.
 
 A trainer of your own subclasses `Trainer`, overrides what it needs among `row_loss`, `build_optimizer` and
-`evaluate`, and is picked by `trainer._target_`; see README, "Add a trainer".
-"""
+`evaluate`, and is picked by `trainer._target_`; see README, "Add a trainer"."""
 
 import logging
-from collections.abc import Mapping
-from typing import NoReturn
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from tpu_experiments.checkpoint.store import remove_after
+from tpu_experiments.checkpoint.errors import TrainingStopped
+from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRecord
+from tpu_experiments.checkpoint.proof import Answers, Export, Start
+from tpu_experiments.checkpoint.saver import Saver
+from tpu_experiments.checkpoint.state import Snapshot, flat, read_state, snapshot, zero_state
+from tpu_experiments.checkpoint.store import latest_step, remove_after
 from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.defaults import Intervals, intervals_of
+from tpu_experiments.config.schema import Config, ProfileConfig
+from tpu_experiments.config.targets import locate
+from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.replay import ReplayedRows
-from tpu_experiments.runtime.base import UnexpectedProgram
-from tpu_experiments.training.canary import sing
-from tpu_experiments.training.chosen import choice_of
-from tpu_experiments.training.ending import Ending
-from tpu_experiments.training.epochs import Passes
-from tpu_experiments.training.guard import RollBack
-from tpu_experiments.training.inputs import (
+from tpu_experiments.data.tokens.widths import widths_of
+from tpu_experiments.metrics.flops import flops_by_length
+from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.metrics.norms import grouped
+from tpu_experiments.models.build import build_model
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.loss import Scores, next_token_scores
+from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
+from tpu_experiments.runtime.stacked import is_stack
+from tpu_experiments.storage.spool import Mirror
+from tpu_experiments.training.batches import (
+    RunInputs,
     StepInfo,
+    evaluation_batches,
     program_shapes,
     stage_rows,
     stage_steps,
@@ -28,25 +48,245 @@ from tpu_experiments.training.inputs import (
     steps_by_stage,
     weights_text,
 )
-from tpu_experiments.training.profiling import Profiler
-from tpu_experiments.training.progress import StageRecord
-from tpu_experiments.training.questions import skill_fields
-from tpu_experiments.training.saved import Snapshot, snapshot
-from tpu_experiments.training.staged import Staged
+from tpu_experiments.training.canary import check_first_gradients
+from tpu_experiments.training.ending import Ending
+from tpu_experiments.training.epochs import Passes, count
+from tpu_experiments.training.evaluation import Evaluation, Evaluator, Sampler, prompt_ids
+from tpu_experiments.training.guard import Guard, RollBack
+from tpu_experiments.training.meters import Meters, Pending, Reading, Window
+from tpu_experiments.training.outputs import RunOutputs
+from tpu_experiments.training.questions import Asker, skill_fields
 from tpu_experiments.training.start import load_start
-from tpu_experiments.training.step import StepOutput, seed_of
-from tpu_experiments.training.stop import StoppedByRequest
-from tpu_experiments.training.window import Pending, TrainingStopped
+from tpu_experiments.training.step import (
+    Rows,
+    StepOutput,
+    TrainStep,
+    choice_of,
+    commit,
+    loss_settings,
+    next_token_loss,
+    seed_of,
+)
+from tpu_experiments.training.stop import StopFlag, StoppedByRequest
 
 log = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Profiler of the steps in `trainer.profile`, on rank 0 only."""
+
+    def __init__(self, settings: ProfileConfig, runtime: Runtime, *, folder: str) -> None:
+        self._runtime, self._folder = runtime, folder
+        start = settings.start_step if runtime.rank == 0 else None
+        self._steps = range(start, start + settings.num_steps) if start is not None else range(0)
+        self._mirror: Mirror | None = None
+
+    def starts_at(self, step: int) -> bool:
+        """Return whether the profile begins with this step."""
+        return bool(self._steps) and step == self._steps[0] and self._mirror is None
+
+    def ends_after(self, step: int) -> bool:
+        """Return whether this step is the profile's last."""
+        return self._mirror is not None and step >= self._steps[-1]
+
+    def start(self) -> None:
+        """Start the profile; the device must be idle."""
+        self._mirror = Mirror.of_folder(self._folder)
+        self._runtime.start_profile(str(self._mirror.local))
+
+    def stop(self) -> None:
+        """Stop a running profile and write it; the device must be idle."""
+        if self._mirror is None:
+            return
+        self._runtime.stop_profile()
+        self._mirror.close()
+        self._mirror, self._steps = None, range(0)
+        log.info("profile: tensorboard --logdir %s (with the plugin xprof)", self._folder)
+
+
+def judge(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: int) -> None:
+    """Compare an evaluation with the stage's earlier ones, and note in `record` if it ends the stage."""
+    test = stage.exit
+    loss = exit_loss(evaluation, stage=stage)
+    if math.isfinite(loss) and (record.best_loss is None or loss < record.best_loss):
+        record.best_loss = loss
+        record.held_step = step if test.ends_with == "best" else None
+    if math.isfinite(loss) and (record.goal_loss is None or loss < record.goal_loss - test.min_delta):
+        record.goal_loss, record.num_worse = loss, 0
+    else:
+        record.num_worse += 1
+    if test.eval_loss is not None and loss <= test.eval_loss:
+        record.ended_by = f"its held-out loss {loss:.4f} is at most {test.eval_loss} (exit.eval_loss)"
+    elif test.patience is not None and record.num_worse >= test.patience:
+        record.ended_by = (
+            f"{record.num_worse} evaluations in a row were not better than {record.goal_loss or math.nan:.4f}"
+            f"{f' by more than {test.min_delta}' if test.min_delta else ''} (exit.patience)"
+        )
+
+
+def exit_loss(evaluation: Evaluation, *, stage: Stage) -> float:
+    """Return the mean of the counted sources' held-out losses, nats per token.
+
+    If none of them has one, the loss over all tokens.
+    """
+    sources = stage.exit.sources or stage.sources
+    losses = [evaluation.sources[name] for name in sources if name in evaluation.sources]
+    return sum(losses) / len(losses) if losses else evaluation.loss
+
+
 CLOSE_STEPS = 10
 """Records closer than this are waited for before another step is queued: a read that finds the next step queued waits
 for that too, so the time of a short interval would be that of handing over (2.7 million tokens/s where 4,000 are true),
 and of a longer one wrong by a step. What it costs is the trace of one step a record."""
 
 
-class Trainer(Staged):
-    """Training loop of one process; with several processes, only rank 0 writes."""
+class Trainer:
+    """One run in one process; with several processes each has one and only rank 0 writes.
+
+    A plan builds the same parts on placeholders (`build`) and runs nothing.
+    """
+
+    def __init__(
+        self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
+    ) -> None:
+        self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
+        self.stop = StopFlag(config.checkpoint.grace_seconds, agree=runtime.any_process)
+        self.saver: Saver
+        self.progress = Progress(data=inputs.audit_hashes)
+        self.window = Window()
+        self.guard = Guard(config.trainer.guard, process=runtime.share)
+        self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
+        self.train_tokens = 0  # of this process's life; `progress` counts those of earlier lives too
+
+    # ---- what a trainer of your own may override ------------------------------------------------------------
+
+    def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return loss sum in nats and number of supervised tokens of every row, (R,) each."""
+        return next_token_loss(module, parameters, rows, **loss_settings(self.config, self.runtime))
+
+    def token_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return evaluation's token scores for the loss of `row_loss`; unused where that is overridden."""
+        return next_token_scores(module, parameters, rows, **loss_settings(self.config, self.runtime))
+
+    def build_optimizer(self) -> Optimizer:
+        """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
+        return optimizer_of(self.config)
+
+    def evaluate(self) -> Evaluation:
+        """Return the held-out evaluation of the current parameters."""
+        return self.evaluator.run(self.held_out)
+
+    @cached_property
+    def held_out(self) -> dict[str, list[Batch]]:
+        """Return the rows of every evaluation, read once, since storage may be unreachable later."""
+        return {name: list(found) for name, found in evaluation_batches(self.inputs, self.config).items()}
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """Return the steps between log records, evaluations and checkpoints."""
+        total = sum(steps_by_stage(self.inputs, config=self.config).values())
+        return intervals_of(self.config, total_steps=total)
+
+    # ---- building -------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Create model and optimizer state on the device, and the programs of a run."""
+        config, runtime = self.config, self.runtime
+        self.model = build_model(
+            self.model_source(),
+            lora=config.lora,
+            seed=config.seed,
+            place=runtime.place,
+            folding=runtime.folding,
+        )
+        self.model.module.train()
+        self.parameters = self.model.trainable
+        self.optimizer = self.build_optimizer()
+        self.state = self.fresh_state()
+        self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
+        lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
+        is_folded = any(map(is_stack, self.parameters))
+        flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_folded=is_folded)
+        self.meters = Meters(runtime, config.hw, flops)
+        self.step = TrainStep(
+            self.model.module,
+            optimizer=self.optimizer,
+            clip_norm=config.optim.clip_norm,
+            sum_over_processes=runtime.sum_over_processes,
+            row_loss=self.row_loss,
+            loop=runtime.loop,
+            constrain=runtime.constrain,
+            norm_groups=self.norm_groups,
+        )
+        self.step_program = runtime.program(self.step_in_place, name="train", held=self.held)
+        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
+        self.evaluator = self.build_evaluator()
+        self.sampler = Sampler(
+            self.model.module,
+            tokenizer=self.inputs.tokenizer,
+            settings=config.sample,
+            seed=config.seed,
+            **parts,
+        )
+        self.asker = Asker(self.model.module, tokenizer=self.inputs.tokenizer, settings=config.sample, **parts)
+        log.info("%s", self.model.report)
+
+    def build_evaluator(self) -> Evaluator:
+        """Create the evaluator; with an overridden `row_loss` it reports the loss alone."""
+        is_own = type(self).row_loss is not Trainer.row_loss
+        tokenizer = self.inputs.tokenizer  # a plan has none
+        return Evaluator(
+            self.model.module,
+            runtime=self.runtime,
+            row_loss=self.row_loss,
+            parameters=self.parameters,
+            token_scores=None if is_own else self.token_scores,
+            widths=widths_of(tokenizer) if tokenizer is not None else None,
+        )
+
+    def build_saver(self) -> Saver:
+        """Create the saver, which verifies on held-out rows of the first source that has some."""
+        batches = (next(iter(found), None) for found in self.held_out.values())
+        answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
+        start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
+        spool = self.outputs.spool
+        settings = replace(self.config.checkpoint, every_steps=self.intervals.save)
+        return Saver(settings, spool, runtime=self.runtime, start=start, answers=answers)
+
+    def proof_of_export(self) -> dict[str, Any] | None:
+        """Return the verification of the written adapter or model; every process takes part."""
+        if not self.config.checkpoint.prove:
+            return None
+        folder = self.outputs.folder.path("adapter" if self.config.lora.r > 0 else "model")
+        export = Export(
+            folder,
+            digests=self.outputs.export_digests,
+            model=self.model,
+            start=self.saver.start,
+            max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+        )
+        return export.proof(self.progress, answers=self.saver.answers, runtime=self.runtime)
+
+    def model_source(self) -> HuggingFaceModel:
+        """Return the source of the model's config, module and weights."""
+        source: HuggingFaceModel = locate(self.config.model._target_, key="model")(
+            self.config.model, seed=self.config.seed
+        )
+        return source
+
+    def fresh_state(self) -> State:
+        """Return zero optimizer state, each slot placed as its parameter."""
+        return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
+        return {**self.parameters, **flat(self.state)}
+
+    def step_in_place(self, batch: Mapping[str, Tensor]) -> StepOutput:
+        """Run one optimizer step and update the device's tensors in place."""
+        parameters, state, output = self.step(self.parameters, self.state, batch)
+        commit(self.parameters, self.state, new=(parameters, state))
+        return output
 
     # ---- the run --------------------------------------------------------------------------------------------
 
@@ -64,7 +304,7 @@ class Trainer(Staged):
         try:
             if self.progress.step == 0:
                 with self.watch.measure("canary"):
-                    self.progress.canary = sing(self)
+                    self.progress.canary = check_first_gradients(self)
                 self.take_start()
             if self.progress.eval_loss_before is None:
                 self.look_before()
@@ -328,3 +568,166 @@ class Trainer(Staged):
             kept = "a checkpoint of this step is saved, and the same command goes on from it"
         value = error.explain()
         raise TrainingStopped(f"stopped after step {step}: {error}{value and f': {value}'}; {kept}.") from error
+
+    # ---- evaluations, and the end of a stage by them --------------------------------------------------------------
+
+    evaluated: Evaluation | None = None
+    """Of the parameters as they are."""
+    answered: dict[str, AnswersRecord] | None = None
+    """Likewise."""
+
+    def timed_evaluation(self) -> Evaluation:
+        """Evaluate, timed apart from training."""
+        with self.watch.measure("eval"):
+            return self.evaluate()
+
+    def report_evaluation(self, evaluation: Evaluation) -> None:
+        """Pass an evaluation to the loggers."""
+        self.progress.eval_loss, self.progress.eval_step = evaluation.loss, self.progress.step
+        self.outputs.evaluation(self.progress.step, evaluation)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Return whether an evaluation is due after this step of the run."""
+        every = self.intervals.evaluate
+        return bool(every) and step % every == 0
+
+    def evaluate_stage(self, stage: Stage) -> None:
+        """Evaluate a stage, report it, apply the stage's exit test, and write samples."""
+        evaluation = self.timed_evaluation()
+        self.report_evaluation(evaluation)
+        record = self.progress.stages[-1]
+        record.eval_loss, record.eval_sources = evaluation.loss, evaluation.sources
+        if stage.watches:
+            judge(record, evaluation, stage=stage, step=self.progress.step)
+            if record.ended_by:
+                log.info("stage %s ends after %d steps: %s", stage.name, record.steps, record.ended_by)
+        self.evaluated = evaluation
+        self.answered = self.ask()
+        self.write_sample("during")
+
+    def write_sample(self, when: str) -> str | None:
+        """Log a continuation of every prompt; return that of `sample.prompt`."""
+        settings, inputs = self.config.sample, self.inputs
+        if not settings.max_new_tokens or (when == "during" and settings.at == "ends"):
+            return None
+        with self.watch.measure("eval"):
+            prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]
+            texts = self.sampler.run(prompts, max_new_tokens=settings.max_new_tokens)
+        self.outputs.sample(self.progress.step, texts, when=when)
+        return texts[0]
+
+    def ask(self) -> dict[str, AnswersRecord]:
+        """Ask and log every set of questions; return the results."""
+        if not self.inputs.questions:
+            return {}
+        with self.watch.measure("eval"):
+            found = self.asker.ask(self.inputs.questions)
+        self.outputs.answers(self.progress.step, found)
+        return found
+
+    def end_stage(self, stage: Stage) -> None:
+        """Evaluate after the last step, and restore the best evaluation's step if the stage ends with it."""
+        if self.progress.eval_step != self.progress.step:
+            self.evaluate_stage(stage)
+        record = self.progress.stages[-1]
+        best, record.held_step = record.held_step, None
+        if best is None or best == self.progress.step:
+            return
+        self.saver.join()  # it may be about to be complete
+        folder = self.outputs.folder.path("checkpoints")
+        if self.runtime.any_process(latest_step(folder, before=best + 1) != best):
+            log.warning(
+                "stage %s: there is no checkpoint of step %d, its best; it ends with its last", stage.name, best
+            )
+            return
+        self.read_checkpoint(before=best + 1)
+        assert record.best_loss is not None
+        record.restored_step, record.eval_loss, record.eval_sources = best, record.best_loss, {}
+        self.evaluated = self.answered = None
+        log.info("stage %s ends with step %d, whose exit loss %.4f is its best", stage.name, best, record.best_loss)
+
+    def read_checkpoint(self, *, before: int | None = None) -> Progress | None:
+        """Restore tensors from the newest complete checkpoint (of a step below `before`)."""
+        self.saver.join()
+        return read_state(
+            self.outputs.folder.path("checkpoints"),
+            parameters=self.parameters,
+            state=self.state,
+            place=self.runtime.place,
+            order=self.model.order,
+            stages=steps_by_stage(self.inputs, config=self.config),
+            before=before,
+            max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+        )
+
+    # ---- reports of steps -----------------------------------------------------------------------------------------
+
+    passes: Passes
+    """Of the stage that is trained."""
+
+    def record(self, readings: list[Reading]) -> None:
+        """Log readings, apply the guard, and keep the stage's first and last loss."""
+        for reading in readings:
+            if self.guard.wish is not None:
+                return  # what comes later is undone, and is not the same in every process
+            stage = self.progress.stages[-1]
+            if reading.losses:
+                if stage.first_train_loss is None:
+                    stage.first_train_loss = reading.losses[0][1]
+                stage.last_train_loss = reading.losses[-1][1]
+            self.guard.look(reading, self.progress)
+            self.guard.judge(reading, self.progress.guard)
+            meters = self.meters.values(reading)
+            self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
+            if any(map(math.isnan, reading.supervised)):
+                stage.epochs = None
+            if stage.epochs is not None:
+                for epoch in count(reading, stage.epochs, self.passes):
+                    self.outputs.epoch(reading.step, epoch)
+
+    def settle(self) -> None:
+        """Wait for the device, and record the steps it has done."""
+        self.runtime.wait()
+        self.record(self.window.drain())
+
+    def read_rest(self) -> None:
+        """Read the steps since the last record, if a stage ends before one is due."""
+        steps = self.window.close()
+        if steps:
+            self.window.read(steps)
+
+    def heed_guard(self) -> None:
+        """Leave the stage if any process's guard requests a rollback; all call it at the same step.
+
+        Raises:
+            RollBack: the same in every process.
+        """
+        if self.runtime.any_process(self.guard.wish is not None):
+            self.settle()  # after it every process has read the same reports
+            assert self.guard.wish is not None, "two processes have read different losses"
+            raise self.guard.wish
+
+    def is_sound(self) -> bool:
+        """Return whether the last step's update was applied.
+
+        A checkpoint within a streak of skipped updates would push out a good one.
+        """
+        self.settle()
+        self.look_at_unread()
+        return not self.progress.guard.streak
+
+    def look_at_unread(self) -> None:
+        """Pass all steps so far to the guard, whether a record is due or not; call it after `settle`."""
+        reading = self.window.unread()
+        if reading is not None:
+            self.guard.look(reading, self.progress)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count compilation and tokens of a stage, also if it is left early."""
+        compiling, tokens = self.runtime.counters().compile_seconds, self.progress.tokens
+        try:
+            yield
+        finally:
+            self.train_compile_seconds += self.runtime.counters().compile_seconds - compiling
+            self.train_tokens += self.progress.tokens - tokens

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import CleanConfig
+from tpu_experiments.config.model_schema import CleanConfig
 from tpu_experiments.data.cleaning.clean import Cleaner, check_rules, collapse_blanks, with_commas
 from tpu_experiments.data.documents import Document, Refused
 

@@ -1,7 +1,7 @@
 import pytest
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.cleaning.language import LANGUAGES, PIECE_CHARS, _model, check_language, language_probability
+from tpu_experiments.data.cleaning.clean import LANGUAGES, PIECE_CHARS, _model, check_language, language_probability
 
 ROMANIAN = "Ochii mei priveau cum se topește zăpada de pe acoperișul casei vechi."
 ENGLISH = "The court held that the duty of care was owed to every user of the road."

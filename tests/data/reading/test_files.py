@@ -16,7 +16,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused
 from tpu_experiments.data.reading.files import fingerprint, read_raw
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.io import streams
+from tpu_experiments.storage import streams
 
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
@@ -142,7 +142,7 @@ def test_array_of_values_cut_anywhere(tmp_path, monkeypatch, chunk_bytes):
 
 def test_a_mistake_early_in_an_array_does_not_read_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "CHUNK_BYTES", 64)
-    monkeypatch.setattr("tpu_experiments.io.streams._chunks", counted := CountedChunks(streams._chunks))
+    monkeypatch.setattr("tpu_experiments.storage.streams._chunks", counted := CountedChunks(streams._chunks))
     path = written(tmp_path, "a.json", '[{"text" 1}' + ', {"text": "a"}' * 10_000 + "]")
     assert [row.reason for row in raw(path)] == ["not_json"]
     assert counted.number < 5

@@ -23,7 +23,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import FORMATS_OF_KIND, Document, Refused
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
-from tpu_experiments.io import streams
+from tpu_experiments.storage import streams
 
 PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 FUZZ = settings(

@@ -15,7 +15,7 @@ from tests.data.readers import TEXTS, jsonl, read, rows_of, spec_for, split_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.reading.files import fingerprint
 from tpu_experiments.data.reading.locations import list_files
-from tpu_experiments.io import streams
+from tpu_experiments.storage import streams
 
 pytest_plugins = ("tests.gcs",)
 

@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.rows import Rows, empty, padding
 from tpu_experiments.data.store import stream
 from tpu_experiments.data.store.shards import RowStore, decode_rows, encode_rows, row_dtype, verify_shard, write_shard
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 SEQ_LEN = 13
 DTYPE = row_dtype(SEQ_LEN, vocab_size=1000)

@@ -23,7 +23,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.store import stream
 from tpu_experiments.data.store.shards import RowStore, row_dtype, write_shard
 from tpu_experiments.data.store.stream import CacheSettings, RemoteShards
-from tpu_experiments.io import paths, ranges
+from tpu_experiments.storage import paths
 
 SEQ_LEN = 16
 DTYPE = row_dtype(SEQ_LEN, vocab_size=1000)
@@ -67,15 +67,15 @@ def open_store(folder: str, **options: object) -> RowStore:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[ranges.Range]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[paths.Range]:
     """The ranges that were read."""
-    read, asked = ranges._read_once, []
+    read, asked = paths._read_once, []
 
-    def read_once(pieces: list[ranges.Range]) -> object:
+    def read_once(pieces: list[paths.Range]) -> object:
         asked.extend(pieces)
         return read(pieces)
 
-    monkeypatch.setattr(ranges, "_read_once", read_once)
+    monkeypatch.setattr(paths, "_read_once", read_once)
     return asked
 
 
@@ -216,7 +216,7 @@ def test_a_copy_that_cannot_be_made_stops_nothing(folder, tmp_path, monkeypatch,
 
 
 def test_a_read_ahead_that_failed_is_an_error_and_tried_again(folder, monkeypatch):
-    monkeypatch.setattr(ranges, "WAITS_SECONDS", (0.01,))
+    monkeypatch.setattr(paths, "WAITS_SECONDS", (0.01,))
     store = open_store(folder, cache=CacheSettings(read_ahead_bytes=40 * DTYPE.itemsize))
     store.take(slice(0, 5))
     with monkeypatch.context() as patch:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tests.data import templates
 from tests.data.conversations import BUILT_IN, real
 from tests.data.small_tokenizers import TURN_MARKERS, with_template
-from tpu_experiments.data.tokens.chat import TemplateRefusal, render_by_prefixes
-from tpu_experiments.data.tokens.chat_structure import ChatRenderer
+from tpu_experiments.data.tokens.chat import ChatRenderer, TemplateRefusal, render_by_prefixes
 from tpu_experiments.data.tokens.tokenizer import CHAT_FORMATS
 
 PUBLISHED = ("ALPACA", "CHATML", "GEMMA3", "MISTRAL_V01", "MISTRAL_V02", "MISTRAL_V03", "PHI3", "QWEN25")

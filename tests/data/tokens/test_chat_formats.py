@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.data.conftest import TOKENIZER
 from tests.data.small_tokenizers import mistral
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import ModelConfig
+from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.data.documents import Document
 from tpu_experiments.data.tokens.tokenize import LEARN, DocumentTokenizer
 from tpu_experiments.data.tokens.tokenizer import CHAT_FORMATS, load_tokenizer

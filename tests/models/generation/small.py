@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import LoraConfig
 from tpu_experiments.models.build import describe
 from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel

@@ -10,8 +10,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tpu_experiments.config.generating import ChoiceConfig
-from tpu_experiments.models.generation.choosing import candidates, next_ids, processed
+from tpu_experiments.config.task_schema import ChoiceConfig
+from tpu_experiments.models.generation import candidates, next_ids, processed
 
 pytestmark = pytest.mark.xla
 VOCABULARY, SLOTS = 40, 50

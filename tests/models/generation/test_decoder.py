@@ -5,10 +5,10 @@ import torch
 
 from tests.models.generation.small import generated, merged, overrides, prompts_of, with_adapter
 from tests.training.tiny import ARCHITECTURES
-from tpu_experiments.config.generating import ChoiceConfig
-from tpu_experiments.models.generation.decoder import Decoder
+from tpu_experiments.config.task_schema import ChoiceConfig
+from tpu_experiments.models.generation import Decoder
 from tpu_experiments.runtime.base import UnexpectedProgram
-from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.runtime.processes.launch import make_runtime
 
 pytestmark = pytest.mark.xla
 NEW = 22  # the first token, then calls of 8, of which the last writes more than is asked for

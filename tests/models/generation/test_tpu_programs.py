@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from tests.models.generation.small import overrides
-from tpu_experiments.config.generating import ChoiceConfig
-from tpu_experiments.config.sources import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation.decoder import Bucket, Decoder
-from tpu_experiments.models.shapes import ShapesOfModel
+from tpu_experiments.models.generation import Bucket, Decoder
+from tpu_experiments.models.huggingface import ShapesOfModel
 from tpu_experiments.planning.compiled import Compilers
 from tpu_experiments.planning.trace import TracingRuntime
-from tpu_experiments.runtime.attention import without_attention_kernel
+from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 
 pytestmark = pytest.mark.xla
 ROWS, LENGTH = 2, 128

@@ -33,7 +33,7 @@ from tpu_experiments.data.audit.summary import (
     shortened,
 )
 from tpu_experiments.data.rows import RowSource
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 REASONS_SHOWN = 8
 ON_ONE_PAGE = 4

@@ -4,7 +4,8 @@ MinHash (Broder 1997): under a random permutation of all word 5-grams, two docum
 probability equal to their Jaccard similarity; the share of equal entries in two signatures estimates it, with a
 standard error of sqrt(J (1 - J) / 128). Banding (Leskovec, Rajaraman & Ullman, Mining of Massive Datasets, ch. 3): only
 documents that agree in all rows of a band are compared.
-"""
+
+Which of many numbers are among others, in little memory."""
 
 import functools
 import hashlib
@@ -14,8 +15,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.data.cleaning.lookup import is_among
 from tpu_experiments.data.documents import Document
+
+AT_ONCE = 2**20  # 8 MiB of places
+
+
+def is_among(values_D: NDArray[np.uint64], known_K: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Whether (D,) each value is one of K sorted ones; beside the result no array of D entries is made."""
+    found_D = np.zeros(len(values_D), np.bool_)
+    for start in range(0, len(values_D) if len(known_K) else 0, AT_ONCE):
+        part = slice(start, start + AT_ONCE)
+        place_B = np.minimum(np.searchsorted(known_K, values_D[part]), len(known_K) - 1)
+        found_D[part] = known_K[place_B] == values_D[part]
+    return found_D
+
 
 NUM_PERMUTATIONS = 128
 WORDS = 5  # in an n-gram; a shorter document is one n-gram of all its words

@@ -3,8 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.data.cleaning.duplicates import mixed
-from tpu_experiments.data.cleaning.lookup import is_among
+from tpu_experiments.data.cleaning.duplicates import is_among, mixed
 
 SPLITS = ("train", "evaluation", "test")
 """A split's code is its place here."""

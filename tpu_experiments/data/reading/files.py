@@ -22,9 +22,9 @@ from tpu_experiments.data.reading.json_array import read_array, wrapped_at
 from tpu_experiments.data.reading.locations import TABLES, SourceFile, content_suffixes
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, not_utf8, place_of
 from tpu_experiments.data.reading.tables import read_parquet, read_table
-from tpu_experiments.io import find
-from tpu_experiments.io.paths import is_remote
-from tpu_experiments.io.streams import SUFFIXES, ByteStream, UnreadableError
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import is_remote
+from tpu_experiments.storage.streams import SUFFIXES, ByteStream, UnreadableError
 
 HEAD_BYTES = 2**20  # of a .json file: what stands before its rows, in an object that holds them
 CONTENT_MARKS = ("md5Hash", "crc32c", "content_hash", "etag", "ETag", "generation", "mtime", "LastModified")
@@ -56,7 +56,7 @@ def fingerprint(file: SourceFile) -> str:
         ConfigError: the file cannot be read.
     """
     try:
-        about = find.remote_info(file.url) if is_remote(file.url) else {}
+        about = paths.remote_info(file.url) if is_remote(file.url) else {}
         mark = next((f"{name}={about[name]}" for name in CONTENT_MARKS if about.get(name)), None)
         return _sha256(file.url) if mark is None else f"size={about.get('size')} {mark}"
     except Exception as error:  # every file system and its client raise types of their own

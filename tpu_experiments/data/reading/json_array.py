@@ -14,7 +14,7 @@ from typing import Any
 from tpu_experiments.data.documents import Refused
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
 from tpu_experiments.data.reading.strict_objects import RepeatedKey, StrictDecoder
-from tpu_experiments.io.streams import ByteStream
+from tpu_experiments.storage.streams import ByteStream
 
 WRAPPER = "data"
 """Key of an object that holds the rows of a file."""

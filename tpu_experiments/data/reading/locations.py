@@ -7,10 +7,10 @@ from pathlib import Path, PurePosixPath
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import SourceSpec
-from tpu_experiments.io import find
-from tpu_experiments.io.paths import is_remote
-from tpu_experiments.io.streams import SUFFIXES as COMPRESSION_OF_SUFFIX
-from tpu_experiments.io.streams import ByteStream, UnreadableError
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import is_remote
+from tpu_experiments.storage.streams import SUFFIXES as COMPRESSION_OF_SUFFIX
+from tpu_experiments.storage.streams import ByteStream, UnreadableError
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +46,18 @@ def list_files(spec: SourceSpec) -> list[SourceFile]:
         ConfigError: there is nothing there, it is out of reach, or what is there is not a data file.
     """
     if is_remote(spec.path):
-        found, is_single = _remote_files(spec), not find.is_glob(spec.path)
+        found, is_single = _remote_files(spec), not paths.is_glob(spec.path)
         is_single = is_single and list(found.values()) == [spec.path]
     else:
-        local = find.find_local(spec.path)
+        local = paths.find_local(spec.path)
         is_single = local is not None and not local.is_dir()
         if local is None:
-            found = find.local_matches(spec.path) if find.is_glob(spec.path) else {}
+            found = paths.local_matches(spec.path) if paths.is_glob(spec.path) else {}
         else:
-            found = {local.name: str(local)} if is_single else find.local_files(local)
+            found = {local.name: str(local)} if is_single else paths.local_files(local)
     if is_single:
         _require_readable(*next(iter(found.items())), spec=spec)
-    elif found or find.find_local(spec.path):
+    elif found or paths.find_local(spec.path):
         found = _data_files(found, spec=spec)
     else:
         _require_hub_id(spec)
@@ -112,7 +112,7 @@ def _suffixes(name: str, url: str) -> tuple[str, str]:
 
 def _remote_files(spec: SourceSpec) -> dict[str, str]:
     try:
-        return find.remote_files(spec.path)
+        return paths.remote_files(spec.path)
     except FileNotFoundError:
         return {}
     except ConfigError as error:
@@ -130,12 +130,12 @@ def _require_hub_id(spec: SourceSpec) -> None:
     other = "a Hub id" if spec.path_key == "path" else "a pattern"
     ask = f"Point {spec.ask} at a {SUPPORTED} file, a folder of them, or {other}."
     if is_remote(spec.path):
-        raise ConfigError(f"{spec.key}; there is nothing there. {find.remote_near_misses(spec.path)}{ask}")
-    if find.is_glob(spec.path):
+        raise ConfigError(f"{spec.key}; there is nothing there. {paths.remote_near_misses(spec.path)}{ask}")
+    if paths.is_glob(spec.path):
         raise ConfigError(f"{spec.key}; no file matches. {ask}")
     suffixes = (*DATA_SUFFIXES, *COMPRESSION_OF_SUFFIX, *ARCHIVES, *OTHER_DATA)
     if spec.path.startswith((".", "/", "~", "file:")) or spec.path.lower().endswith(suffixes):
-        raise ConfigError(f"{spec.key}; there is no such file or folder. {find.near_misses(spec.path)}{ask}")
+        raise ConfigError(f"{spec.key}; there is no such file or folder. {paths.near_misses(spec.path)}{ask}")
 
 
 def _is_readable(name: str, url: str) -> bool:

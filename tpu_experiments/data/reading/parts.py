@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.sources import OWN_KEYS
+from tpu_experiments.config.model_schema import OWN_KEYS
 from tpu_experiments.data.documents import SourceSpec
 from tpu_experiments.data.reading.locations import SourceFile, list_files
-from tpu_experiments.io import find
-from tpu_experiments.io.paths import is_remote
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import is_remote
 
 SPLIT_OF_WORD = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -90,7 +90,7 @@ def _named_part(
     """The part that a key of the config names."""
     path, hub_split = getattr(spec, path_key), getattr(spec, split_key)
     if path is not None:
-        own = replace(spec, path=str(find.find_local(path) or path), path_key=path_key)
+        own = replace(spec, path=str(paths.find_local(path) or path), path_key=path_key)
         files = [] if has_reader else list_files(own)
         if not files and not has_reader:
             raise ConfigError(
@@ -170,7 +170,7 @@ def _origins(
         if part.split in named:
             origins[part.split] = f"{_listed(part.files)}, by name"
         elif part.spec.path_key == path_key:
-            origins[part.split] = f"{path_key}={find.shown_path(part.spec.path)}"
+            origins[part.split] = f"{path_key}={paths.shown_path(part.spec.path)}"
         else:
             origins[part.split] = f"{split_key}={part.spec.hub_split}"
     rest = {"evaluation": "by hash, eval_fraction of the other files", "test": "none, since no test_path is given"}

@@ -16,7 +16,7 @@ import pyarrow.parquet
 
 from tpu_experiments.data.documents import Refused, SourceSpec, beginning
 from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
-from tpu_experiments.io.streams import ByteStream, ReadableStream, WatchedFile, open_binary
+from tpu_experiments.storage.streams import ByteStream, ReadableStream, WatchedFile, open_binary
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.model_schema import DataSourceConfig
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.selection import Selection
 from tpu_experiments.data.store.shards import ShardRecord, record_of
-from tpu_experiments.io import paths
-from tpu_experiments.io.sealed import require_sha256
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.sealed import require_sha256
 
 
 def write_groups(folder: str, selection: Selection) -> dict[str, ShardRecord]:

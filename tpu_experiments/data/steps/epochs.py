@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from tpu_experiments.config.curriculum import Stage
-from tpu_experiments.config.preparing import PrepareConfig
+from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data.prepared import MANIFEST, PreparedSource, read_manifest
 from tpu_experiments.data.steps.keys import short_hash
 from tpu_experiments.data.store.shards import RowStore, damaged_shards, row_dtype
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
-from tpu_experiments.io import paths
-from tpu_experiments.io.sealed import DamagedFile, require_sha256, write_sealed_json
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.sealed import DamagedFile, require_sha256, write_sealed_json
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.preparing import PrepareConfig
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.model_schema import DataSourceConfig
+from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.files import fingerprint
 from tpu_experiments.data.reading.hub import fingerprint_of_hub
 from tpu_experiments.data.reading.locations import SourceFile
 from tpu_experiments.data.tokens.tokenizer import template_hash, tokenizer_hash
-from tpu_experiments.io import paths
-from tpu_experiments.io.sealed import DamagedFile, read_sealed_json, write_sealed_json
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_sealed_json
 
 VERSION = 3
 """Goes up when the same input gives other tokens or rows, or other files of them."""

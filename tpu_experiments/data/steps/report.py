@@ -14,7 +14,7 @@ from tpu_experiments.data.documents import TEXT_SHOWN, Refused, beginning
 from tpu_experiments.data.steps.blocks import read_index, read_report, read_tokens
 from tpu_experiments.data.steps.selection import Selection
 from tpu_experiments.data.steps.tokenized import TokenizedSource
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 REPORTED = "reported.jsonl"
 NUM_EXAMPLES = 3  # of each reason, for the audit

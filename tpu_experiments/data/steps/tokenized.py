@@ -13,8 +13,8 @@ from typing import Any, Literal
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.preparing import PrepareConfig
-from tpu_experiments.config.sources import DataSourceConfig
+from tpu_experiments.config.model_schema import DataSourceConfig
+from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
 from tpu_experiments.data.prepared import NotPrepared, read_record
 from tpu_experiments.data.reading.files import read_raw
@@ -22,13 +22,21 @@ from tpu_experiments.data.reading.locations import SourceFile, is_table
 from tpu_experiments.data.reading.parts import Part, list_parts
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.reading.sources import SourceRows
-from tpu_experiments.data.steps.blocks import Block, BlockMaker, BlockSettings, Item, cut_blocks, is_whole, read_index
-from tpu_experiments.data.steps.kept import are_kept
+from tpu_experiments.data.steps.blocks import (
+    Block,
+    BlockMaker,
+    BlockSettings,
+    Item,
+    are_kept,
+    cut_blocks,
+    is_whole,
+    read_index,
+)
 from tpu_experiments.data.steps.keys import content_of_documents, content_of_files, format_of_content, tokens_key
 from tpu_experiments.data.steps.workers import map_jobs
-from tpu_experiments.io import paths
-from tpu_experiments.io.peak_memory import PeakMemory
-from tpu_experiments.io.sealed import write_sealed_json
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.process import PeakMemory
+from tpu_experiments.storage.sealed import write_sealed_json
 
 BLOCKS = "blocks.json"
 Found = Literal["taken", "verified"]

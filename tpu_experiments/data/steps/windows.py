@@ -19,8 +19,8 @@ from tpu_experiments.data.steps.blocks import BlockIndex, read_tokens
 from tpu_experiments.data.steps.pack import FlatTokens, Packed, pack
 from tpu_experiments.data.store.shards import damaged_shards, row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN
-from tpu_experiments.io import paths
-from tpu_experiments.io.sealed import DamagedFile, read_sealed_json, write_sealed_json
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_sealed_json
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from tpu_experiments.data.store.stream import (
     ShardFile,
     Shards,
 )
-from tpu_experiments.io import find, paths, ranges
-from tpu_experiments.io.sealed import DamagedFile
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.sealed import DamagedFile
 
 LARGEST_16_BIT_VOCABULARY = 2**16
 ENCODED_ROWS = 256  # few megabytes at a time, where a shard of 16 Mi tokens would take 600
@@ -164,14 +164,14 @@ def verify_shard(path: str, record: Mapping[str, Any]) -> None:
         DamagedFile: it is missing, or size or hash differ.
         ConfigError: it cannot be read.
     """
-    size = ranges.size_of(path)
+    size = paths.size_of(path)
     if size is None:
         raise DamagedFile(f"{path}; the shard is missing.")
     if size != record["bytes"]:
         raise DamagedFile(f"{path}; the shard has {size:,} bytes, its manifest says {record['bytes']:,}.")
     digest = hashlib.sha256()
     for start in range(0, size, PIECE_BYTES):
-        digest.update(ranges.read_range(path, start, min(start + PIECE_BYTES, size)))
+        digest.update(paths.read_range(path, start, min(start + PIECE_BYTES, size)))
     if digest.hexdigest() != record["sha256"]:
         raise DamagedFile(f"{path}; the shard's sha256 is {digest.hexdigest()}, its manifest says {record['sha256']}.")
 
@@ -205,7 +205,7 @@ def damaged_shards(folder: str, records: Sequence[ShardRecord], *, md5: Mapping[
 def _has_md5(path: str, md5: str, *, num_bytes: int) -> bool:
     """Whether storage itself says that the object has this MD5; False where it does not say (gcsfs: `md5Hash`)."""
     try:
-        about = find.remote_info(path)
+        about = paths.remote_info(path)
     except FileNotFoundError as error:
         raise DamagedFile(f"{path}; the shard is missing.") from error
     said = about.get("md5Hash")
@@ -317,8 +317,8 @@ class RowStore:
 
     def _open(self) -> LocalShards | RemoteShards:
         first = next(file for file in self._files if file.num_rows)
-        size = ranges.size_of(first.path)
-        head = ranges.read_range(first.path, 0, min(HEADER_BYTES, size or HEADER_BYTES))
+        size = paths.size_of(first.path)
+        head = paths.read_range(first.path, 0, min(HEADER_BYTES, size or HEADER_BYTES))
         try:
             dtype, num_rows, header_bytes = read_header(head)
         except ValueError as error:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tpu_experiments.data.rows import Rows, RowSource
 from tpu_experiments.data.store.shards import Records, ShardRecord, decode_rows, encode_rows, write_shard
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 
 MAX_INPUTS = 4096  # each block reads from every input
 READ_TOKENS = 2**20  # decoded at once on the way into a block: 13 MiB

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.io import ranges
-from tpu_experiments.io.cache import FileCache
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.cache import FileCache
 
 ADVICE = "remove the folder it lies in and run task=prepare again."
 OPEN_MAPS = 512  # a map holds a file descriptor, of which a process often has 1,024
@@ -115,7 +115,7 @@ class LocalShards:
 
     def _mapped(self, shard: int) -> Records:
         file, needed = self._shards.files[shard], self._shards.size(shard)
-        size = ranges.size_of(file.path)
+        size = paths.size_of(file.path)
         if size != needed:
             found = "is missing" if size is None else f"has {size:,} bytes where its rows take {needed:,}"
             raise ConfigError(f"{file.path}; the shard {found}; {ADVICE}")
@@ -134,7 +134,7 @@ def require_sha256_of(path: str, sha256: str, *, size: int) -> None:
     """
     digest = hashlib.sha256()
     for start in range(0, size, COPIED_PIECE_BYTES):
-        digest.update(ranges.read_range(path, start, min(start + COPIED_PIECE_BYTES, size)))
+        digest.update(paths.read_range(path, start, min(start + COPIED_PIECE_BYTES, size)))
     if digest.hexdigest() != sha256:
         raise ConfigError(
             f"{path}; the shard's sha256 is {digest.hexdigest()}, its manifest says {sha256}; run task=prepare with "
@@ -172,7 +172,7 @@ class RemoteShards:
         found = self._copied(shard_M, extents)
         missing = [i for i in range(len(extents)) if i not in found]
         pieces = [(self._shards.files[shard_M[i]].path, *extents[i]) for i in missing]
-        found.update(zip(missing, ranges.read_ranges(pieces, wait=self._closed.wait), strict=True))
+        found.update(zip(missing, paths.read_ranges(pieces, wait=self._closed.wait), strict=True))
         return np.frombuffer(b"".join(found[i] for i in range(len(extents))), self._shards.dtype)
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class RemoteShards:
         digest = hashlib.sha256()
         for start in range(0, size, COPIED_PIECE_BYTES):
             stop = min(start + COPIED_PIECE_BYTES, size)
-            piece = ranges.read_range(file.path, start, stop, wait=self._closed.wait)
+            piece = paths.read_range(file.path, start, stop, wait=self._closed.wait)
             digest.update(piece)
             copy.write(piece)
         if file.sha256 not in (None, digest.hexdigest()):
@@ -303,7 +303,7 @@ class ReadAhead:
         start = (block - int(self._first_S[shard])) * self._block_rows
         extent = self._shards.extent(start, min(start + self._block_rows, file.num_rows))
         try:
-            data = ranges.read_range(file.path, *extent, wait=self._stop)
+            data = paths.read_range(file.path, *extent, wait=self._stop)
             future.set_result(np.frombuffer(data, self._shards.dtype))
         except BaseException as error:
             future.set_exception(error)

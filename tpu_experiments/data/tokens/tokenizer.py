@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
-from tpu_experiments.io.find import find_local, near_misses
+from tpu_experiments.storage.paths import find_local, near_misses
 
 CHAT_FORMATS = Path(__file__).with_name("chat_formats")
 """Jinja templates of `model.chat_format`."""

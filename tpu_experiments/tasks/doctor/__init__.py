@@ -9,11 +9,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from tpu_experiments.config.doctoring import DoctorTaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.retry import told
-from tpu_experiments.tasks.doctor.examining import Result, examine, would_start
+from tpu_experiments.config.task_schema import DoctorTaskConfig
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.retry import told
+from tpu_experiments.tasks.doctor.examination import Result, examine, would_start
 
 WIDTH = 118
 NAMES = 17

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_experiments.config.doctoring import DoctorTaskConfig
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, ok, warning
 
 METADATA_HOST = "metadata.google.internal"

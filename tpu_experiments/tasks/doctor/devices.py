@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpu_experiments.config.doctoring import DoctorTaskConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.runtime.env import num_pci_chips, variables
+from tpu_experiments.config.task_schema import DoctorTaskConfig
+from tpu_experiments.runtime.processes.env import num_pci_chips, variables
 from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, warning
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
@@ -107,11 +107,11 @@ def _program(arguments: bytes) -> str:
 
 
 def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
-    """Run runtime/probe.py with a run's environment variables; it is killed after the time-out.
+    """Run runtime/processes/probe.py with a run's environment variables; it is killed after the time-out.
 
     On one host of several, only its own chips are started, where a run waits for the others (pytorch/xla issue 7714).
     """
-    command = [sys.executable, "-m", "tpu_experiments.runtime.probe", hw.runtime, hw.device]
+    command = [sys.executable, "-m", "tpu_experiments.runtime.processes.probe", hw.runtime, hw.device]
     environment = {**os.environ, **variables(hw), **({"TPU_HOST_BOUNDS": "1,1,1"} if hw.num_hosts > 1 else {})}
     try:
         done = subprocess.run(
@@ -156,7 +156,7 @@ def _held(holders: Sequence[Holder]) -> Finding:
 def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
     if probed.error is not None:
         hidden = f"; {num_hidden} processes of other users were not looked into" if num_hidden else ""
-        remedy = f"read the whole message: `python -m tpu_experiments.runtime.probe {hw.runtime} {hw.device}`"
+        remedy = f"read the whole message: `python -m tpu_experiments.runtime.processes.probe {hw.runtime} {hw.device}`"
         if "busy" in probed.error or "in use" in probed.error:
             remedy = "find the holder: `sudo lsof -w /dev/vfio/* /dev/accel*`, and end it"
         return failed(probed.error + hidden, remedy)

@@ -1,4 +1,6 @@
-"""Check where a run writes: run folder, disk, compile cache, and a run that exists already."""
+"""Check where a run writes: run folder, disk, compile cache, and a run that exists already.
+
+Check whether the weights of a run are on this machine."""
 
 import dataclasses
 import os
@@ -11,16 +13,62 @@ from pathlib import Path
 from typing import Literal
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.planning import TaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import lease, paths
-from tpu_experiments.io.folder import has_other_length, open_run
-from tpu_experiments.io.retry import complaint
-from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.config.task_schema import TaskConfig
+from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.planning.saved import sizes_of
-from tpu_experiments.runtime.env import compile_cache_folder
+from tpu_experiments.runtime.processes.env import compile_cache_folder
+from tpu_experiments.storage import lease, paths, strict_json
+from tpu_experiments.storage.paths import find_local
+from tpu_experiments.storage.retry import complaint
+from tpu_experiments.storage.run_folder import has_other_length, open_run
 from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, shown_gb, warning, worst
-from tpu_experiments.tasks.doctor.model_files import look_at_model_files
+
+Kind = Literal["drawn", "folder", "hub", "missing"]
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Location of the weights."""
+
+    kind: Kind
+    folder: str | None = None
+    is_complete: bool = False
+    """Whether config.json and all weight files are on this machine."""
+
+
+def look_at_model_files(config: Config) -> ModelFiles:
+    """Look for the weights in the folder or the Hub's cache, without network access."""
+    model = config.model
+    if model.init == "random" or model.size == "tiny":
+        return ModelFiles("drawn", is_complete=True)
+    local = find_local(model.path)
+    if local is not None and local.is_dir():
+        return ModelFiles("folder", str(local), is_whole(local))
+    if model.path.startswith((".", "/", "~")) or model.path.count("/") != 1:
+        return ModelFiles("missing")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
+    except Exception:  # the client raises several types for a repository missing in its cache
+        return ModelFiles("hub")
+    return ModelFiles("hub", str(folder), is_whole(folder))
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a checkpoint has config.json and all weight files named by its index."""
+    if not (folder / "config.json").is_file():
+        return False
+    if not (folder / INDEX).is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        names = set(strict_json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / name).is_file() for name in names)
+
 
 Append = Literal["adds", "overwrites", "is refused"]
 SLOW_SECONDS = 2.0
@@ -95,7 +143,7 @@ def judge_output_dir(storage: Storage, config: Config) -> Finding:
         return failed(seen, remedy)
     if slowest > SLOW_SECONDS:
         return warning(seen, "put the bucket into the region of the TPU: a save at a preemption has 30 s")
-    # Metrics and event files grow on this machine and are uploaded whole (io/mirror.py), so nothing is lost here.
+    # Metrics and event files grow on this machine and are uploaded whole (storage/spool.py), so nothing is lost here.
     return ok(f"{seen}, which no run does there" if storage.append != "adds" else seen)
 
 

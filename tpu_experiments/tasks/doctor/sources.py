@@ -9,18 +9,17 @@ from typing import Any, Literal
 
 import psutil
 
-from tpu_experiments.config.doctoring import DoctorTaskConfig
+from tpu_experiments.config.model_schema import OWN_KEYS
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import OWN_KEYS
-from tpu_experiments.io import paths
-from tpu_experiments.io.find import find_local, is_glob
-from tpu_experiments.metrics.decoder import read_decoder
+from tpu_experiments.config.task_schema import DoctorTaskConfig
+from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.planning.check import Finding as MemoryFinding
 from tpu_experiments.planning.check import finding as memory_finding
 from tpu_experiments.planning.saved import sizes_of
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.paths import find_local, is_glob
 from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, ok, shown_gb, warning, worst
-from tpu_experiments.tasks.doctor.model_files import ModelFiles, look_at_model_files
-from tpu_experiments.tasks.doctor.places import as_training
+from tpu_experiments.tasks.doctor.places import ModelFiles, as_training, look_at_model_files
 
 Hub = Literal["not asked", "gives it", "gated", "missing", "no answer"]
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}

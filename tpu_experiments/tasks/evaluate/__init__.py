@@ -10,22 +10,27 @@ from dataclasses import replace
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.widths import widths_of
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.folder import continued
-from tpu_experiments.logging.runlog import start_run_log, stop_run_log
-from tpu_experiments.metrics.answers import answer_scores
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.bootstrap import Sums
-from tpu_experiments.metrics.held_out import Resampling, compared_answers, compared_by_source, compared_by_value
-from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.metrics.held_out import (
+    Resampling,
+    answer_scores,
+    compared_answers,
+    compared_by_source,
+    compared_by_value,
+)
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.launch import launch
+from tpu_experiments.runtime.processes.launch import launch
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.run_folder import continued
 from tpu_experiments.tasks.evaluate.beside import BesideBase
 from tpu_experiments.tasks.evaluate.given import Given, make_given
 from tpu_experiments.tasks.evaluate.report import as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.setup import check_model
+from tpu_experiments.training.evaluation import Exchange
 from tpu_experiments.training.row_lengths import settle
-from tpu_experiments.training.written import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +97,6 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
 
 
 def written_scores(model: BesideBase, wanted: list[Exchange]) -> Sums:
-    """Return the scores (N, 4) of the model's answers (metrics/answers.py)."""
+    """Return the scores (N, 4) of the model's answers (metrics/held_out.py)."""
     written = model.write([exchange.prompt_ids for exchange in wanted])
     return answer_scores(written, [exchange.reference for exchange in wanted])

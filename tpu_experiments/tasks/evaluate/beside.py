@@ -10,24 +10,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import fixed_batches
 from tpu_experiments.data.held_out import HeldOut, lay_out
 from tpu_experiments.data.tokens.tokenizer import pad_id
 from tpu_experiments.data.tokens.widths import Widths
-from tpu_experiments.io.finite import require_finite
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.held_out import document_sums
 from tpu_experiments.models.build import build_model
-from tpu_experiments.models.scoring import next_token_scores
+from tpu_experiments.models.loss import next_token_scores
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
+from tpu_experiments.storage.tensors import require_finite
 from tpu_experiments.tasks.evaluate.subject import Subject
-from tpu_experiments.training.sample import Sampler
-from tpu_experiments.training.scoring import Scorer
+from tpu_experiments.training.evaluation import Sampler, Scorer
 from tpu_experiments.training.step import loss_settings
 
 MOST_ROWS = 8

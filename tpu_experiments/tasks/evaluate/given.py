@@ -5,17 +5,16 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
-from tpu_experiments.io import paths, strict_json
+from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 from tpu_experiments.tasks.setup import check_ids
-from tpu_experiments.training.inputs import RunInputs
-from tpu_experiments.training.sources import preparation, prepare_sources, stages_of, tokenizer_for
-from tpu_experiments.training.written import Exchange, as_records, exchanges
+from tpu_experiments.training.batches import RunInputs, preparation, prepare_sources, stages_of, tokenizer_for
+from tpu_experiments.training.evaluation import Exchange, as_records, exchanges
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tpu_experiments.metrics.answers import SCORES
 from tpu_experiments.metrics.bootstrap import Estimate
-from tpu_experiments.metrics.held_out import MEASURES, Comparison
+from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 
 Compared = Mapping[str, Comparison]

@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tpu_experiments.checkpoint.proof import read_model
+from tpu_experiments.checkpoint.state import newest_parameters, progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.evaluating import EvaluateTaskConfig
-from tpu_experiments.config.identity import identity
+from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, config_of_run, identity
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.stored import DATA_KEYS, MODEL_KEYS, config_of_run
+from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter
-from tpu_experiments.io import paths
-from tpu_experiments.io.folder import RunFolder
-from tpu_experiments.runtime.env import compile_cache_root
-from tpu_experiments.training.exported import read_model
-from tpu_experiments.training.saved import newest_parameters, progress_of
+from tpu_experiments.runtime.processes.env import compile_cache_root
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"

@@ -7,22 +7,22 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.generating import GenerateTaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.retry import told
-from tpu_experiments.logging.runlog import start_run_log, stop_run_log
+from tpu_experiments.config.targets import locate
+from tpu_experiments.config.task_schema import GenerateTaskConfig
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation.decoder import Decoder
+from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
-from tpu_experiments.runtime.launch import make_runtime
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.retry import told
 from tpu_experiments.tasks.generate.answers import Answer, Answers, Reader
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
 from tpu_experiments.tasks.generate.prompts import Prompt, asked, ends_of, given_prompts, ids_of, kind_of, typed
-from tpu_experiments.training.sources import tokenizer_for
+from tpu_experiments.training.batches import tokenizer_for
 
 log = logging.getLogger(__name__)
 

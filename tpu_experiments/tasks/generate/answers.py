@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.logging.runlog import held_back
-from tpu_experiments.models.generation.decoder import Decoder
+from tpu_experiments.loggers.runlog import held_back
+from tpu_experiments.models.generation import Decoder
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.prompts import Ends, Prompt
 

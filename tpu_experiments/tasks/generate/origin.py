@@ -6,18 +6,18 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from tpu_experiments.checkpoint.proof import read_model
+from tpu_experiments.checkpoint.state import newest_parameters
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.generating import GenerateTaskConfig
+from tpu_experiments.config.identity import values_of_run
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import LoraConfig
-from tpu_experiments.config.stored import values_of_run
+from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
-from tpu_experiments.io import paths
-from tpu_experiments.training.exported import read_model
-from tpu_experiments.training.saved import newest_parameters
-from tpu_experiments.training.sources import tokenizer_of
+from tpu_experiments.storage import paths
+from tpu_experiments.training.batches import tokenizer_of
 
 log = logging.getLogger(__name__)
 TAKEN = ("seed", "plugins", "model", "lora")

@@ -10,13 +10,13 @@ from jinja2.exceptions import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.generating import GenerateTaskConfig
+from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.data.reading.formats import ROLES
 from tpu_experiments.data.tokens.chat import Messages, TemplateRefusal, render, render_prompt
 from tpu_experiments.data.tokens.tokenizer import require_chat_template
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 from tpu_experiments.tasks.generate.origin import Origin
-from tpu_experiments.training.sample import text_ids
+from tpu_experiments.training.evaluation import text_ids
 
 WANTED = "`prompt` (text), `messages` (a list of role and content, the last of them the user's), or `instruction`"
 

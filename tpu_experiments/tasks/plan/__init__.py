@@ -10,11 +10,11 @@ import re
 import sys
 from dataclasses import replace
 
+from tpu_experiments.config.compose import variant
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.planning import PlanTaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.variants import variant
-from tpu_experiments.planning import complaints
+from tpu_experiments.config.task_schema import PlanTaskConfig
+from tpu_experiments.planning import oom
 from tpu_experiments.runtime.patches import require_versions
 
 STOPPED_EXIT_CODE = 75
@@ -49,9 +49,9 @@ def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConf
     Raises:
         ConfigError: one of them has no plan; the others are written.
     """
-    from tpu_experiments.logging.runlog import start_run_log, stop_run_log
-    from tpu_experiments.tasks.plan.exploring import case_of, plans_of
+    from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
     from tpu_experiments.tasks.plan.output import publish
+    from tpu_experiments.tasks.plan.search import case_of, plans_of
 
     start_run_log(None, rank=0)
     try:
@@ -94,7 +94,7 @@ def check_hw(config: Config) -> None:
     sides = re.fullmatch(r"\w+:(\d+(?:x\d+)*)", hw.topology)
     num_there = math.prod(int(side) for side in sides[1].split("x")) if sides else hw.num_devices
     if num_there < hw.num_devices:
-        raise complaints.about_chips(hw, num_there=num_there)
+        raise oom.about_chips(hw, num_there=num_there)
 
 
 def chosen_method(settings: PlanTaskConfig) -> str:

@@ -11,18 +11,17 @@ from tqdm import tqdm
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
 from tpu_experiments.metrics.flops import trained_flops
-from tpu_experiments.planning.assemble import Planned, planned, shortage_of, widths_of_step
-from tpu_experiments.planning.compiled import Compiled, Compilers
+from tpu_experiments.planning.check import remedies_for
+from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
 from tpu_experiments.planning.length import Beside
 from tpu_experiments.planning.plan import Plan, Program, plan_of
-from tpu_experiments.planning.remedies import remedies_for
 from tpu_experiments.planning.saved import COMPILED, PLANS
 from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.trace import Lowered
 from tpu_experiments.planning.tuned import tuned_notes
-from tpu_experiments.tasks.plan.length import counted_only, with_run
+from tpu_experiments.storage import paths
+from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
 GIB_PER_COMPILE = 6.0  # peak while compiling a 7B step, with a margin

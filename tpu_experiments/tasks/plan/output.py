@@ -2,18 +2,17 @@
 
 from dataclasses import replace
 
+from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.variants import machine
-from tpu_experiments.io import paths, strict_json
 from tpu_experiments.planning.analytic import estimated_memory
 from tpu_experiments.planning.chart import plan_chart_svg
 from tpu_experiments.planning.compare import datasheet_comparison, saved_comparisons
-from tpu_experiments.planning.page import plan_markdown
 from tpu_experiments.planning.plan import Comparison, Plan
-from tpu_experiments.planning.report import plan_json, plan_table
+from tpu_experiments.planning.report import plan_json, plan_markdown, plan_table
 from tpu_experiments.planning.saved import PLAN_FILE, PLANS
 from tpu_experiments.planning.search import overlay_yaml
+from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.plan.formulas import arch_of
 
 REFERENCE_HW = ("t4x2", "a100")

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpu_experiments.config.build import locate
 from tpu_experiments.config.curriculum import Stage, resolve_stages
+from tpu_experiments.config.model_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.sources import QUESTION_ROWS
-from tpu_experiments.metrics.stopwatch import Stopwatch
+from tpu_experiments.config.targets import locate
+from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.dropout import NOISE
-from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.shapes import ShapesOfModel
+from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
-from tpu_experiments.training.chosen import choice_of
-from tpu_experiments.training.inputs import RunInputs, evaluation_rows, has_dropout
-from tpu_experiments.training.step import ROW_TENSORS
+from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_dropout
+from tpu_experiments.training.step import ROW_TENSORS, choice_of
 
 Shape = tuple[int, int, int]
 
@@ -81,7 +79,7 @@ def shape_of(stage: Stage, *, runtime: TracingRuntime) -> Shape:
 
 
 def evaluation_shape(config: Config, stages: list[Stage], *, runtime: TracingRuntime) -> tuple[int, int]:
-    """Return (R, T) of one process's evaluation batch, as in training/inputs.py."""
+    """Return (R, T) of one process's evaluation batch, as in training/batches.py."""
     rows = evaluation_rows(stages) // runtime.share[1]
     return rows, max(stage.geometry.seq_len for stage in stages)
 

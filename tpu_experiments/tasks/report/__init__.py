@@ -1,10 +1,10 @@
 """task=report: compare runs on one HTML page; needs no device and loads no torch."""
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.reporting import ReportTaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
-from tpu_experiments.io.retry import told
+from tpu_experiments.config.task_schema import ReportTaskConfig
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.retry import told
 from tpu_experiments.tasks.report.page import report_page
 from tpu_experiments.tasks.report.runs import Run, find_runs
 

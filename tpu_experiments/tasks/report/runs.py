@@ -14,12 +14,12 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.io.find import is_glob
-from tpu_experiments.io.folder import RESULT
-from tpu_experiments.io.shapes import RECORD, TEST, shaped
-from tpu_experiments.io.shapes import RESULT as RESULT_SHAPE
 from tpu_experiments.metrics.goodput import Life, account
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.paths import is_glob
+from tpu_experiments.storage.run_folder import RESULT
+from tpu_experiments.storage.strict_json import RECORD, TEST, shaped
+from tpu_experiments.storage.strict_json import RESULT as RESULT_SHAPE
 
 log = logging.getLogger(__name__)
 Curve = list[tuple[int, float]]

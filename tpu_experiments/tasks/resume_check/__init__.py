@@ -11,24 +11,16 @@ from copy import deepcopy
 from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.resuming import ResumeCheckTaskConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths, strict_json
-from tpu_experiments.logging.runlog import start_run_log, stop_run_log
-from tpu_experiments.tasks.resume_check.children import (
-    KILLED,
-    LOG_EVERY_STEPS,
-    WHOLE,
-    Children,
-    Kill,
-    Life,
-    LifeFailed,
-)
+from tpu_experiments.config.task_schema import ResumeCheckTaskConfig
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.tasks.resume_check.children import KILLED, LOG_EVERY_STEPS, WHOLE, Children, Kill, Life, LifeFailed
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
 from tpu_experiments.tasks.settling import settled_run
 from tpu_experiments.tasks.setup import check_model, make_inputs
-from tpu_experiments.training.inputs import num_steps
+from tpu_experiments.training.batches import num_steps
 
 log = logging.getLogger(__name__)
 MIN_STEPS = 4
@@ -104,7 +96,7 @@ def plan_kills(config: Config) -> list[Kill]:
 def kills_inside(num_steps: int, *, where: str) -> list[Kill]:
     """Choose a kill after a background save, and one after a save that blocks the training loop.
 
-    Blocking saves are those of training/saving.py: the first by steps after a start, here a fresh start and a resume
+    Blocking saves are those of checkpoint/saver.py: the first by steps after a start, here a fresh start and a resume
     from the other kill. Each kill comes at the first log record after its checkpoint and before the next save, so that
     a completed step and a written record are lost. The background checkpoint falls inside the window of a log record,
     whose losses it must hold.

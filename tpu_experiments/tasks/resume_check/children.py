@@ -14,10 +14,10 @@ from pathlib import Path
 from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.io import paths
-from tpu_experiments.runtime.env import compile_cache_root
-from tpu_experiments.runtime.tether import tied
-from tpu_experiments.training.sources import prepared_folder
+from tpu_experiments.runtime.processes.env import compile_cache_root
+from tpu_experiments.runtime.processes.tether import tied
+from tpu_experiments.storage import paths
+from tpu_experiments.training.batches import prepared_folder
 
 log = logging.getLogger(__name__)
 WHOLE, KILLED = "whole", "killed"
@@ -156,7 +156,7 @@ def kill_overrides(events: Path, kill: Kill | None) -> list[str]:
         marker = f"checkpoints/step_{kill.checkpoint:08d}/{COMMIT}"
         options += f", kill_after: {kill.after}, marker: {marker}"
         saves = [f"checkpoint.every_steps={kill.every_steps}", "checkpoint.every_minutes=0"]
-    loggers = "tpu_experiments.logging"
+    loggers = "tpu_experiments.loggers"
     probe = f"probe: {{_target_: {loggers}.probe.Probe, options: {{{options}}}}}"
     return [*saves, f"+logger={{jsonl: {{_target_: {loggers}.jsonl.JsonlLogger}}, {probe}}}"]
 

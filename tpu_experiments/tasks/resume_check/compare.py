@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from tpu_experiments.io import paths
+from tpu_experiments.storage import paths
 from tpu_experiments.tasks.resume_check.children import KILLED, WHOLE, Life
 
 Records = list[dict[str, Any]]

@@ -1,0 +1,47 @@
+"""What ends a run instead of a save, and the same end for all of its processes."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tpu_experiments.checkpoint import store
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.storage.retry import StorageFailed
+
+Result = TypeVar("Result")
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot continue; the message says where and why."""
+
+
+class UnprovenError(RuntimeError):
+    """A save failed verification and must not count; the message says why."""
+
+
+def on_first(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
+    """Run an action on rank 0 and return its result, None on the others; an error stops all processes."""
+    error, result = None, None
+    if runtime.rank == 0:
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    if runtime.any_process(error is not None):
+        raise stopping(error) from error
+    return result
+
+
+def stopping(error: Exception | None) -> Exception:
+    """Return the exception that ends the run."""
+    if error is None:
+        return TrainingStopped("process 0 could not save a checkpoint; its own message says why.")
+    if isinstance(error, UnprovenError):
+        return TrainingStopped(f"stopped instead of saving: {error}; the checkpoints before it stay.")
+    if isinstance(error, StorageFailed):
+        return TrainingStopped(str(error))
+    if isinstance(error, store.StorageError | OSError):
+        return TrainingStopped(
+            f"a checkpoint could not be saved: {error}; the ones before it stay; mend the storage (room, permission), "
+            "then the same command goes on from them."
+        )
+    return error

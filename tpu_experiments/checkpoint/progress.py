@@ -1,0 +1,260 @@
+"""Where a run is, as plain values: what a checkpoint stores beside the tensors."""
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+REQUIRED = ("stage", "stage_step", "step", "peak_lr", "stages", "data")
+"""Keys without which nobody knows where the run was; the others begin as they do in a fresh run."""
+
+
+@dataclass
+class EpochRecord:
+    """Losses of one pass over the rows of a stage (training/epochs.py)."""
+
+    epoch: int
+    """From 1."""
+    steps: int = 0
+    """That updated something."""
+    supervised: float = 0.0
+    """Their supervised tokens."""
+    loss_sum: float = 0.0
+    """Their loss over these, in nats."""
+    is_over: bool = False
+    """Whether all its rows were trained on."""
+
+    @property
+    def loss(self) -> float:
+        """Mean per supervised token."""
+        return self.loss_sum / self.supervised if self.supervised else math.nan
+
+
+@dataclass
+class StageRecord:
+    """Progress and results of one stage so far."""
+
+    name: str
+    steps: int = 0
+    tokens: int = 0
+    first_train_loss: float | None = None
+    last_train_loss: float | None = None
+    eval_loss: float | None = None
+    """Held-out loss over all sources behind its last step, of the best evaluation where it ended with that."""
+    eval_sources: dict[str, float] = field(default_factory=dict)
+    best_loss: float | None = None
+    """Lowest loss of its exit test so far."""
+    goal_loss: float | None = None
+    """Of its exit test: the loss that the next is measured against, which only a loss lower by `min_delta` replaces."""
+    num_worse: int = 0
+    """Evaluations in a row that were not lower than that."""
+    held_step: int | None = None
+    """Step of the run with the lowest one, whose checkpoint is kept until the stage ends with it."""
+    restored_step: int | None = None
+    """Step of the run whose parameters and optimizer state the stage ended with; None is its last."""
+    ended_by: str | None = None
+    """Why it ended before its last step."""
+    epochs: list[EpochRecord] | None = None
+    """Its passes over its rows; None where some of its steps were not counted, by a version that did not."""
+
+
+@dataclass
+class GuardState:
+    """State of the guard (training/guard.py); steps are numbered from 1 over the run."""
+
+    seen: int = 0
+    """The last step whose report was looked at."""
+    streak: list[int] = field(default_factory=list)
+    """Steps without an update, up to `seen`; empty once a step after them was finite."""
+    spikes: list[int] = field(default_factory=list)
+    """Steps whose loss jumped, since values were read for a log record."""
+    recent: list[float] = field(default_factory=list)
+    """The last finite losses of this stage."""
+    skipped: int = 0
+    """Steps without an update so far."""
+    rollbacks: int = 0
+    passed_over: list[list[int]] = field(default_factory=list)
+    """First and last of steps whose batches are left out; they count as steps all the same."""
+
+    def passes_over(self, step: int) -> bool:
+        """Return whether this step's batch is skipped."""
+        return any(first <= step <= last for first, last in self.passed_over)
+
+
+@dataclass
+class AnswersRecord:
+    """Results of one set of questions (training/questions.py)."""
+
+    asked: int
+    right: int
+    """Answers whose first sentence is the expected one."""
+    whole: int
+    """Those that are it as a whole."""
+    shown: list[str]
+    """The first few answers."""
+
+
+@dataclass
+class Progress:
+    """Position in the curriculum; data position and schedule follow from it by arithmetic."""
+
+    stage: int = 0
+    """Index of the stage that is running."""
+    stage_step: int = 0
+    """Optimizer steps done in that stage."""
+    step: int = 0
+    """Optimizer steps done in the run."""
+    peak_lr: float = 0.0
+    """Highest learning rate of these steps."""
+    stages: list[StageRecord] = field(default_factory=list)
+    eval_loss_before: float | None = None
+    eval_sources_before: dict[str, float] = field(default_factory=dict)
+    eval_measures_before: dict[str, float] = field(default_factory=dict)
+    """Accuracy and bits per byte over all sources."""
+    eval_source_measures_before: dict[str, dict[str, float]] = field(default_factory=dict)
+    eval_loss: float | None = None
+    eval_step: int = -1
+    """Latest held-out loss, and after how many steps it was."""
+    sample_before: str | None = None
+    skill_before: dict[str, AnswersRecord] = field(default_factory=dict)
+    """What became of each set of questions before training; empty where none are asked."""
+    open_losses: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss) of the steps since the last log record, which the next record is a mean over as well."""
+    open_supervised: list[float] = field(default_factory=list)
+    """Supervised tokens of each of these steps."""
+    data: dict[str, str] = field(default_factory=dict)
+    """`<source>@<row length>` to the audit hash of what was trained on."""
+
+    start: dict[str, Any] | None = None
+    """What the run started from (training/start.py); None where that was no other run."""
+    start_marks: dict[str, str] = field(default_factory=dict)
+    """Of every tensor that was taken from there, its fingerprint (models/lora.py)."""
+    guard: GuardState = field(default_factory=GuardState)
+    canary: dict[str, Any] | None = None
+    """What the layout canary found; None where it was not asked."""
+
+    @property
+    def held_step(self) -> int | None:
+        """Return the step whose checkpoint must be kept, since the stage may end with it."""
+        return self.stages[-1].held_step if self.stages else None
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens trained on, without padding."""
+        return sum(record.tokens for record in self.stages)
+
+    def advance(self, stage_step: int) -> None:
+        """Set the position to after `stage_step` steps of the stage."""
+        self.step, self.stage_step = self.step + stage_step - self.stage_step, stage_step
+        self.stages[-1].steps = stage_step
+
+    def reopen(self, stages: Mapping[str, int]) -> None:
+        """Be inside the last stage that is done where it has more steps now (training/length.py)."""
+        if not 0 < self.stage == len(self.stages):
+            return
+        last = self.stages[-1]
+        if last.steps < stages[last.name] and last.ended_by is None:
+            self.stage, self.stage_step = self.stage - 1, last.steps
+
+    def left_out(self, num_steps: int) -> set[int]:
+        """Return the remaining steps of the stage, counted from 0, that are skipped."""
+        offset = self.step - self.stage_step + 1
+        steps = range(self.stage_step, num_steps) if self.guard.passed_over else ()
+        return {step for step in steps if self.guard.passes_over(offset + step)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
+        """Build from the values of `to_dict` as read from JSON, checking types and position.
+
+        Raises:
+            ValueError: they are invalid; the text names the key and the value.
+        """
+        lacking = [key for key in REQUIRED if key not in values]
+        if lacking:
+            raise ValueError(f"it lacks {', '.join(lacking)}")
+        found: Progress = _typed(values, cls, key="")
+        found._require_place()
+        return found
+
+    def require_stages(self, stages: Mapping[str, int]) -> None:
+        """Require the position to exist in a curriculum, given its stages' names and maximum steps.
+
+        Raises:
+            ValueError: it does not; the text names the key and the value.
+        """
+        names = list(stages)
+        if self.stage > len(names):
+            raise ValueError(f"stage={self.stage}, and the curriculum has {len(names)} stages ({', '.join(names)})")
+        for index, record in enumerate(self.stages):
+            name = names[index] if index < len(names) else "no stage"
+            if record.name != name:
+                raise ValueError(f"stages[{index}].name={record.name!r}, and the curriculum has {name} there")
+            if record.steps > stages[name]:
+                raise ValueError(f"stages[{index}].steps={record.steps}, and stage {name} has {stages[name]} steps")
+
+    def _require_place(self) -> None:
+        """Refuse inconsistent numbers; raises as `from_dict` does."""
+        counts = {"stage": self.stage, "stage_step": self.stage_step, "step": self.step}
+        for index, record in enumerate(self.stages):
+            counts |= {f"stages[{index}].{key}": getattr(record, key) for key in ("steps", "tokens", "num_worse")}
+        counts |= {f"guard.{key}": getattr(self.guard, key) for key in ("seen", "skipped", "rollbacks")}
+        for key, value in counts.items():
+            if value < 0:
+                raise ValueError(f"{key}={value} is below 0")
+        if not 0 <= self.peak_lr < math.inf:
+            raise ValueError(f"peak_lr={self.peak_lr} is no learning rate")
+        done = sum(record.steps for record in self.stages)
+        if done != self.step:
+            raise ValueError(f"step={self.step}, and the steps of its stages are {done} together")
+        # A stage has a record from its first step on; one that was left before the first was done has an empty one.
+        if not self.stage <= len(self.stages) <= self.stage + 1:
+            raise ValueError(f"stage={self.stage}, and there are records of {len(self.stages)} stages")
+        begun = self.stages[self.stage].steps if len(self.stages) > self.stage else 0
+        if begun != self.stage_step:
+            raise ValueError(f"stage_step={self.stage_step}, and the record of its stage has {begun} steps")
+        if not -1 <= self.eval_step <= self.step:
+            raise ValueError(f"eval_step={self.eval_step}, and step={self.step}")
+        for step, loss in self.open_losses:
+            if not 0 < step <= self.step or not math.isfinite(loss):
+                raise ValueError(f"open_losses has {loss} of step {step}, and step={self.step}")
+
+
+def _typed(value: Any, kind: Any, *, key: str) -> Any:
+    """Convert a JSON value to a type; null stands for a float that is NaN (storage/strict_json.py).
+
+    Raises:
+        ValueError: it has another type; the text names the key.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        (inner,) = (part for part in parts if part is not type(None))
+        return None if value is None else _typed(value, inner, key=key)
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        hints = get_type_hints(kind)
+        unknown = [str(name) for name in value if name not in {each.name for each in fields(kind)}]
+        if unknown:
+            raise ValueError(f"{key}{'.' if key else ''}{unknown[0][:80]} is no key of it")
+        prefix = f"{key}." if key else ""
+        try:
+            found = {name: _typed(item, hints[name], key=prefix + name) for name, item in value.items()}
+            return kind(**found)  # type: ignore[operator]  # a class, not one of its objects
+        except TypeError as error:
+            raise ValueError(f"{key}={str(value)[:80]!r} lacks a key ({error})") from error
+    if origin is dict and isinstance(value, Mapping):
+        return {name: _typed(item, parts[1], key=f"{key}.{str(name)[:80]}") for name, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_typed(item, parts[0], key=f"{key}[{index}]") for index, item in enumerate(value)]
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
+        return tuple(_typed(item, part, key=key) for item, part in zip(value, parts, strict=True))
+    if kind is float and (value is None or type(value) is float or (type(value) is int and abs(value) < 2**53)):
+        return math.nan if value is None else float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise ValueError(f"{key}={str(value)[:80]!r} is of another type")

@@ -1,0 +1,269 @@
+"""Proof of a save before it counts: trained parameters, an adapter with an effect, and the live model's answer.
+
+A checkpoint and an export (`adapter/` or `model/`) are read back from storage, compared with what was trained, and
+have to answer held-out rows as the live model does. A whole model is read here for tasks too; an adapter is by
+export/reading.py."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from safetensors.torch import load
+from torch import Tensor
+
+from tpu_experiments.checkpoint.errors import UnprovenError, on_first, stopping
+from tpu_experiments.checkpoint.progress import Progress
+from tpu_experiments.checkpoint.reading import tensors_below
+from tpu_experiments.checkpoint.state import shapes_of, to_host
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.batches import Batch
+from tpu_experiments.export.full import MODEL
+from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
+from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.lora import A, B, effects, num_changed
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.stacked import stacked
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.tensors import described, not_finite, unequal
+
+log = logging.getLogger(__name__)
+NUM_TRIES = 3
+"""Answers that are compared at most: several threads of XLA's CPU device add in an order of their own, so that on a
+busy machine a program now and then differs from itself by an ulp."""
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Initial state that trained tensors are compared with."""
+
+    fingerprints: Mapping[str, str]
+    """Of every trained tensor at its start (models/lora.py)."""
+    adapters: Tensors = field(default_factory=dict)
+    """PiSSA's A and B at their start; empty otherwise."""
+    is_adapter: bool = True
+
+    def verdict(self, tensors: Tensors, progress: Progress) -> dict[str, Any]:
+        """Return evidence that training changed the host tensors.
+
+        Raises:
+            UnprovenError: after steps with a learning rate above 0, all tensors have their initial values, or the
+                adapter has no effect.
+        """
+        look = Look(self)
+        look.at(tensors)
+        return look.verdict(progress)
+
+
+class Look:
+    """Evidence that tensors were trained, collected file by file."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._num_tensors = self._num_changed = 0
+        self._norms: dict[str, float] = {}
+        self._halves: dict[str, Tensor] = {}
+        """A or B of modules whose other one is in a file to come."""
+
+    def at(self, tensors: Tensors) -> None:
+        """Add the tensors of one file."""
+        self._num_tensors += len(tensors)
+        self._num_changed += num_changed(tensors, self._start.fingerprints)
+        if self._start.is_adapter:
+            known = {**self._halves, **tensors}
+            whole = {name: t for name, t in known.items() if _other_half(name) in known}
+            self._halves = {name: t.clone() for name, t in known.items() if name not in whole}
+            self._norms |= effects(whole, start=self._start.adapters)
+
+    def verdict(self, progress: Progress) -> dict[str, Any]:
+        """Return the evidence over all files; raises as `Start.verdict` does."""
+        total, changed, norms = self._num_tensors, self._num_changed, self._norms
+        was_trained = progress.peak_lr > 0
+        kind = "adapter" if self._start.is_adapter else "model"
+        found: dict[str, Any] = {"tensors": total, "changed": changed, "peak_lr": progress.peak_lr}
+        after = f"after {progress.step} steps with learning rates up to {progress.peak_lr:.3g}"
+        if was_trained and not changed:
+            raise UnprovenError(
+                f"every one of the {total} trained tensors has its initial value {after}, so it would be an "
+                f"untrained {kind}; look at train/grad_norm, and at how many tokens are learnt"
+            )
+        if self._start.is_adapter:
+            found |= {"modules": len(norms), "with_effect": sum(norm > 0 for norm in norms.values())}
+            found |= {"largest_effect": max(norms.values(), default=0.0)}
+            if was_trained and not found["with_effect"]:
+                raise UnprovenError(
+                    f"B A is zero in all {len(norms)} adapted modules {after}, so the adapter would leave the base "
+                    "model as it is; look at train/grad_norm, and at lora.init"
+                )
+        if not was_trained:
+            found["note"] = "no step had a learning rate above 0, so nothing had to change"
+        return found
+
+
+def require_numbers(tensors: Tensors, *, group: str) -> None:
+    """Require finite values in the host tensors of a group.
+
+    Raises:
+        UnprovenError: one is NaN or infinite.
+    """
+    for name, tensor in tensors.items():
+        bad = not_finite(tensor)
+        if bad is not None:
+            raise UnprovenError(
+                f"{bad} of {group} {name} are NaN or infinite, and nobody could go on from it; lower optim.lr, or "
+                "look at your optimizer"
+            )
+
+
+def _other_half(name: str) -> str:
+    """Return `...lora_B` for `...lora_A` and vice versa."""
+    module, _, kind = name.rpartition(".")
+    return f"{module}.{B if kind == A else A}"
+
+
+class Evaluator(Protocol):
+    """What `Answers` asks; training/evaluation.py has it."""
+
+    def sums_of(self, batch: Batch) -> tuple[float, float]:
+        """Loss sum in nats and number of supervised tokens of a batch."""
+        ...
+
+
+class Answers:
+    """Model outputs on one batch of held-out rows, by evaluation's program, so nothing more is compiled.
+
+    Only on the training loop's thread: a device tensor created by another thread while a step is traced would become
+    part of that step's program.
+    """
+
+    def __init__(self, evaluator: Evaluator, batch: Batch | None, *, runtime: Runtime, parameters: dict[str, Tensor]):
+        self._evaluator, self._batch, self._runtime, self._parameters = evaluator, batch, runtime, parameters
+
+    def compared(self, read: Callable[[], Tensors]) -> dict[str, Any]:
+        """Require stored tensors to give the live parameters' loss; every process takes part.
+
+        The host tensors have Hugging Face's names. Return the loss and whether it was equal bit for bit.
+
+        Raises:
+            UnprovenError: the losses differ, though the live parameters gave the same loss every time.
+        """
+        if self._batch is None:
+            return {"note": "there are no held-out rows to answer"}
+        live, back = [self._ask()], [self._with(read())]
+        while back[-1] not in live and len(live) < NUM_TRIES:
+            live.append(self._ask())
+            back.append(self._with(read()))
+        loss, tokens = live[0]
+        found = {"rows": self._batch.num_rows, "tokens": int(tokens), "loss": loss / max(tokens, 1.0)}
+        if back[-1] in live:
+            return found | {"equal_bits": True}
+        if len(set(live)) == 1:
+            raise UnprovenError(
+                f"held-out rows have the loss sum {loss!r} with the live parameters and {back[-1][0]!r} with those "
+                "read back from storage"
+            )
+        log.warning("the model answers %s to the same rows with the same parameters; not compared", live)
+        return found | {"equal_bits": False, "note": "the live model does not give the same answer twice"}
+
+    def _with(self, tensors: Tensors) -> tuple[float, float]:
+        """Return the loss with other parameters, and restore the live ones."""
+        own = dict(self._parameters)
+        try:
+            for name in own:
+                self._parameters[name] = self._runtime.place(stacked(tensors, name), name=name)
+            return self._ask()
+        finally:
+            self._parameters.update(own)
+
+    def _ask(self) -> tuple[float, float]:
+        assert self._batch is not None, "`compared` looks"
+        return self._evaluator.sums_of(self._batch)
+
+
+class Export:
+    """A run's exported adapter or model, read back through the safetensors library."""
+
+    def __init__(
+        self, folder: str, *, digests: Mapping[str, str], model: BuiltModel, start: Start, max_held_bytes: float
+    ) -> None:
+        """`digests` is the SHA-256 of each file of tensors as it was written; empty on processes that wrote none."""
+        self._folder, self._digests, self._model, self._start = folder, digests, model, start
+        self._max_held_bytes = max_held_bytes
+
+    def proof(self, progress: Progress, *, answers: Answers, runtime: Runtime) -> dict[str, Any]:
+        """Verify the export and return the verdict for result.json; every process takes part.
+
+        Raises:
+            TrainingStopped: the export differs from what was trained.
+        """
+        found = on_first(runtime, lambda: self._looked_at(progress)) or {}
+        dtype = str(self._model.source.dtype).removeprefix("torch.")
+        if self._start.is_adapter or dtype == "float32":
+            try:
+                found["answer"] = answers.compared(self.tensors)
+            except UnprovenError as error:
+                raise stopping(error) from error
+        else:
+            found["answer"] = {"note": f"the export is {dtype} and what was trained float32, so answers differ"}
+        return found
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the files' tensors under the run's parameter names; a large model's are read one by one."""
+        if self._start.is_adapter:
+            layout = load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE)))
+            return read_layout(layout, initial=self._model.initial)
+        return tensors_below(self._folder, MODEL, max_held_bytes=self._max_held_bytes)
+
+    def _looked_at(self, progress: Progress) -> dict[str, Any]:
+        look, num_bytes = Look(self._start), 0
+        expected = shapes_of(self._model.trainable)
+        for file, digest in self._digests.items():
+            place = paths.join(self._folder, file)
+            paths.forget_cached(place)
+            content = paths.read_bytes(place)
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise UnprovenError(f"{place}, read back, differs from what was written")
+            num_bytes += len(content)
+            found = load(content)
+            del content  # the library has copied it
+            if self._start.is_adapter:
+                found = read_layout(found, initial=self._model.initial)
+                complaint = unequal(found, to_host(self._model.trainable))
+            else:
+                complaint = _other_shapes(found, {name: expected.pop(name) for name in found if name in expected})
+            if complaint is not None:
+                raise UnprovenError(f"{place}, read back, {complaint}")
+            look.at(found)
+            del found  # else it stands beside the next file
+        if not self._start.is_adapter and expected:
+            raise UnprovenError(f"{self._folder}, read back, lacks {len(expected)} of the tensors that were trained")
+        digests = list(self._digests.values())
+        sha256 = digests[0] if len(digests) == 1 else dict(self._digests)
+        return {"bytes": num_bytes, "sha256": sha256, "trained": look.verdict(progress)}
+
+
+def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
+    """Return the tensors of a whole model that this program exported.
+
+    Above `max_held_bytes`, each is read when it is accessed.
+
+    Raises:
+        ConfigError: there are none, or a file there cannot be read.
+    """
+    try:
+        found = tensors_below(folder, MODEL, max_held_bytes=max_held_bytes)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(f"{folder}; its model cannot be read ({error}); write or copy it again.") from error
+    if not found:
+        raise ConfigError(f"{folder}; it holds no tensors of a model; write or copy it again.")
+    return found
+
+
+def _other_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """Return how a model's exported tensors differ in names or shapes from the trained ones, or None."""
+    if found.keys() != expected.keys():
+        return f"has {len(found)} tensors, of which {len(expected)} were trained and are in no other file"
+    wrong = [name for name, tensor in expected.items() if found[name].shape != tensor.shape]
+    return f"has {wrong[0]} as {described(found[wrong[0]])}" if wrong else None

@@ -1,0 +1,286 @@
+"""When and how a run saves: in the training loop, or in a thread beside it from a copy in the host's memory.
+
+The first save of a process and those that end a stage or the run block training: they have the model answer held-out
+rows from what was read back, on the loop's own thread, before they count. Saves in between are written, read back and
+verified by another thread, one at a time. A state that is too large to be copied as a whole always blocks training
+and is streamed file by file: copied from the device, written, read back, verified, dropped."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from tpu_experiments.checkpoint import store
+from tpu_experiments.checkpoint.errors import UnprovenError, on_first, stopping
+from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name, read_manifest
+from tpu_experiments.checkpoint.progress import Progress
+from tpu_experiments.checkpoint.proof import Answers, Look, Start, require_numbers
+from tpu_experiments.checkpoint.reading import tensors_below
+from tpu_experiments.checkpoint.retention import Keep, Retention
+from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot
+from tpu_experiments.config.schema import CheckpointConfig
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.spool import Spool
+
+
+class Background:
+    """Runs jobs in a background thread, in order, never two at once."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job failed and its error has not been raised yet."""
+        return self._error is not None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Wait for the previous job, then run `job`; an error of the previous one is raised here instead.
+
+        Raises:
+            BaseException: the error of the previous job, once; `job` is not started then.
+        """
+        self.join()
+        # Not a daemon: the interpreter waits for it at exit, so only a kill can tear a save.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of a finished job, once; does not wait."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def join(self) -> None:
+        """Wait for the running job; raise as `check` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
+
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+Result = TypeVar("Result")
+Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
+"""What is saved, where, and what was looked at."""
+
+
+class Saver:
+    """Writer of one process's checkpoints; only rank 0 writes, every process must make the same calls."""
+
+    def __init__(
+        self, settings: CheckpointConfig, spool: Spool, *, runtime: Runtime, start: Start, answers: Answers
+    ) -> None:
+        self.settings, self.folder, self._runtime, self._spool = settings, spool.target, runtime, spool
+        self.start, self.answers = start, answers
+        self._worker = Background()
+        self._retention = Retention(spool.target)
+        self._keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
+        self._has_asked = not settings.prove
+        self._has_told = False
+        self._saved_at = time.monotonic()
+        self._saved: Progress | None = None
+
+    def begins_with(self, marks: Mapping[str, str]) -> None:
+        """Hold what is saved against these fingerprints, where the run started from another one's tensors."""
+        if marks:
+            self.start = replace(self.start, fingerprints=dict(marks))
+
+    # ---- when -----------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int, *, is_evaluated: bool, agrees: bool, is_best: bool = False) -> bool:
+        """Return whether to save a checkpoint after this step.
+
+        Args:
+            is_best: whether the stage may end with the parameters of this step.
+            agrees: whether all processes make this call, so that process 0 can share the state of its clock.
+        """
+        every, minutes = self.settings.every_steps, self.settings.every_minutes
+        due = bool(every and step % every == 0) or (is_evaluated and self.settings.keep_best > 0) or is_best
+        if minutes and agrees:
+            is_late = self._runtime.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes
+            due = self._runtime.any_process(is_late) or due
+        return due
+
+    def look(self, *, agrees: bool) -> None:
+        """Raise the error of a background save, without waiting for one.
+
+        Raises:
+            TrainingStopped: it failed.
+        """
+        if self._runtime.world_size == 1 or (agrees and self._runtime.any_process(self._worker.has_failed)):
+            self._together(self._worker.check)
+
+    def join(self) -> None:
+        """Wait for a background save.
+
+        Raises:
+            TrainingStopped: it failed.
+        """
+        self._together(self._worker.join)
+
+    def close(self) -> None:
+        """Wait for a background save at the end of the run; its error is only logged."""
+        try:
+            self._worker.join()
+        except Exception as error:
+            log.error("the last checkpoint was not completed: %s", error)
+
+    # ---- how ------------------------------------------------------------------------------------------------
+
+    def save(self, take: Callable[[], Snapshot], *, step: int, is_interval: bool, ends_stage: bool = False) -> None:
+        """Save what `take` returns (on rank 0); return once copied, if it may be written in the background.
+
+        Args:
+            is_interval: the run continues, so that nothing has to wait for the save.
+
+        Raises:
+            TrainingStopped: this save or the one before it failed.
+        """
+        self.join()
+        self._saved_at = time.monotonic()
+        asks = self.settings.prove and (ends_stage or (is_interval and not self._has_asked))
+        state = take()
+        fits = self._fits(state)
+        if is_interval and not asks and self.settings.background and fits:
+            if self._runtime.rank == 0:
+                copy = state.copied()
+                self._worker.start(lambda: self._keep_whole(copy))
+            return
+        written = self._together(lambda: self._keep_written(state.copied() if fits else state))
+        is_elsewhere = self._runtime.rank == 0 and (written is None or written[1].target != self._target(step))
+        answer = None
+        if not self._runtime.any_process(is_elsewhere) and asks:
+            try:
+                answer = self.answers.compared(lambda: self._read_back(step))
+            except UnprovenError as error:
+                raise stopping(error) from error
+            self._has_asked = True
+        self._together(lambda: self._keep_committed(written, answer))
+
+    def _read_back(self, step: int) -> Mapping[str, Tensor]:
+        return tensors_below(self._target(step), PARAMETERS, max_held_bytes=self.settings.max_copy_gib * GIB)
+
+    def _fits(self, state: Snapshot) -> bool:
+        """Return whether the state may be copied as a whole; log once if not, since all saves then block."""
+        fits = state.num_bytes <= self.settings.max_copy_gib * GIB
+        if self.settings.background and not fits and not self._has_told:
+            log.info(
+                "%.3g GiB of parameters and optimizer state are above checkpoint.max_copy_gib=%g: saves are in front, "
+                "file by file of checkpoint.max_shard_gib=%g, each copied, written and proven, then the next",
+                state.num_bytes / GIB,
+                self.settings.max_copy_gib,
+                self.settings.max_shard_gib,
+            )
+            self._has_told = True
+        return fits
+
+    def leave(self, take: Callable[[], Snapshot]) -> None:
+        """Save on a request to stop: for a remote folder to the local disk; closing the spool uploads it.
+
+        Raises:
+            TrainingStopped: this save or the one before it failed.
+        """
+        self.join()
+        state = take()
+        fits = self._fits(state)
+        self._together(lambda: self._keep_whole(state.copied() if fits else state, first="here"))
+
+    def _keep_whole(self, state: Snapshot, *, first: Literal["there", "here"] = "there") -> None:
+        """Write and commit, spilling to the local disk if the folder is unreachable (storage/spool.py).
+
+        `_keep_written` and `_keep_committed` spill in the same way.
+
+        `_keep_written` and `_keep_committed` do the same.
+        """
+
+        def write(folder: str) -> None:
+            self._committed(self._written(state, folder), None)
+
+        self._spool.save(write, make_room=self._make_room, first=first)
+
+    def _keep_written(self, copy: Snapshot) -> Written | None:
+        return self._spool.save(lambda folder: self._written(copy, folder), make_room=self._make_room)
+
+    def _keep_committed(self, written: Written | None, answer: dict[str, Any] | None) -> None:
+        if written is None:
+            return
+        own = written[1].target.rpartition("/")[0]
+
+        def commit_in(folder: str) -> None:
+            there = written if folder == own else self._written(written[0], folder)
+            self._committed(there, answer)
+
+        self._spool.save(commit_in, make_room=self._make_room)
+
+    def _make_room(self) -> None:
+        """Remove what retention does not keep, before a save that did not fit is repeated."""
+        complete = store.latest_step(self.folder)
+        if complete:
+            eval_loss = read_manifest(self._target(complete)).eval_loss
+            self._retention.apply(newest=complete, eval_loss=eval_loss, keep=self._kept_with(self._saved))
+
+    def _kept_with(self, progress: Progress | None) -> Keep:
+        """Return the policy, extended by the step that the stage may end with."""
+        held = progress.held_step if progress is not None else None
+        return self._keep if held is None else replace(self._keep, also=frozenset({held}))
+
+    def _written(self, copy: Snapshot, folder: str) -> Written:
+        """Write every file and verify it by reading back, if configured; the draft does not count yet."""
+        started, progress = time.perf_counter(), copy.progress
+        self._saved = progress
+        draft = store.begin(folder, step=progress.step, progress=progress.to_dict())
+        num_read, look = 1, Look(self.start)
+        if self.settings.prove:
+            store.read_back(draft, PROGRESS)
+        for group in copy.groups:
+            for name, tensors in copy.files(group, max_bytes=self.settings.max_shard_gib * GIB):
+                store.add_tensors(draft, name, tensors)
+                if self.settings.prove:
+                    found = store.read_tensors(draft, name, tensors)
+                    num_read += 1
+                    require_numbers(found, group=group)
+                    if group == PARAMETERS:
+                        look.at(found)
+                    del found  # else it stands beside the next file
+                del tensors
+        proof = {"read_back": num_read, "trained": look.verdict(progress)} if self.settings.prove else None
+        seconds = time.perf_counter() - started
+        log.info("checkpoint of step %d: %.1f MB in %.2f s", progress.step, draft.num_bytes / 1e6, seconds)
+        return copy, draft, proof
+
+    def _committed(self, written: Written, answer: dict[str, Any] | None) -> None:
+        copy, draft, proof = written
+        progress = copy.progress
+        if proof is not None and answer is not None:
+            proof["answer"] = answer
+        eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
+        folder = draft.target.rpartition("/")[0]
+        self._spool.bring_records(folder)
+        store.commit(draft, eval_loss=eval_loss, proof=proof)
+        retention = self._retention if folder == self.folder else Retention(folder)
+        retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._kept_with(progress))
+
+    def _target(self, step: int) -> str:
+        return paths.join(self.folder, folder_name(step))
+
+    def _together(self, action: Callable[[], Result]) -> Result | None:
+        return on_first(self._runtime, action)

@@ -1,0 +1,259 @@
+"""The trained tensors of a run from its start to a checkpoint and back: under Hugging Face's names, folded or not."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name
+from tpu_experiments.checkpoint.progress import Progress
+from tpu_experiments.checkpoint.reading import Groups, without_values
+from tpu_experiments.checkpoint.store import read_latest
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.models.build import return_freed_memory
+from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.tensors import described, file_name, require_finite, shards
+
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything a step changes, as it was after some step: on the device, or copied to host memory."""
+
+    progress: Progress
+    groups: dict[str, dict[str, Tensor]]
+    """`optimizer` and `parameters`, written in this order."""
+    is_copy: bool = False
+    """Whether it stays as it is whatever the device does, and has Hugging Face's names."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(t.nbytes for tensors in self.groups.values() for t in tensors.values())
+
+    def copied(self) -> "Snapshot":
+        """Return a copy of all tensors in host memory; waits for the device."""
+        groups = {group: to_host(tensors) for group, tensors in self.groups.items()}
+        return Snapshot(self.progress, groups, is_copy=True)
+
+    def files(self, group: str, *, max_bytes: float) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield name and host tensors of each file of a group, of at most `max_bytes` or one tensor.
+
+        Device tensors are copied when their file is requested: at a time as many as `max_bytes` hold, at least one,
+        which may be a stack over layers and have several files.
+        """
+        tensors = self.groups[group]
+        loads = shards({name: t.nbytes for name, t in tensors.items()}, max_bytes=max_bytes)
+        files = [shards(_sizes({name: tensors[name] for name in load}), max_bytes=max_bytes) for load in loads]
+        number, count = 0, sum(map(len, files))
+        for load, parts in zip(loads, files, strict=True):
+            chosen = {name: tensors[name] for name in load}
+            copies = chosen if self.is_copy else to_host(chosen)
+            return_freed_memory()  # the way from the device leaves up to half of the copy's size with the allocator
+            for names in parts:
+                number += 1
+                yield file_name(group, number, count), {name: copies[name] for name in names}
+            del copies  # else it stands beside the next ones
+
+
+def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros: Callable[..., Tensor]) -> State:
+    """Return initial optimizer state, each slot created by `zeros(shape, name=)`."""
+    shapes = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
+    return {
+        name: {slot: zeros(t.shape, name=f"{name}/{slot}") for slot, t in slots.items()}
+        for name, slots in optimizer.init(shapes).items()
+    }
+
+
+def snapshot(progress: Progress, *, parameters: Mapping[str, Tensor], state: State) -> Snapshot:
+    """Return what the next step will change, uncopied; copy or write it before that step."""
+    return Snapshot(copy.deepcopy(progress), {OPTIMIZER: flat(state), PARAMETERS: dict(parameters)})
+
+
+def read_state(
+    folder: str,
+    *,
+    parameters: dict[str, Tensor],
+    state: State,
+    place: Callable[..., Tensor],
+    order: Sequence[str] = (),
+    stages: Mapping[str, int] | None = None,
+    before: int | None = None,
+    max_held_bytes: float = math.inf,
+) -> Progress | None:
+    """Restore the newest complete checkpoint (of a step below `before`) into the run's tensors.
+
+    Returns None if there is none. One above `max_held_bytes` is read tensor by tensor (of a stack over layers all
+    parts), after every byte of it was verified against its manifest.
+
+    Args:
+        order: names of the parameters in the order to place them, which a traced program depends on
+            (`BuiltModel.order`); by default theirs.
+        stages: of the curriculum, by name in order, the steps that each has; None does not check the position.
+
+    Raises:
+        ConfigError: it has other tensors than the run, values that are NaN or infinite, or a position that does not
+            exist in this curriculum; or it was changed while it was read.
+    """
+    begun: list[int] = []
+
+    def use(values: dict[str, Any], groups: Groups) -> Progress:
+        progress = progress_of(values, folder=folder, stages=stages)
+        target = paths.join(folder, folder_name(progress.step))
+        shapes = {PARAMETERS: shapes_of(parameters), OPTIMIZER: shapes_of(flat(state))}
+        for group, expected in shapes.items():
+            found = without_values(groups.get(group, {}))
+            require_tensors(found, expected, place=paths.join(target, f"{group}.safetensors"))
+        begun.append(progress.step)
+        from_host(groups, parameters=parameters, state=state, place=place, order=order, source=target)
+        return progress
+
+    found = read_latest(folder, use, before=before, max_held_bytes=max_held_bytes)
+    if found is None and begun:
+        raise ConfigError(
+            f"{folder}; the checkpoint of step {begun[-1]} was changed while it was read, and there is none before it; "
+            "find out what else writes there, then start again."
+        )
+    return found
+
+
+def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mapping[str, Tensor]] | None:
+    """Return step and trained tensors of the newest complete checkpoint, or None.
+
+    The tensors of a checkpoint above `max_held_bytes` are read one by one, when they are accessed.
+    """
+
+    def use(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
+        return progress_of(progress, folder=folder).step, groups.get(PARAMETERS, {})
+
+    return read_latest(folder, use, max_held_bytes=max_held_bytes)
+
+
+def flat(state: State) -> dict[str, Tensor]:
+    """Return optimizer state by `<parameter>/<slot>`."""
+    return {f"{name}/{slot}": t for name, slots in state.items() for slot, t in slots.items()}
+
+
+def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies on the host, under Hugging Face's names; host tensors are copied too."""
+    copies = {name: host_copy(t) for name, t in tensors.items()}
+    return {name: t.contiguous() for name, t in unstacked(copies).items()}
+
+
+def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield as `to_host`, in the order of `shapes_of`, copying one device tensor at a time."""
+    for name, tensor in tensors.items():
+        yield from to_host({name: tensor}).items()
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return meta tensors with the dtypes and shapes of a checkpoint, under Hugging Face's names."""
+    return {
+        part: torch.empty(t.shape[1:] if is_stack(name) else t.shape, dtype=t.dtype, device="meta")
+        for name, t in tensors.items()
+        for part in hugging_face_names(name)
+    }
+
+
+ADVICE = "it is the checkpoint of another run, or was changed; choose another name=, or remove that checkpoint."
+
+
+def require_tensors(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, place: str, advice: str = ADVICE
+) -> None:
+    """Compare a checkpoint's tensors with those of this run, by name, type and shape.
+
+    Args:
+        advice: what to do where they differ, for the sentence that says so.
+
+    Raises:
+        ConfigError: they differ; the first one is named with both shapes.
+    """
+    missing, extra = _missing(expected, found), _missing(found, expected)
+    if missing or extra:
+        raise ConfigError(
+            f"{place}; it lacks {len(missing)} tensors of this run{_first(missing)} and has {len(extra)} that this run "
+            f"has not{_first(extra)}; {advice}"
+        )
+    for name, tensor in expected.items():
+        if described(found[name]) != described(tensor):
+            raise ConfigError(f"{place}; {name} is {described(found[name])}, and {described(tensor)} here; {advice}")
+
+
+def from_host(
+    groups: Mapping[str, Mapping[str, Tensor]],
+    *,
+    parameters: dict[str, Tensor],
+    state: State,
+    place: Callable[..., Tensor],
+    order: Sequence[str],
+    source: str,
+) -> None:
+    """Place a checkpoint's tensors as the run's own, `parameters` before `optimizer`.
+
+    `source` is the checkpoint's folder, `order` that of the parameters.
+
+    Raises:
+        ConfigError: one has a value that is NaN or infinite.
+    """
+
+    def placed(group: str, name: str) -> Tensor:
+        tensor = stacked(groups[group], name)
+        require_finite(tensor, name=f"{group} {name}", place=source)
+        return place(tensor, name=name)
+
+    for name in order or tuple(parameters):
+        parameters[name] = placed(PARAMETERS, name)
+    for name, slots in state.items():
+        for slot in slots:
+            slots[slot] = placed(OPTIMIZER, f"{name}/{slot}")
+
+
+def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, int] | None = None) -> Progress:
+    """Parse progress.json of a checkpoint in `folder`.
+
+    Args:
+        stages: as of `read_state`.
+
+    Raises:
+        ConfigError: it is no position of such a run.
+    """
+    try:
+        progress = Progress.from_dict(values)
+        if stages is not None:
+            progress.require_stages(stages)
+    except ValueError as error:
+        step = values.get("step")
+        target = paths.join(folder, folder_name(step)) if type(step) is int and step >= 0 else folder
+        raise ConfigError(
+            f"{paths.join(target, PROGRESS)}; {error}, where no run of this config is: it is from another version of "
+            "this program, or was changed; remove that checkpoint's folder to go on from the one before, or choose "
+            "another name=."
+        ) from error
+    return progress
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return bytes by Hugging Face's names, the parts of a stack in order."""
+    return {
+        part: t.nbytes // len(parts)
+        for name, t in tensors.items()
+        for parts in [hugging_face_names(name)]
+        for part in parts
+    }
+
+
+def _missing(names: Iterable[str], present: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in names if name not in present]
+
+
+def _first(names: list[str]) -> str:
+    return f" (first {names[0][:200]})" if names else ""

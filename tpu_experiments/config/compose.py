@@ -1,0 +1,202 @@
+"""Compose a Config: from Hydra's result, and again with other overrides laid over it.
+
+A variant is the command's own config with further overrides: another machine, other settings of a search."""
+
+import dataclasses
+import hashlib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tpu_experiments.config.checks import MAX_NAME_LENGTH, check
+from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.messages import choices, sentence
+from tpu_experiments.config.model_schema import ShardingConfig
+from tpu_experiments.config.schema import GROUPS, Config
+
+PROMPT = "Hello! What can you help me with?"
+"""Asked where the data says nothing."""
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Convert Hydra's composed config to a typed, checked and named Config.
+
+    Raises:
+        ConfigError: a value is missing, of the wrong type, out of range or incompatible with another.
+    """
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError("\n".join(_missing(key) for key in missing))
+    config: Any = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    problems = [*_unknown_keys(config), *_wrong_types(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if config.sample.prompt is None:
+        config.sample.prompt = _prompt(config)
+    check(config)
+    if config.name is None and config.task.name == "report":
+        config.name = "report"  # it is about many runs, and not the one that the other keys describe
+    if config.name is None:
+        model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
+        config.name = _default_name(model, list(config.data), config.hw.name)
+        if len(config.name) > MAX_NAME_LENGTH:
+            raise ConfigError(
+                f"name=null; the name made of model, data and hw has {len(config.name)} letters and a folder's takes "
+                f"{MAX_NAME_LENGTH}; write name=."
+            )
+    return config
+
+
+def _default_name(model: str, sources: list[str], hw: str) -> str:
+    """The selections; of sources too many for a folder's name the first, how many follow, and a hash of all."""
+    name = "_".join([model, *sources, hw])
+    if len(name) <= MAX_NAME_LENGTH:
+        return name
+    digest = hashlib.sha256(" ".join(sources).encode()).hexdigest()[:8]
+    return "_".join([model, sources[0], f"and_{len(sources) - 1}_more", digest, hw])
+
+
+def _prompt(config: Config) -> str:
+    """Return the sample prompt, in the language of the data."""
+    sources = sorted(config.data.values(), key=lambda source: source.kind != "chat")
+    return next((source.prompt for source in sources[:1] if source.prompt), PROMPT)
+
+
+def require_single_choices(selected: Mapping[str, Any]) -> None:
+    """Check the groups that take one choice; `selected` is Hydra's `runtime.choices`, which leaves lists out.
+
+    Raises:
+        ConfigError: `model=[tiny,qwen05b]`, which Hydra would merge, or a `local` file that is not there.
+    """
+    problems = [
+        f"{group} takes exactly one choice; write {group}=NAME with one of: {', '.join(choices(group))}."
+        for group in GROUPS
+        if group not in selected
+    ]
+    local = selected.get("local")
+    if local not in (None, "default", *choices("local")):
+        problems.append(f"local={local}; there is no conf/local/{local}.yaml. {suggest(str(local), choices('local'))}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _missing(key: str) -> str:
+    if key in GROUPS:
+        return f"{key}=???; no choice is made; write {key}=NAME with one of: {', '.join(choices(key))}."
+    return f"{key}=???; it has no value; set it on the command line or in a YAML file."
+
+
+def _unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yield keys that `+key=value` added outside the schema, where they would have no effect."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _unknown_keys(value, f"{prefix}{name}.")
+    if not dataclasses.is_dataclass(node):
+        return
+    known = [field.name for field in dataclasses.fields(node)]
+    for name, value in vars(node).items():
+        if name in known:
+            yield from _unknown_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={value}; there is no such key. {suggest(name, known)}"
+
+
+def _wrong_types(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yield values of a wrong type: OmegaConf lets an interpolation put any node in place of a list."""
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        value, hint = getattr(node, field.name), hints[field.name]
+        if not _fits(value, hint):
+            shown = "null" if value is None else str(value)
+            wanted = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+            yield f"{prefix}{field.name}={shown:.100}; it must be of type {wanted}."
+        elif dataclasses.is_dataclass(value):
+            yield from _wrong_types(value, f"{prefix}{field.name}.")
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                if dataclasses.is_dataclass(part):
+                    yield from _wrong_types(part, f"{prefix}{field.name}.{name}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has a type of the schema: a class, a union, or a list or dict of them."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(part, parts[0]) for part in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(part, parts[1]) for part in value.values())
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, hint)
+
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def variant(*overrides: str) -> Config:
+    """Compose this command's config again with further overrides, which take precedence.
+
+    Raises:
+        ConfigError: the checks or Hydra refuse them.
+    """
+    return _checked([*HydraConfig.get().overrides.task, *overrides])
+
+
+@cache
+def machine(name: str) -> HwConfig:
+    """Return a machine of conf/hw as its file defines it.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    return _checked([f"hw={name}", "task=plan", "trainer.global_batch_rows=256", "~local"]).hw
+
+
+@cache
+def shipped(model: str, hw: str) -> Config:
+    """Return the config of a model of conf/model on a machine of conf/hw, without other overrides.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    return _checked([f"model={model}", f"hw={hw}", "task=plan", "trainer.global_batch_rows=256", "~local"])
+
+
+@cache
+def sharding_table(name: str) -> ShardingConfig:
+    """Return a table of conf/sharding as its file defines it.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    return _checked([f"sharding={name}", "task=plan", "~local"]).sharding
+
+
+def _checked(overrides: Sequence[str]) -> Config:
+    try:
+        return to_config(_composed(list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(sentence(error)) from error
+
+
+def _composed(overrides: list[str]) -> DictConfig:
+    if GlobalHydra.instance().is_initialized():
+        return compose("config", overrides=overrides)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=overrides)

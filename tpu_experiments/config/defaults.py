@@ -1,0 +1,134 @@
+"""Row lengths, rows of a step and intervals, where the command leaves them to the model, the data and the run's length.
+
+Pure arithmetic: the checks and the plan do it with what is known of a source beforehand, a run with what it measured.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.schema import Config
+
+AUTO = "auto"
+OPEN = ("seq_len", "global_batch_rows")
+"""Keys of `trainer` that may be left to the data."""
+LANES = 128
+"""Numbers in a row of a TPU's tile (jax.dev, Pallas TPU details): what is shorter is computed as if it were as long."""
+MICRO_TOKENS = 8192
+"""Of a device at once: what the recipes of conf/experiment plan with, 8 to 10 GiB of a chip with Mistral 7B."""
+SMALL_STEP_TOKENS = 8192
+"""Fewest of a step that is made smaller for little data: QLoRA's 16 rows of 512 (arXiv 2305.14314, table 9)."""
+STEPS_OF_AN_EPOCH = 40
+"""Fewest, where that leaves a step `SMALL_STEP_TOKENS`: three epochs are then 120 updates."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Known lengths of a source's documents, in tokens of the model's tokenizer."""
+
+    p95: int | None
+    """That 95 % of them do not exceed."""
+    total: int | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens per row, and rows per optimizer step over all devices."""
+
+    seq_len: int
+    global_rows: int
+
+
+def is_open(config: Config) -> bool:
+    """Return whether row length or rows per step are left to the data."""
+    return config.trainer.seq_len == AUTO or config.trainer.global_batch_rows is None
+
+
+def rows_of(config: Config, measured: Mapping[str, Lengths] | None = None) -> Rows:
+    """Return the rows of a run, by the lengths of its sources where they are open.
+
+    Args:
+        measured: lengths by source; by default those given in `data.<name>`.
+    """
+    lengths = _known(config) if measured is None else measured
+    trainer = config.trainer
+    seq_len = trainer.seq_len if isinstance(trainer.seq_len, int) else _row_tokens(config, lengths)
+    return Rows(seq_len, trainer.global_batch_rows or _global_rows(config, lengths, seq_len=seq_len))
+
+
+def settled(config: Config, measured: Mapping[str, Lengths] | None) -> Config:
+    """Return the config with all open values set; arguments as of `rows_of`."""
+    rows = rows_of(config, measured)
+    return replace(config, trainer=replace(config.trainer, seq_len=rows.seq_len, global_batch_rows=rows.global_rows))
+
+
+def fitting_rows(per_device: int, *, seq_len: int, at_most: int = MICRO_TOKENS) -> int:
+    """Return the largest divisor of a device's rows with at most `at_most` tokens, at least 1."""
+    return max(n for n in range(1, per_device + 1) if per_device % n == 0 and (n == 1 or n * seq_len <= at_most))
+
+
+def _known(config: Config) -> dict[str, Lengths]:
+    if config.data_size == "sample":
+        return {}
+    return {name: Lengths(source.p95_tokens, source.total_tokens) for name, source in config.data.items()}
+
+
+def _row_tokens(config: Config, lengths: Mapping[str, Lengths]) -> int:
+    """Return a multiple of `LANES` that holds 95 % of every source's documents, limited by the model."""
+    known = [lengths[name].p95 if name in lengths else None for name in config.data]
+    longest = None if None in known else max((n for n in known if n is not None), default=None)
+    limits = [config.model.row_tokens, *_position_limits(config)]
+    wanted = limits if longest is None else [-(-longest // LANES) * LANES, *limits]
+    return min(wanted)
+
+
+def _position_limits(config: Config) -> list[int]:
+    arch = {**config.model.arch, **(config.model.tiny_arch if config.model.size == "tiny" else {})}
+    limit = arch.get("max_position_embeddings")
+    return [limit] if isinstance(limit, int) else []
+
+
+def _global_rows(config: Config, lengths: Mapping[str, Lengths], *, seq_len: int) -> int:
+    """Return a power of two per data shard, so that micro-batches of any size divide it."""
+    tokens = config.model.step_tokens
+    if tokens > SMALL_STEP_TOKENS:
+        totals = [found.total for found in lengths.values() if found.total is not None]
+        few = min(totals) // STEPS_OF_AN_EPOCH if len(totals) == len(config.data) else tokens
+        tokens = min(tokens, max(SMALL_STEP_TOKENS, few))
+    shards = num_shards(config)
+    per_device = max(1, tokens // (seq_len * shards))
+    return shards * 2 ** (per_device.bit_length() - 1)
+
+
+ROUND = (1, 2, 5)
+ASKED_EVERY = 50
+"""Steps between two evaluations at least, where they ask questions: with 120 of them one takes as long as 8 steps."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between log records, evaluations and checkpoints.
+
+    For evaluations and checkpoints, 0 means none between the first step and the last.
+    """
+
+    log: int
+    evaluate: int
+    save: int
+
+
+def intervals_of(config: Config, *, total_steps: int) -> Intervals:
+    """Return the configured intervals, with round numbers of steps in place of null."""
+    log, evaluate, save = config.trainer.log_every_steps, config.trainer.eval_every_steps, config.checkpoint.every_steps
+    evaluated = max(ASKED_EVERY if config.questions else 1, _round(total_steps / 10, at_most=1000))
+    return Intervals(
+        log=_round(total_steps / 20, at_most=100) if log is None else log,
+        evaluate=evaluated if evaluate is None else evaluate,
+        save=max(50, _round(total_steps / 20, at_most=500)) if save is None else save,
+    )
+
+
+def _round(steps: float, *, at_most: int) -> int:
+    """Return the largest of 1, 2, 5, 10, 20, 50, ... that exceeds neither limit, at least 1."""
+    limit = max(1.0, min(steps, at_most))
+    return max(n * 10**power for n in ROUND for power in range(7) if n * 10**power <= limit)

@@ -1,0 +1,122 @@
+"""Show progress on stderr: a bar on a terminal, elsewhere one fixed-width line per record.
+
+run.log receives the lines in both cases: those that the bar replaces are marked `shown_by_bar`, and the console
+handler of runlog.py omits them.
+"""
+
+import logging
+import math
+import sys
+import time
+from datetime import timedelta
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from tpu_experiments.loggers.base import LoggerContext
+
+log = logging.getLogger(__name__)
+FOR_FILES = ("eval/accuracy_", "eval/bits_per_byte_")
+"""Prefixes of per-source values, too many for a line."""
+
+
+class ConsoleLogger:
+    """Show loss, learning rate, speed and time left; evaluations and samples in full."""
+
+    def __init__(self, context: LoggerContext, *, style: Literal["auto", "bar", "lines"] = "auto") -> None:
+        self._total = context.total_steps
+        self._pace = Pace(context.resume_step)
+        self._bar: tqdm[Any] | None = None
+        if style == "bar" or (style == "auto" and sys.stderr.isatty()):
+            self._bar = tqdm(
+                total=context.total_steps,
+                initial=context.resume_step,
+                unit="step",
+                dynamic_ncols=True,
+                file=sys.stderr,
+            )
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Advance the bar or print a line for a training record; print a line for an evaluation."""
+        if "train/loss" in values:
+            self._pace.advance(step)
+            log.info(self._line(step, values), extra={"shown_by_bar": self._bar is not None})
+            if self._bar is not None:
+                self._bar.set_postfix_str(_postfix(values), refresh=False)
+                self._bar.update(step - self._bar.n)
+        if "eval/loss" in values:
+            told = {k: v for k, v in values.items() if k.startswith("eval/") and not k.startswith(FOR_FILES)}
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in told.items())
+            log.info("step %d/%d  %s", step, self._total, shown)
+
+    def text(self, step: int, *, tag: str, text: str) -> None:
+        """Do nothing: the trainer logs samples itself, so that run.log has them with any logger."""
+
+    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Do nothing: the end of the run prints its result."""
+
+    def finish(self) -> None:
+        """Close the bar and leave it on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, step: int, values: dict[str, float]) -> str:
+        width = len(str(self._total))
+        seconds_left = self._pace.seconds_per_step * (self._total - step)
+        milliseconds = values.get("perf/step_seconds", self._pace.last_seconds_per_step) * 1000
+        columns = [
+            f"step {step:>{width}}/{self._total}",
+            f"loss {values['train/loss']:8.4f}",
+            f"lr {_number(values, 'train/lr', '9.2e')}",
+            f"grad {_number(values, 'train/grad_norm', '9.3f')}",
+            f"{_number(values, 'perf/tokens_per_second', '9,.0f')} tok/s",
+            f"{milliseconds:8.1f} ms/step",
+            *([f"mfu {100 * values['perf/mfu']:4.1f} %"] if "perf/mfu" in values else []),
+            f"left {_clock(seconds_left)}",
+        ]
+        return "  ".join(columns)
+
+
+class Pace:
+    """Wall-clock seconds per step, of the last record and since the first one.
+
+    The time before the first record includes compilation, so it counts only until there is a second record.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._first = self._last = (step, time.monotonic())
+        self._records = 0
+        self.seconds_per_step = self.last_seconds_per_step = math.nan
+
+    def advance(self, step: int) -> None:
+        """Note a record at `step`, made now."""
+        now = (step, time.monotonic())
+        self.last_seconds_per_step = _slope(self._last, now)
+        self.seconds_per_step = _slope(self._first, now)
+        self._last = now
+        self._records += 1
+        if self._records == 1:
+            self._first = now
+
+
+def _slope(start: tuple[int, float], end: tuple[int, float]) -> float:
+    steps = end[0] - start[0]
+    return (end[1] - start[1]) / steps if steps > 0 else math.nan
+
+
+def _number(values: dict[str, float], key: str, spec: str) -> str:
+    """Format the value by `spec`, or return a dash of the same width."""
+    return format(values[key], spec) if key in values else f"{'-':>{spec[0]}}"
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "-:--:--"
+
+
+def _postfix(values: dict[str, float]) -> str:
+    parts = [f"loss {values['train/loss']:.4f}"]
+    if "train/lr" in values:
+        parts.append(f"lr {values['train/lr']:.2e}")
+    if "perf/tokens_per_second" in values:
+        parts.append(f"{values['perf/tokens_per_second']:,.0f} tok/s")
+    return ", ".join(parts)

@@ -1,0 +1,67 @@
+"""Log to Weights & Biases; off by default, and offline unless WANDB_MODE or `mode` says otherwise."""
+
+import html
+import io
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.redaction import redacted
+from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.storage.spool import Mirror
+
+
+class WandbLogger:
+    """W&B run whose id is the run's name, so that a resumed run continues it."""
+
+    on_error: Literal["raise", "drop"] = "drop"
+
+    def __init__(self, context: LoggerContext, *, project: str, mode: str | None = None) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "logger=wandb needs the package wandb; pip install wandb or leave it out of logger=."
+            ) from error
+        self._html, self._image = wandb.Html, wandb.Image
+        self._mirror = Mirror.of_folder(context.run_folder.path("wandb"))
+        mode = mode or os.environ.get("WANDB_MODE", "offline")
+        self._run: Any = wandb.init(
+            project=project,
+            id=context.run_folder.name,
+            name=context.run_folder.name,
+            dir=str(Path(self._mirror.local).parent),  # wandb adds the folder "wandb" itself
+            mode=mode,  # type: ignore[arg-type]
+            resume="allow" if mode == "online" else None,  # offline it only warns
+            config=redacted(flatten(context.config)),
+            settings=wandb.Settings(console="off"),  # run.log has the text, and capturing would wrap the bar
+        )
+        # W&B drops steps below its last one, which a resumed run repeats; a step metric of our own is kept.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Log one history row."""
+        self._run.log({"step": step, **values})
+
+    def text(self, step: int, *, tag: str, text: str) -> None:
+        """Log a media panel with preformatted text."""
+        self._run.log({"step": step, tag: self._html(f"<pre>{html.escape(text)}</pre>")})
+
+    def image(self, step: int, *, tag: str, png: bytes) -> None:
+        """Log a media panel with the picture."""
+        from PIL import Image
+
+        self._run.log({"step": step, tag: self._image(Image.open(io.BytesIO(png)))})
+
+    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Write settings to the run's config and results to its summary."""
+        self._run.config.update(values, allow_val_change=True)
+        self._run.summary.update(metrics)
+
+    def finish(self) -> None:
+        """End the W&B run and upload its files to a remote run folder."""
+        self._run.finish()
+        self._mirror.close()

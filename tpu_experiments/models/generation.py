@@ -1,0 +1,342 @@
+"""Text from token ids with a cache of one shape: one program reads prompts, one writes tokens, for each bucket.
+
+Prompts are padded on the left, so that the rows of a batch write at one slot. Every layer keeps every token, those
+that slide too: their window is in the mask. The next token is chosen with static shapes and equals transformers'
+logits processors; draws come from one uniform number a token, made on the host, so they are the same on every device
+for the same logits. Legend: B rows, T slots of the prompt, S slots in all, N tokens written in one call, K key/value
+heads, D head dimension, V vocabulary, C candidates."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.task_schema import ChoiceConfig
+from tpu_experiments.models.attention import FLASH
+from tpu_experiments.models.forward import attention_input, by_layer_type, in_its_form
+from tpu_experiments.runtime.base import Batch, Runtime
+from tpu_experiments.runtime.ops import Tensors
+
+
+class FreshCache:
+    """Collects the keys and values of whole prompts (B, K, T, D) and returns them unchanged."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store a layer's keys and values, padded to (B, K, S, D); transformers' layers call it."""
+        empty = (0, 0, 0, self.num_slots - key.shape[2])
+        self.layers[layer_idx] = (F.pad(key, empty), F.pad(value, empty))
+        return key, value
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return the number of tokens before those being computed, which is 0."""
+        return 0
+
+
+class FilledCache:
+    """Writes the key and value of one token into its slot and returns all slots.
+
+    Args:
+        layers: keys and values (B, K, S, D), written in place.
+        slot: number of the token's slot, (1,).
+    """
+
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], *, slot: Tensor) -> None:
+        self.layers, self.slot = layers, slot.long()
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write a layer's key and value of one token and return all slots; transformers' layers call it."""
+        keys, values = self.layers[layer_idx]
+        return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return the number of slots; unused by the model, which is given positions and masks."""
+        return int(self.layers[0][0].shape[2])
+
+
+def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Module) -> Any:
+    """Return the model's `attention_mask` for the token in `slot` (1,): the slots it attends to per row.
+
+    Rows begin after `pads_B` slots of padding. Boolean (B, 1, 1, S), one for each type of layer where the model has
+    types, in the form that the module's attention expects.
+    """
+    index_S = torch.arange(num_slots, device=pads_B.device, dtype=torch.int32)
+    full = ((index_S >= pads_B[:, None]) & (index_S <= slot))[:, None, None]
+
+    def mask_of(window: int | None) -> Tensor:
+        return full & (index_S > slot - window) if window else full
+
+    return in_its_form(by_layer_type(mask_of, config=module.config), module)
+
+
+@contextmanager
+def kernel_left_out(module: nn.Module) -> Iterator[None]:
+    """Replace the attention kernel by sdpa or eager attention inside the block.
+
+    The kernel of `model.attention=flash` takes whole rows only.
+    """
+    config: Any = module.config
+    chosen = config._attn_implementation
+    if chosen == FLASH:  # sdpa has no soft cap of scores (Gemma 2)
+        config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+def next_ids(
+    logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, uniform_B: Tensor, how: ChoiceConfig
+) -> Tensor:
+    """Choose the next token of every row; returns ids (B,) int32.
+
+    Args:
+        ids_BS: prompts and generated tokens, each row after `pads_B` slots of padding and up to `slot` (1,).
+        uniform_B: float32 in [0, 1); unused without sampling.
+    """
+    scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, how=how)
+    if not how.do_sample:
+        return scores_BV.argmax(-1).to(torch.int32)
+    probabilities_BC, ids_BC = candidates(scores_BV, how=how)
+    reached_BC = probabilities_BC.cumsum(-1)
+    # Inverse transform sampling. Scaled by the last sum, the distribution function reaches 1 despite rounding.
+    place_B1 = (reached_BC <= uniform_B[:, None] * reached_BC[:, -1:]).sum(-1, keepdim=True)
+    possible_B1 = (probabilities_BC > 0).sum(-1, keepdim=True)
+    return ids_BC.gather(1, torch.minimum(place_B1, possible_B1 - 1))[:, 0].to(torch.int32)
+
+
+def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, how: ChoiceConfig) -> Tensor:
+    """Apply `repetition_penalty` and `no_repeat_ngram_size` to logits; padding does not count as text."""
+    index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
+    is_text_BS = (index_S >= pads_B[:, None]) & (index_S <= slot)
+    scores_BV, penalty = logits_BV, how.repetition_penalty
+    if penalty != 1:
+        punished = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
+        scores_BV = torch.where(_occurring(ids_BS, where=is_text_BS, like=scores_BV), punished, scores_BV)
+    if how.no_repeat_ngram_size:
+        ends_BS = is_text_BS & _ends_of_repeats(ids_BS, pads_B=pads_B, slot=slot, size=how.no_repeat_ngram_size)
+        scores_BV = scores_BV.masked_fill(_occurring(ids_BS, where=ends_BS, like=scores_BV), -torch.inf)
+    return scores_BV
+
+
+def candidates(scores_BV: Tensor, *, how: ChoiceConfig) -> tuple[Tensor, Tensor]:
+    """Return probabilities and ids (B, C) of the tokens to sample from, likeliest first.
+
+    Tokens outside `top_p` have probability 0. Of tokens that tie for the last place of `top_k`, transformers keeps all,
+    and this keeps `top_k` in total.
+    """
+    num_ids = scores_BV.shape[-1]
+    best_BC, ids_BC = torch.topk(scores_BV / how.temperature, min(how.top_k or num_ids, num_ids), dim=-1)
+    probabilities_BC = torch.softmax(best_BC, dim=-1)
+    before_BC = probabilities_BC.cumsum(-1) - probabilities_BC
+    return torch.where(before_BC < how.top_p, probabilities_BC, 0.0), ids_BC
+
+
+def _occurring(ids_BS: Tensor, *, where: Tensor, like: Tensor) -> Tensor:
+    """Return which ids occur in a row's slots `where`: boolean (B, V)."""
+    rows, num_ids = like.shape
+    counts = torch.zeros(rows, num_ids + 1, device=like.device, dtype=torch.int32)  # an extra id takes the others
+    targets = torch.where(where, ids_BS, num_ids).long()
+    return counts.scatter(1, targets, torch.ones_like(ids_BS))[:, :num_ids] > 0
+
+
+def _ends_of_repeats(ids_BS: Tensor, *, pads_B: Tensor, slot: Tensor, size: int) -> Tensor:
+    """Return the slots (B, S) whose token, written next, would repeat an earlier run of `size` tokens."""
+    index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
+    begins_B1 = pads_B[:, None] + size - 1
+    match_BS = (index_S >= begins_B1) & (slot + 1 >= begins_B1)
+    for back in range(1, size):
+        place = (slot - (back - 1)).clamp(min=0).long()
+        match_BS = match_BS & (ids_BS.roll(back, dims=1) == ids_BS.index_select(1, place))
+    return match_BS
+
+
+log = logging.getLogger(__name__)
+
+
+class Decoder:
+    """Generates continuations of batches of prompts.
+
+    Args:
+        module: a model whose layers are not folded, on the runtime's device.
+        num_rows: rows of every batch; rows without a prompt are filled and computed as well.
+        tokens_per_call: N.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        runtime: Runtime,
+        how: ChoiceConfig,
+        num_rows: int,
+        max_new_tokens: int,
+        tokens_per_call: int,
+        seed: int,
+    ) -> None:
+        self.module, self.runtime, self.how, self.num_rows = module.eval(), runtime, how, num_rows
+        self.max_new_tokens, self.seed = max_new_tokens, seed
+        self.tokens_per_call = max(1, min(tokens_per_call, max_new_tokens - 1))
+        self.num_calls = -(-(max_new_tokens - 1) // self.tokens_per_call)
+        self.buckets: dict[int, Bucket] = {}
+
+    @property
+    def num_programs(self) -> int:
+        """Number of programs that the buckets used so far need."""
+        return len(self.buckets) * (2 if self.num_calls else 1)
+
+    def stream(self, prompts: Sequence[list[int]], *, draws: Sequence[int], bucket: int) -> Iterator[list[list[int]]]:
+        """Yield the tokens generated so far for every prompt, after each read; the caller stops at will.
+
+        Args:
+            prompts: at most `num_rows`, none empty or longer than `bucket`.
+            draws: a number for each prompt; with the seed it determines the sampling, whatever else is in the batch.
+            bucket: T.
+        """
+        if bucket not in self.buckets:
+            self.buckets[bucket] = Bucket(self, length=bucket)
+            self._expect()
+        # Row by row, so that an answer does not depend on the rows beside it.
+        filled = [*prompts, *[prompts[-1]] * (self.num_rows - len(prompts))]
+        uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
+        uniforms_BN = np.pad(uniforms_BN, ((0, self.num_rows - len(prompts)), (0, 0)))
+        with torch.no_grad():
+            for written_BN in self.buckets[bucket].write(filled, torch.from_numpy(uniforms_BN)):
+                yield written_BN[: len(prompts), : self.max_new_tokens].tolist()
+
+    def _uniforms(self, draw: int) -> np.ndarray:
+        random = np.random.Generator(np.random.Philox(key=np.array([self.seed % 2**64, draw], np.uint64)))
+        return random.random(1 + self.num_calls * self.tokens_per_call, dtype=np.float32)
+
+    def _expect(self) -> None:
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+        for length in self.buckets:
+            shapes |= {
+                f"read {length}": {(self.num_rows, length)},
+                f"write {length}": {(self.tokens_per_call, self.num_rows)},
+            }
+        self.runtime.expect(shapes)
+
+
+class Bucket:
+    """The two programs for prompts of one padded length, and the tensors on the device between them."""
+
+    def __init__(self, decoder: Decoder, *, length: int) -> None:
+        self.decoder, self.length = decoder, length
+        self.num_slots = length + 1 + decoder.num_calls * decoder.tokens_per_call
+        self.state: dict[str, Tensor] = {}
+        runtime = decoder.runtime
+        self.read_program = runtime.program(self.read, name=f"read {length}")
+        self.write_program = runtime.program(self.write_some, name=f"write {length}", held=lambda: self.state)
+
+    def write(self, prompts: Sequence[list[int]], uniforms_BN: Tensor) -> Iterator[Tensor]:
+        """Yield the tokens generated so far (B, n) on the host: after the first one, then N at a time."""
+        decoder, put = self.decoder, self.decoder.runtime.put
+        ids_BT = torch.zeros(len(prompts), self.length, dtype=torch.int32)
+        for row, ids in enumerate(prompts):
+            ids_BT[row, self.length - len(ids) :] = torch.tensor(ids, dtype=torch.int32)
+        pads_B = torch.tensor([self.length - len(ids) for ids in prompts], dtype=torch.int32)
+        batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous()}, rows_dim=-1)
+        self.state = self.read_program(batch)
+        yield self._written(self.state["ids"], 1)
+        for call in range(decoder.num_calls):
+            begin = 1 + call * decoder.tokens_per_call
+            end = begin + decoder.tokens_per_call
+            batch = put({"uniforms": uniforms_BN[:, begin:end].T.contiguous()}, rows_dim=-1)
+            yield self._written(self.write_program(batch)["ids"], end)
+
+    def _written(self, ids_BS: Tensor, num: int) -> Tensor:
+        return ids_BS.cpu()[:, self.length : self.length + num]
+
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        """Compute keys and values of prompts `ids` (B, T), and the first token after them (prefill program).
+
+        Raises:
+            ConfigError: the model's layers keep no keys and values.
+        """
+        module, ids_BT, pads_B = self.decoder.module, batch["ids"], batch["pads"]
+        index_T = torch.arange(self.length, device=ids_BT.device, dtype=torch.int32)
+        segments_BT = (index_T >= pads_B[:, None]).to(torch.int32)
+        cache = FreshCache(self.num_slots)
+        logits_BV = _logits(
+            module,
+            ids_BT,
+            positions=(index_T - pads_B[:, None]).clamp(min=0),
+            masks=attention_input(segments_BT, module=module),
+            cache=cache,
+        )
+        layers = [cache.layers[index] for index in sorted(cache.layers)]
+        if not layers:
+            raise ConfigError(
+                f"task=generate with {type(module).__name__}; its layers keep no keys and values, which is the only "
+                "cache that is known here; use transformers' generate."
+            )
+        slot = torch.full((1,), self.length - 1, device=ids_BT.device, dtype=torch.int32)
+        ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots - self.length))
+        state = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=batch["uniforms"])
+        return dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
+
+    def write_some(self, batch: Batch) -> dict[str, Tensor]:
+        """Generate N more tokens in `state`; returns `ids` as a separate tensor (decoding program)."""
+        new = self.more(batch)
+        with torch.no_grad():
+            for name, tensor in new.items():
+                self.state[name].copy_(tensor)
+        return {"ids": new["ids"]}
+
+    def more(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what N more tokens, sampled by `uniforms` (N, B), change in `state`."""
+        state = self.state
+        names = [name for name in state if name != "pads"]
+
+        def body(carry: Tensors, xs: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+            return self.one_more(dict(zip(names, carry, strict=True)), pads_B=consts[0], uniform_B=xs[0]), ()
+
+        carry = tuple(state[name] for name in names)
+        new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=(state["pads"],))
+        return dict(zip(names, new, strict=True))
+
+    def one_more(self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor) -> Tensors:
+        """Return `state` with the token after `slot`; keys and values of the token in `slot` are written."""
+        module, slot, ids_BS = self.decoder.module, state["slot"], state["ids"]
+        layers = [(state[name], state[f"value{name[3:]}"]) for name in state if name.startswith("key")]
+        with kernel_left_out(module):
+            logits_BV = _logits(
+                module,
+                ids_BS.index_select(1, slot.long()),
+                positions=slot - pads_B[:, None],
+                masks=slot_masks(pads_B, slot=slot, num_slots=self.num_slots, module=module),
+                cache=FilledCache(layers, slot=slot),
+            )
+        return (
+            *self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B),
+            *_named(layers).values(),
+        )
+
+    def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Tensor) -> Tensors:
+        """Choose the next token; returns the ids with it in place, and its slot."""
+        uniform_B = given.pop("uniform_B")
+        token_B = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, uniform_B=uniform_B, how=self.decoder.how, **given)
+        return ids_BS.index_copy(1, (slot + 1).long(), token_B[:, None]), slot + 1
+
+
+def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any, cache: Any) -> Tensor:
+    """Return the logits of the last token of every row, (B, V)."""
+    given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
+    out = module(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **given)
+    logits_BV: Tensor = out.logits[:, -1]
+    return logits_BV
+
+
+def _named(layers: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Name keys and values, in the order of layers."""
+    return {f"{kind}{i}": t for i, pair in enumerate(layers) for kind, t in zip(("key", "value"), pair, strict=True)}

@@ -1,0 +1,67 @@
+"""The planned figures that a run is held against when it has ended."""
+
+from dataclasses import replace
+from typing import Any
+
+from tpu_experiments.config.curriculum import Stage, resolve_stages
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.loggers.promise import Promise
+from tpu_experiments.planning.analytic import estimated_time, largest_stage
+from tpu_experiments.planning.saved import SavedPlan, known_plan, sizes_of
+from tpu_experiments.planning.tuned import fields_of
+
+NOT_ALL = "the plan did not compile every program of the run (task.programs=train)"
+
+
+def promise_of(config: Config) -> Promise:
+    """Return the figures of the compiled plan of the same programs, otherwise those of formulas.
+
+    Empty, with the reason, where there is neither.
+    """
+    if config.hw.chip is None or config.hw.topology is None:
+        return Promise(reason=f"hw={config.hw.name} names no chip and topology to plan for")
+    arch = sizes_of(config.model)
+    if arch is None:
+        return Promise(reason=f"model.path={config.model.path}; its config.json cannot be read")
+    try:
+        known = known_plan(config, arch)
+        found = by_formulas(config, arch) if known is None else by_plan(config, known)
+        return replace(found, tuned=fields_of(config))
+    except ConfigError as error:
+        return Promise(reason=str(error))
+
+
+def by_plan(config: Config, plan: SavedPlan) -> Promise:
+    """Return the figures of a plan.json."""
+    programs = plan.fields["programs"]
+    seconds = {p["shape"]: p["estimated_seconds"] for p in programs if p["name"] == "train"}
+    stages = {stage.name: seconds.get(shape_text(config, stage)) for stage in resolve_stages(config)}
+    is_whole = all(program["compile_seconds"] is not None for program in programs)
+    return Promise(
+        source="compiled",
+        file=plan.file,
+        step_seconds={name: time for name, time in stages.items() if time is not None},
+        hbm_gib=plan.fields["hbm_gib_per_chip"]["arguments"],
+        compile_seconds=plan.fields["compile_seconds"] if is_whole else None,
+        reason="" if plan.fields["fits"] else "by the plan the run does not fit",
+        compile_reason="" if is_whole else NOT_ALL,
+    )
+
+
+def shape_text(config: Config, stage: Stage) -> str:
+    """Return the batch of one process in a stage, as in plan.json: micro-batches x rows x tokens."""
+    geometry = stage.geometry
+    rows = geometry.micro_rows * (1 if config.hw.parallel == "spawn" else geometry.num_shards)
+    return f"{geometry.accumulation} x {rows} x {geometry.seq_len}"
+
+
+def by_formulas(config: Config, arch: Any) -> Promise:
+    """Return the figures of every stage by formulas."""
+    times = {s.name: estimated_time(config, arch, geometry=s.geometry).total_s for s in resolve_stages(config)}
+    return Promise(
+        source="analytic",
+        step_seconds=times,
+        hbm_gib=largest_stage(config, arch)[1].arguments,
+        compile_reason="formulas tell no compile seconds",
+    )

@@ -1,0 +1,252 @@
+"""Attention kernels that a device brings along, as two operators of torch: the only door between models and kernels.
+
+A runtime installs its kernel; a model asks whether there is one and calls `attention`. The operators are opaque to
+torch, so that AOTAutograd keeps them whole, forward and backward. Tensors are as projections make them and take them,
+all heads of a token beside each other: a kernel that reads them so needs no copy in another order. An `AttentionCall`
+is one shape of call, the blocks that a kernel cuts it into and the work in them, as numbers. Legend: B rows, H query
+heads, K key/value heads, T tokens, D head dimension."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How attention scores are computed from q and k, besides the causal and the segment mask."""
+
+    scale: float
+    """Factor of the products q k^T."""
+    window: int | None = None
+    """Sliding window: a token attends to keys at a distance below this; None: to all keys before it."""
+    soft_cap: float | None = None
+    """c in c tanh(score / c); None: no soft cap."""
+
+
+class AttentionKernel(Protocol):
+    """Causal attention inside segments, with rope applied to q and k first."""
+
+    def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Return the output (B, T, H D) and the log-sum-exp of the scores (B, H, T) in float32.
+
+        Args:
+            tensors: q (B, T, H D), k and v (B, T, K D), segments (B, T) int32 and rotation (2, B, T, D), or (0,)
+                without rope.
+        """
+        ...
+
+    def backward(self, *saved: Tensor, grad: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v from that of the output.
+
+        Args:
+            saved: the inputs of `forward`, then its outputs.
+        """
+        ...
+
+
+_installed: AttentionKernel | None = None
+
+
+def install_attention_kernel(kernel: AttentionKernel | None) -> None:
+    """Make `attention` call this kernel from now on; None where the device has none."""
+    global _installed
+    _installed = kernel
+
+
+@contextmanager
+def without_attention_kernel() -> Iterator[None]:
+    """Have models compute attention in plain operations inside this context, as for host tensors."""
+    kernel = _installed
+    install_attention_kernel(None)
+    try:
+        yield
+    finally:
+        install_attention_kernel(kernel)
+
+
+def has_attention_kernel() -> bool:
+    """Return whether a kernel is installed, so that `attention` can be called in this process."""
+    return _installed is not None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor, rotation: Tensor | None, heads: int, scores: Scores
+) -> Tensor:
+    """Return the attention output (B, T, H D) of q (B, T, H D) over k and v (B, T, K D); differentiable.
+
+    Args:
+        segments: (B, T) int32; a token attends to its own segment only.
+        rotation: cosine and sine (2, B, T, D) of the rope of every head of q and k (arXiv 2104.09864, in Hugging
+            Face's rotate-half layout); None without rope. It gets no gradient.
+    """
+    turned = q.new_empty(0) if rotation is None else rotation
+    out, _ = _forward(q, k, v, segments, turned, heads, scores.scale, scores.window, scores.soft_cap)
+    return out
+
+
+def _kernel() -> AttentionKernel:
+    assert _installed is not None, "a runtime installs the kernel before a model is called"
+    return _installed
+
+
+@torch.library.custom_op("tpu_experiments::attention_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    rotation: Tensor,
+    heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    return _kernel().forward(q, k, v, segments, rotation, heads=heads, scores=Scores(scale, window, soft_cap))
+
+
+@torch.library.custom_op("tpu_experiments::attention_backward", mutates_args=())
+def _backward(
+    saved: list[Tensor], grad: Tensor, heads: int, scale: float, window: int | None, soft_cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _kernel().backward(*saved, grad=grad, heads=heads, scores=Scores(scale, window, soft_cap))
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, rotation: Tensor, heads: int, *_: Any) -> Any:
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], heads, q.shape[1]), dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(saved: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_ = saved
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.heads, ctx.scale, ctx.window, ctx.soft_cap = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _backward(list(ctx.saved_tensors), grad, ctx.heads, ctx.scale, ctx.window, ctx.soft_cap)
+    return *grads, None, None, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+Direction = Literal["forward", "backward"]
+Phase = Literal["fwd", "dkv", "dq"]
+"""jax's names of its three kernels."""
+Target = Literal["tpu", "interpreted"]
+SUBLANES = 8
+"""Rows of a tile of vector registers."""
+LANES = 128
+"""Columns of a tile of vector registers; also the tokens of the smallest block of keys."""
+MAX_BLOCK = 1024
+"""Tokens in the largest block of queries and of keys."""
+COARSE_BLOCK = 512
+"""Rows longer than MAX_BLOCK are padded to a multiple of this, so that no block is smaller."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Everything about an attention call that is fixed when it is lowered."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    length: int
+    """Tokens of a row."""
+    head_dim: int
+    dtype: str
+    """jax's name: `bfloat16` or `float32`."""
+    scores: Scores
+    rotates: bool = False
+    """Whether rope is applied to q and k before the kernel."""
+    num_shards: int = 1
+    """Chips that the rows are sharded over. It is a parameter since XLA's partitioner cannot shard a kernel itself."""
+    head_shards: int = 1
+    """Chips that the heads are sharded over; key/value heads are on the same chip as the query heads that read them."""
+    max_block: int = MAX_BLOCK
+
+    @property
+    def of_one_chip(self) -> "AttentionCall":
+        """The same call with the heads of one chip."""
+        heads, kv_heads = self.heads // self.head_shards, self.kv_heads // self.head_shards
+        return replace(self, heads=heads, kv_heads=kv_heads, head_shards=1)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the kernel reads heads out of (T, H D) without a transpose.
+
+        A head must fill the lanes for that, and there must be 8 heads or more: where a model works on heads between
+        projection and attention (Gemma 3 normalises them) their layout is (T, H, D), and H is padded to the 8 rows of a
+        tile. Gemma 3 270M, 4 heads: 1.82 s a step with the flat layout, 1.69 s heads first.
+        """
+        return self.head_dim % LANES == 0 and self.heads >= SUBLANES
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of a row after padding for the kernel; those at the end are in segment 0, as all padding."""
+        unit = LANES if self.length <= self.largest_block else min(COARSE_BLOCK, self.largest_block)
+        return -(-self.length // unit) * unit
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window in tokens; None where there is none or it covers the whole row."""
+        window = self.scores.window
+        return window if window and window < self.length else None
+
+    @property
+    def largest_block(self) -> int:
+        """Tokens in the largest block for this head dimension.
+
+        At most MAX_BLOCK / 2 for a head of 256: in blocks of 1,024 its dK and dV take 17 MiB where 16 MiB fit (v5e).
+        """
+        return min(self.max_block, MAX_BLOCK // -(-self.head_dim // LANES) // LANES * LANES)
+
+    @property
+    def block(self) -> int:
+        """Tokens in a block: the largest allowed multiple of 128 that divides the padded length."""
+        fitting = range(LANES, min(self.largest_block, self.padded_length) + 1, LANES)
+        return max(size for size in fitting if self.padded_length % size == 0)
+
+    @property
+    def visited_blocks(self) -> int:
+        """Pairs of a query block and a key block with any unmasked pair of tokens, per row and head."""
+        count, window = self.padded_length // self.block, self.window or self.padded_length
+        return sum((i - j - 1) * self.block + 1 < window for i in range(count) for j in range(i + 1))
+
+    @property
+    def backward(self) -> Literal["fused", "split"]:
+        """Backward kernels: `fused`, one for all gradients, or `split`, with one of its own for dQ.
+
+        Fused takes 5 matmuls per block, split 7. The fused kernel writes one dQ per block of keys, summed outside the
+        kernel. By libtpu 0.0.21's estimates and with kernels at 40% of peak, 4 rows of 2,048 tokens with 32 heads of
+        128 in blocks of 1,024 take 4.4 ms fused on v6e against 2.6 ms split (v5e: 9.1 against 10.5 ms), and the dQ
+        copies grow with the square of the length.
+        """
+        return "fused" if self.block == self.padded_length else "split"
+
+    def flops(self, phase: Phase) -> int:
+        """Return the FLOPs of one row, over the visited blocks, whose masked pairs are computed too."""
+        # fwd: scores and output; dkv: scores, dV, dP and dK (fused: and dQ); dq: scores, dP and dQ
+        products = {"fwd": 2, "dkv": 5 if self.backward == "fused" else 4, "dq": 3}[phase]
+        return 2 * products * self.head_dim * self.exponentials
+
+    def bytes_moved(self, phase: Phase) -> int:
+        """Return the bytes of memory traffic of one row, with every tensor read or written once."""
+        queries = {"fwd": 2, "dkv": 3, "dq": 3}[phase]  # q and out; q, out and its gradient; the same, or dQ
+        keys = {"fwd": 2, "dkv": 4, "dq": 2}[phase]
+        per_head = self.padded_length * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
+        return (queries * self.heads + keys * self.kv_heads) * per_head
+
+    @property
+    def exponentials(self) -> int:
+        """Exponentials of one row: the scores of its visited blocks."""
+        return self.heads * self.visited_blocks * self.block**2

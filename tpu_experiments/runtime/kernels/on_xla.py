@@ -1,0 +1,81 @@
+"""The TPU attention kernel in torch_xla's graphs: lowered by jax once, embedded as a computation.
+
+Lowering needs no TPU, so a plan on a CPU and a run on a TPU get the same kernel.
+"""
+
+import functools
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch import Tensor
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores, Target
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+class XlaAttention:
+    """An `AttentionKernel` for tensors of torch_xla, placeholders included.
+
+    Args:
+        mesh: chips that rows and heads are sharded over.
+        target: `interpreted` runs the kernel's steps as plain XLA, for tests on a CPU.
+        max_block: tokens in the largest block.
+    """
+
+    def __init__(self, *, mesh: Mesh, target: Target = "tpu", max_block: int = MAX_BLOCK) -> None:
+        self.mesh, self.target, self.max_block = mesh, target, max_block
+
+    def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Return the output (B, T, H D) and the log-sum-exp of the scores (B, H, T)."""
+        out, log_sum = self._embedded(*tensors, heads=heads, scores=scores, direction="forward")
+        return out, log_sum
+
+    def backward(self, *saved: Tensor, grad: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
+        dq, dk, dv = self._embedded(*saved, grad, heads=heads, scores=scores, direction="backward")
+        return dq, dk, dv
+
+    def _embedded(self, *tensors: Tensor, heads: int, scores: Scores, direction: Direction) -> list[Tensor]:
+        q, k, v, segments, rotation, *others = tensors
+        rows, length, width = q.shape
+        head_dim = width // heads
+        sizes = (rows, heads, k.shape[2] // head_dim, length, head_dim)
+        rotates = rotation.numel() > 0
+        given = [q, k, v, segments, *([rotation] if rotates else []), *others]
+        call = AttentionCall(
+            *sizes,
+            dtype=DTYPES[q.dtype],
+            scores=scores,
+            rotates=rotates,
+            num_shards=self.mesh.num_shards,
+            head_shards=self.mesh.tensor,
+            max_block=self.max_block,
+        )
+        computation = _computation(call, direction=direction, target=self.target)
+        results: list[Tensor] = torch_xla._XLAC._xla_user_computation(f"xla::attention_{direction}", given, computation)
+        return results
+
+
+def attention_kernel_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaAttention | None:
+    """Return the kernel of programs for `device` (`tpu`, in either case); None for every other device."""
+    if device.lower() != "tpu":
+        return None
+    return XlaAttention(mesh=mesh if hw.parallel == "spmd" else Mesh(), max_block=hw.attention_block)
+
+
+@functools.cache
+def _computation(call: AttentionCall, *, direction: Direction, target: Target) -> object:
+    try:  # imported here, since jax takes seconds to import and most programs have no kernel
+        from tpu_experiments.runtime.kernels.splash import lowered
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"model.attention=flash; its kernel is made by jax, and {error.name} is not installed; "
+            "install the extra `tpu`, or use model.attention=sdpa."
+        ) from error
+    module = lowered(call, direction=direction, target=target)
+    return xb.computation_from_module_proto(f"attention_{direction}", module)

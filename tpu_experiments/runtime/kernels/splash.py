@@ -1,0 +1,331 @@
+"""Attention as jax's Pallas kernels for the TPU ("splash" attention), lowered to HLO without a TPU: jax alone.
+
+The kernels take grouped key/value heads as they are, skip the blocks that the causal mask or the window leaves empty,
+and mask by segment. They are called by their inner functions, forward and backward apart: differentiated through jax
+the backward pass would run the forward kernel once more.
+
+Splash wants heads first, (H, T, D). A projection makes (T, H D), and the way between is a copy of everything: for
+Mistral's queries a third of a projection's time (libtpu 0.0.21, v6e). A block of splash is one head of some tokens;
+in (T, H D) that is a block too, so its kernels run unchanged when each block is taken from there, and rotary position
+embedding is applied on the way in. Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from tpu_experiments.runtime.kernels.attention import AttentionCall, Direction, Target
+from tpu_experiments.runtime.patches import mosaic_for_libtpu, replaced, require_versions
+
+HEADS_OF: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "fwd": ((0, 1, 2), (3,)),
+    "dkv": ((0, 1, 2, 7), (3, 4, 5)),
+    "dq": ((0, 1, 2, 7), (1,)),
+}
+"""Indices of each splash kernel's operands (q, k, v, gradient of the output) and results with a head dimension."""
+
+
+def heads_first(flat: Any, *, head_dim: int) -> Any:
+    """Transpose (..., T, N D) to (..., N, T, D)."""
+    return jnp.swapaxes(flat.reshape(*flat.shape[:-1], -1, head_dim), -2, -3)
+
+
+def heads_beside(tensor: Any) -> Any:
+    """Transpose (..., N, T, D) to (..., T, N D), the inverse of `heads_first`."""
+    return jnp.swapaxes(tensor, -2, -3).reshape(*tensor.shape[:-3], tensor.shape[-2], -1)
+
+
+def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., Any]:
+    """Wrap `pallas_call` for one splash kernel so that its blocks are read from and written to (T, H D).
+
+    The operands and results that splash passes stay heads first: each transpose is next to its inverse, and XLA removes
+    both.
+    """
+    operands, results = HEADS_OF[phase]
+
+    def build(kernel: Any, *, grid_spec: Any, out_shape: Any, **settings: Any) -> Callable[..., Any]:
+        in_specs, out_specs, shapes = list(grid_spec.in_specs), list(grid_spec.out_specs), list(out_shape)
+        for place in operands:
+            in_specs[place] = _flat_block(in_specs[place])
+        given = [place for place in results if shapes[place] is not None]
+        for place in given:
+            out_specs[place] = _flat_block(out_specs[place])
+            shapes[place] = jax.eval_shape(heads_beside, shapes[place])
+        first = grid_spec.num_scalar_prefetch
+        flat_grid = pltpu.PrefetchScalarGridSpec(first, grid_spec.grid, in_specs, out_specs)
+        run = pallas_call(kernel, grid_spec=flat_grid, out_shape=shapes, **settings)
+
+        def call(*tensors: Any) -> list[Any]:
+            flat = list(tensors)
+            for place in operands:
+                flat[first + place] = heads_beside(flat[first + place])
+            found = list(run(*flat))
+            for place in given:
+                head_dim = out_specs[place].block_shape[-1]
+                found[place] = heads_first(found[place], head_dim=head_dim)
+            return found
+
+        return call
+
+    return build
+
+
+def _flat_block(spec: Any) -> Any:
+    """Convert a block spec: (..., None, n, D) at (..., h, i, 0) becomes (..., n, D) at (..., i, h)."""
+    *outer, _, tokens, head_dim = spec.block_shape
+
+    def index_map(*at: Any) -> tuple[Any, ...]:
+        *before, head, token, _ = spec.index_map(*at)
+        return *before, token, head
+
+    return pl.BlockSpec((*outer, tokens, head_dim), index_map)
+
+
+def turned(
+    flat: Any, rotation: Any, *, call: AttentionCall, factor: float, target: Target, backward: bool = False
+) -> Any:
+    """Apply rope to every head of (B, T, N D) and multiply by `factor`; computed in float32.
+
+    The formula is that of transformers' `apply_rotary_pos_emb`: x cos + rotate_half(x) sin, with
+    rotate_half (a, b) = (-b, a).
+
+    Args:
+        rotation: cosine and sine, (2, B, T, D).
+        backward: compute the gradient of x from the gradient of the output instead.
+    """
+    if not call.is_flat:
+        turn = functools.partial(_turn, backward=backward, halves=_halves_by_product)
+        heads = heads_first(flat, head_dim=call.head_dim)
+        cos, sin = rotation[:, :, None]
+        return heads_beside((turn(heads, cos, sin) * factor).astype(flat.dtype))
+
+    def kernel(x_ref: Any, rotation_ref: Any, out_ref: Any) -> None:
+        turn = _turn(x_ref[...], rotation_ref[0], rotation_ref[1], backward=backward, halves=_halves_by_roll)
+        out_ref[...] = (turn * factor).astype(out_ref.dtype)
+
+    rows, length, width = flat.shape
+    block, head_dim = call.block, call.head_dim
+    num_bytes = 2 * flat.size * flat.dtype.itemsize + rotation.size * rotation.dtype.itemsize
+    return pl.pallas_call(
+        kernel,
+        grid=(rows, length // block, width // head_dim),
+        in_specs=[
+            pl.BlockSpec((None, block, head_dim), lambda row, token, head: (row, token, head)),
+            pl.BlockSpec((2, None, block, head_dim), lambda row, token, head: (0, row, token, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, block, head_dim), lambda row, token, head: (row, token, head)),
+        out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        cost_estimate=pl.CostEstimate(flops=5 * flat.size, transcendentals=0, bytes_accessed=num_bytes),
+        interpret=target == "interpreted",
+        name="turn_heads",
+    )(flat, rotation)
+
+
+def _turn(x: Any, cos: Any, sin: Any, *, backward: bool, halves: Callable[..., Any]) -> Any:
+    x, cos, sin = (tensor.astype(jnp.float32) for tensor in (x, cos, sin))
+    if backward:
+        return x * cos + halves(x * sin, signs=(1.0, -1.0))
+    return x * cos + halves(x, signs=(-1.0, 1.0)) * sin
+
+
+def _halves_by_roll(x: Any, *, signs: Sequence[float]) -> Any:
+    """Map (a, b) to (signs[0] b, signs[1] a), inside a kernel."""
+    half = x.shape[-1] // 2
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return pltpu.roll(x, half, x.ndim - 1) * jnp.where(lane < half, signs[0], signs[1])
+
+
+def _halves_by_product(x: Any, *, signs: Sequence[float]) -> Any:
+    """Map (a, b) to (signs[0] b, signs[1] a) outside a kernel, by an exact matmul with 0, 1 and -1.
+
+    Slices of half a tile would be copied instead.
+    """
+    half = x.shape[-1] // 2
+    eye, none = jnp.eye(half), jnp.zeros((half, half))
+    matrix = jnp.block([[none, signs[1] * eye], [signs[0] * eye, none]])
+    return jnp.matmul(x, matrix, precision="highest")
+
+
+require_versions("jax")
+jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
+SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
+
+
+def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> bytes:
+    """Return the serialised HloModuleProto of the forward or backward pass.
+
+    Forward is (q, k, v, segments, rotation) -> (out, log-sum-exp); backward is (q, k, v, segments, rotation, out,
+    log-sum-exp, grad of out) -> (dq, dk, dv). q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32; rotation
+    (2, B, T, D), left out without rope; log-sum-exp (B, H, T) float32.
+    """
+    jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla's programs are partitioned by GSPMD
+    run = attention_function(call.of_one_chip, direction=direction, target=target)
+    if call.num_shards * call.head_shards > 1:
+        run = _of_each_chip(run, call, direction=direction)
+    with mosaic_for_libtpu():
+        traced = jax.jit(run, keep_unused=True).trace(*_arguments(call, direction=direction))
+        module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
+    return bytes(module.as_serialized_hlo_module_proto())
+
+
+def _of_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Direction) -> Callable[..., Any]:
+    """Wrap `run` in a shard_map over rows and heads; XLA's partitioner cannot shard a kernel."""
+    # Rows that do not divide are not sharded by the run either: then every chip computes all of them.
+    by_rows = "fsdp" if call.rows % call.num_shards == 0 else None
+    by_heads = "tensor" if call.head_shards > 1 else None
+    sizes = (call.num_shards, call.head_shards) if by_heads else (call.num_shards,)
+    mesh = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)])
+    features, sums = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows, by_heads)
+    specs = [features, features, features, PartitionSpec(by_rows)]
+    specs += [PartitionSpec(None, by_rows)] if call.rotates else []
+    specs += [features, sums, features] if direction == "backward" else []
+    results = (features, sums) if direction == "forward" else (features, features, features)
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=results, check_vma=False)
+
+
+def _arguments(call: AttentionCall, *, direction: Direction) -> list[Any]:
+    """Return the shapes of the arguments of the function that `lowered` lowers."""
+    rows, length, size = call.rows, call.length, call.head_dim
+    query = jax.ShapeDtypeStruct((rows, length, call.heads * size), call.dtype)
+    key = jax.ShapeDtypeStruct((rows, length, call.kv_heads * size), call.dtype)
+    given = [query, key, key, jax.ShapeDtypeStruct((rows, length), jnp.int32)]
+    if call.rotates:
+        given.append(jax.ShapeDtypeStruct((2, rows, length, size), call.dtype))
+    if direction == "backward":
+        given += [query, jax.ShapeDtypeStruct((rows, call.heads, length), jnp.float32), query]
+    return given
+
+
+def attention_function(call: AttentionCall, *, direction: Direction, target: Target) -> Callable[..., Any]:
+    """Return the jax function that `lowered` lowers, for the rows and heads of one chip.
+
+    With `target=interpreted` it runs the kernels on a CPU.
+    """
+    extra = call.padded_length - call.length
+    per_row = _forward if direction == "forward" else _backward
+
+    def turn(flat: Any, rotation: Any, *, factor: float, backward: bool = False) -> Any:
+        if rotation is None:
+            return flat if factor == 1 else (flat.astype(jnp.float32) * factor).astype(flat.dtype)
+        return turned(flat, rotation, call=call, factor=factor, target=target, backward=backward)
+
+    def run(query: Any, key: Any, value: Any, segments: Any, *others: Any) -> Any:
+        rotation = _padded(others[0], extra=extra, axis=2) if call.rotates else None
+        flat = [_padded(tensor, extra=extra, axis=1) for tensor in (query, key, value)]
+        scaled, key = turn(flat[0], rotation, factor=call.scores.scale), turn(flat[1], rotation, factor=1.0)
+        tensors = [scaled, key, flat[2], _padded(segments, extra=extra, axis=1)]
+        if direction == "backward":
+            out, log_sum, grad = others[-3:]
+            tensors += [_padded(out, extra=extra, axis=1), _padded(log_sum, extra=extra, axis=2)]
+            tensors.append(_padded(grad, extra=extra, axis=1))
+        with _as_wanted(call):
+            results = jax.vmap(functools.partial(per_row, _kernel(call, target=target), call))(*tensors)
+        if direction == "forward":
+            return results[0][:, : call.length], results[1][..., : call.length]
+        dq = turn(results[0], rotation, factor=call.scores.scale, backward=True)
+        dk = turn(results[1], rotation, factor=1.0, backward=True)
+        return tuple(grads[:, : call.length] for grads in (dq, dk, results[2]))
+
+    return run
+
+
+def _padded(tensor: Any, *, extra: int, axis: int) -> Any:
+    """Append `extra` tokens: their segment is 0, as of all padding, and no earlier token attends to them."""
+    width = [(0, extra if dim == axis else 0) for dim in range(tensor.ndim)]
+    return jnp.pad(tensor, width) if extra else tensor
+
+
+def _kernel(call: AttentionCall, *, target: Target) -> Any:
+    """Build jax's splash kernel with the mask and block sizes of the call; all heads share the mask."""
+    shape = (call.padded_length, call.padded_length)
+    if call.window is None:
+        mask = masks.CausalMask(shape)
+    else:  # a single mask is computed in the kernel; an intersection of two would be read from memory
+        mask = masks.LocalMask(shape, window_size=(call.window - 1, 0), offset=0)
+    names = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
+    names += ["q_dq", "kv_dq"] if call.backward == "split" else []
+    blocks = {f"block_{name}": call.block for name in names}
+    sizes = kernels.BlockSizes(**blocks, use_fused_bwd_kernel=call.backward == "fused")
+    return kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * call.heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=call.scores.soft_cap,
+        interpret=target == "interpreted",
+    )
+
+
+def _forward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any]:
+    """Return output (T, H D) and log-sum-exp (H, T) of one row."""
+    *qkv, segments = tensors
+    settings = dict(kernel.kwargs, save_residuals=True)
+    query, key, value = (heads_first(tensor, head_dim=call.head_dim) for tensor in qkv)
+    ids = kernels.SegmentIds(segments, segments)
+    out, (log_sum,) = kernels._splash_attention_forward(kernel.fwd_mask_info, query, key, value, ids, None, **settings)
+    return heads_beside(out), log_sum
+
+
+def _backward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any, Any]:
+    """Return the gradients of the scaled query (T, H D), the key and the value (T, K D) of one row."""
+    *qkv, segments, out, log_sum, grad = tensors
+    query, key, value, do = (heads_first(tensor, head_dim=call.head_dim) for tensor in (*qkv, grad))
+    settings = {name: kernel.kwargs[name] for name in SHARED_SETTINGS}
+    sizes = kernel.kwargs["block_sizes"]
+    layouts = {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+    ids = kernels.SegmentIds(segments, segments)
+    given = (query, key, value, ids, None, log_sum, do, _row_sums(out, grad, heads=call.heads))
+    fused = call.backward == "fused"
+    block = {"bq": call.block, "bkv": call.block}
+    dq, dk, dv = kernels._splash_attention_bwd_dkv(
+        *given,
+        **block,
+        bkv_compute=call.block,
+        mask_info=kernel.dkv_mask_info,
+        use_fused_bwd_kernel=fused,
+        **settings,
+        **layouts,
+    )
+    if not fused:
+        dq = kernels._splash_attention_bwd_dq(*given, **block, mask_info=kernel.dq_mask_info, **settings, **layouts)
+    return heads_beside(dq), heads_beside(dk), heads_beside(dv)
+
+
+def _row_sums(out: Any, grad: Any, *, heads: int) -> Any:
+    """Return the sum of out x grad over each head's features, (H, T) float32.
+
+    It is D of FlashAttention-2 (arXiv 2307.08691), computed as a matmul with ones in float32: a sum over part of a
+    row's lanes would need another layout of the tensor.
+    """
+    product = out.astype(jnp.float32) * grad.astype(jnp.float32)
+    ones = jnp.repeat(jnp.eye(heads), out.shape[1] // heads, axis=0)
+    return jnp.matmul(product, ones, precision="highest").T
+
+
+@contextmanager
+def _as_wanted(call: AttentionCall) -> Iterator[None]:
+    """Patch splash's `pallas_call` inside: flat blocks where `call.is_flat`, and a cost estimate.
+
+    Splash gives no estimate, and the compiler cannot see into a kernel.
+    """
+    real = kernels.pl
+
+    def pallas_call(*args: Any, name: str, **settings: Any) -> Any:
+        phase: Any = name.split("_")[2]  # splash_mha_fwd_segmented_...
+        cost = real.CostEstimate(
+            flops=call.flops(phase), transcendentals=call.exponentials, bytes_accessed=call.bytes_moved(phase)
+        )
+        build = flat_call(real.pallas_call, phase=phase) if call.is_flat else real.pallas_call
+        return build(*args, name=name, cost_estimate=cost, **settings)
+
+    with replaced(kernels, "pl", SimpleNamespace(**vars(real) | {"pallas_call": pallas_call})):
+        yield

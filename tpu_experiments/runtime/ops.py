@@ -1,0 +1,157 @@
+"""Operations of a program that runtimes provide: the loop, sharding constraints, host memory, reading a tensor back.
+
+The loop runs over the leading dimension of tensors as one operation. On XLA (`runtime/xla/loop.py`) the body is
+compiled once and runs as a While, so that a program is no longer for more iterations and what lives inside one
+iteration is held once. The loop itself is not differentiable; its body may compute gradients (`torch.enable_grad()`
+and `torch.autograd.grad` on detached tensors), which is how layers, chunks of the loss and micro-batches get theirs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.config.mesh import Axes
+from tpu_experiments.config.model_schema import ROWS
+
+Tensors = tuple[Tensor, ...]
+Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
+"""Maps (carry, x, consts) to (carry, y); `x` is one slice of every tensor of `xs`, carry keeps shapes and types."""
+
+
+class Loop(Protocol):
+    """Runs a body once for every index of the leading dimension of `xs`."""
+
+    def __call__(
+        self,
+        fn: Body,
+        *,
+        carry: Tensors,
+        xs: Tensors,
+        consts: Tensors = (),
+        reverse: bool = False,
+        rows: int | None = None,
+    ) -> tuple[Tensors, Tensors]:
+        """Return the last carry, and every y stacked along a new leading dimension, in the order of `xs`.
+
+        Args:
+            fn: the body, called without gradient tracking. It must compute from its arguments alone: a tensor that it
+                closes over is recomputed in every iteration, unless it is data on the device.
+            carry: passed from one iteration to the next.
+            xs: at least one tensor; all have the same leading dimension, which is at least 1.
+            consts: the same in every iteration.
+            reverse: iterate from the last index to the first; the stacked ys keep the order of `xs`.
+            rows: number of rows in the values that the loop works on, if they have any. A y whose first dimension is a
+                multiple of it is sharded over the devices as the rows are.
+
+        Raises:
+            ValueError: `xs` is empty or its leading dimensions differ or are 0.
+        """
+
+
+def python_loop(
+    fn: Body,
+    *,
+    carry: Tensors,
+    xs: Tensors,
+    consts: Tensors = (),
+    reverse: bool = False,
+    rows: int | None = None,
+) -> tuple[Tensors, Tensors]:
+    """Run the loop in plain torch, on any device (see `Loop.__call__`)."""
+    num = length_of(xs)
+    ys: list[Tensors] = []
+    with torch.no_grad():
+        carry, consts = detached(carry), detached(consts)
+        for index in reversed(range(num)) if reverse else range(num):
+            carry, y = fn(carry, tuple(x[index].detach() for x in xs), consts)
+            carry = detached(carry)
+            ys.append(detached(y))
+        ordered = reversed(ys) if reverse else ys
+        return carry, tuple(torch.stack(slices) for slices in zip(*ordered, strict=True))
+
+
+def detached(tensors: Tensors) -> Tensors:
+    """Return the tensors detached from autograd's graph."""
+    return tuple(tensor.detach() for tensor in tensors)
+
+
+def length_of(xs: Tensors) -> int:
+    """Return the number of iterations of a loop over `xs`.
+
+    Raises:
+        ValueError: `xs` is empty or its leading dimensions differ or are 0.
+    """
+    lengths = {len(x) for x in xs}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"xs={[tuple(x.shape) for x in xs]}; a loop needs tensors of one leading dimension >= 1")
+    return lengths.pop()
+
+
+BY_ROWS: Axes = (ROWS,)
+"""Constraint of a value whose first dimension is rows: sharded by rows, replicated along `tensor`."""
+HEAD: Axes = ("tensor",)
+"""Constraint of the output head (V, H) during its computation: the vocabulary is sharded along `tensor`."""
+
+
+class Constrain(Protocol):
+    """Sharding constraint on a value. Its numbers do not change; outside spmd it is the identity."""
+
+    def __call__(self, tensor: Tensor, *, axes: Axes) -> Tensor:
+        """Return `tensor` with each dimension sharded over its mesh axes and replicated along the others."""
+
+
+def unconstrained(tensor: Tensor, *, axes: Axes) -> Tensor:
+    """Return `tensor` without a constraint."""
+    return tensor
+
+
+def nothing_split(name: str, shape: tuple[int, ...]) -> Axes:
+    """Return no axes: the parameter is replicated."""
+    return ()
+
+
+def in_use(axes: Axes) -> Axes:
+    """Return the axes of a weight while its layer is computed.
+
+    It is gathered along every axis except `tensor` (ZeRO-3, arXiv 1910.02054).
+    """
+    return tuple("tensor" if "tensor" in (axis or ()) else None for axis in axes)
+
+
+def same(tensor: Tensor) -> Tensor:
+    """Return `tensor` unchanged."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Transfers of an intermediate value to host memory and back; by default it stays on the device."""
+
+    put: Callable[[Tensor], Tensor] = same
+    take: Callable[[Tensor], Tensor] = same
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What layers that are folded into one loop body need from the device that runs them."""
+
+    loop: Loop
+    constrain: Constrain = unconstrained
+    axes: Callable[[str, tuple[int, ...]], Axes] = nothing_split
+    """Maps the name and shape of a parameter to the mesh axes that each dimension is sharded over."""
+    host: HostMemory = HostMemory()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a host copy of the whole tensor.
+
+    A tensor on the host is copied too. Blocks until the device is done, and compiles no program, so that it may be
+    called between any two steps.
+    """
+    if tensor.device.type != "xla":
+        return tensor.detach().to("cpu", copy=True)
+    from tpu_experiments.runtime.xla.layout import gathered
+
+    return gathered(tensor)

@@ -1,0 +1,1 @@
+"""The processes of a run: hosts, start, environment, requests to stop, ends."""

@@ -1,0 +1,199 @@
+"""The loop on torch_xla: one While operation whose body is traced once, from placeholders; and what folded layers need.
+
+It stands on the untracked half of torch_xla's scan (`_scan_impl_pytree`): the body is Python that runs once while the
+program is traced, so it may hold autograd and loops of its own. torch_xla's `scan` itself traces its body with
+AOTAutograd, at every step unless the same function comes again, and decides what to keep for the backward pass."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.experimental.scan as torch_xla_scan
+from torch import Tensor
+from torch_xla.experimental import stablehlo_custom_call
+from torch_xla.experimental.scan import _scan_impl_pytree
+
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.runtime.ops import Body, Folding, HostMemory, Loop, Tensors, detached, length_of, unconstrained
+from tpu_experiments.runtime.patches import replaced
+from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.xla.layout import constraints_over
+
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.uint8: "ui8",
+    torch.int32: "i32",
+}
+"""StableHLO's names of types."""
+Unwritten = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
+"""Maps the shape and type of a stack to an uninitialised tensor; None where it has to be filled with zeros."""
+
+
+def unwritten_for(device: str, *, mesh: Mesh) -> Callable[[int], Unwritten] | None:
+    """Return a function from the number of rows to the allocator of stacks; None: fill them with zeros.
+
+    A stack of values with a leading row dimension is sharded as they are. None on devices other than a TPU, whose
+    compilers lack the operation, and where `tensor` shards features: XLA decides which values that applies to, and
+    a stack annotated as replicated along `tensor` would force an all-gather.
+    """
+    if device.lower() != "tpu" or mesh.tensor > 1:
+        return None
+    num_shards = mesh.num_shards
+
+    def for_rows(rows: int) -> Unwritten:
+        def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+            if len(shape) < 2 or shape[1] % rows or rows % num_shards or dtype not in NAMES:
+                return None
+            anchor = torch.zeros((), dtype=torch.int32, device=torch_xla.device())  # an operation needs an input
+            made: list[Tensor] = torch_xla._XLAC._xla_user_computation(
+                "xla::unwritten", [anchor], _computation(shape, dtype, num_shards)
+            )
+            return made[0]
+
+        return make
+
+    return for_rows
+
+
+@functools.cache
+def _computation(shape: tuple[int, ...], dtype: torch.dtype, num_shards: int) -> object:
+    from jax._src.lib import xla_client
+
+    text = stablehlo(shape, NAMES[dtype], num_shards=num_shards)
+    computation = xla_client._xla.mlir.mlir_module_to_xla_computation(text, use_tuple_args=False, return_tuple=False)
+    return xb.computation_from_module_proto("unwritten", computation.as_serialized_hlo_module_proto())
+
+
+def stablehlo(shape: tuple[int, ...], dtype: str, *, num_shards: int) -> str:
+    """Return the StableHLO module of an uninitialised buffer, sharded along its second dimension.
+
+    Each chip allocates its own part (manual sharding, as in jax's shard_map).
+    """
+
+    def typed(second: int) -> str:
+        return f"tensor<{'x'.join(map(str, (shape[0], second, *shape[2:])))}x{dtype}>"
+
+    whole, part = typed(shape[1]), typed(shape[1] // num_shards)
+    tiles = ",".join(str(num_shards if dim == 1 else 1) for dim in range(len(shape)))
+    manual = ' {mhlo.sharding = "{manual}"}' if num_shards > 1 else ""
+    split = f'{{mhlo.sharding = "{{devices=[{tiles}]<=[{num_shards}]}}"}}'
+    lines = [f"%0 = stablehlo.custom_call @AllocateBuffer(){manual} : () -> {part}"]
+    if num_shards > 1:
+        lines.append(f"%1 = stablehlo.custom_call @SPMDShardToFullShape(%0) {split} : ({part}) -> {whole}")
+    lines.append(f"return %{len(lines) - 1} : {whole}")
+    return f"module {{ func.func @main(%arg0: tensor<i32>) -> {whole} {{\n" + "\n".join(lines) + "\n} }"
+
+
+def stacks_made_by(make: Unwritten) -> AbstractContextManager[Any]:
+    """Have torch_xla's scan allocate its output stacks with `make`, in place of torch.zeros, while the block runs."""
+    return replaced(torch_xla_scan, "torch", _TorchWithStacks(make))
+
+
+class _TorchWithStacks:
+    """torch, as far as torch_xla's scan uses it, with another `zeros`."""
+
+    def __init__(self, make: Unwritten) -> None:
+        self.make = make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Allocate a stack: `make`'s tensor, or zeros where it returns None."""
+        made = self.make(tuple(shape), dtype)
+        return torch.zeros(shape, device=device, dtype=dtype) if made is None else made
+
+
+def loop_for(device: str, *, mesh: Mesh) -> Loop:
+    """Return the loop of programs for `device` that are sharded over the mesh."""
+    return functools.partial(xla_loop, unwritten=unwritten_for(device, mesh=mesh))
+
+
+def xla_loop(
+    fn: Body,
+    *,
+    carry: Tensors,
+    xs: Tensors,
+    consts: Tensors = (),
+    reverse: bool = False,
+    rows: int | None = None,
+    unwritten: Callable[[int], Unwritten] | None = None,
+) -> tuple[Tensors, Tensors]:
+    """Run the loop (`Loop.__call__`) as one While operation.
+
+    `consts` are part of the carry and returned unchanged; XLA detects that and does not copy them.
+
+    Args:
+        unwritten: maps the number of rows to an allocator of uninitialised output stacks; None: filled with zeros.
+    """
+    length_of(xs)
+    carry_types, x_types, const_types = ([t.dtype for t in tensors] for tensors in (carry, xs, consts))
+
+    def body(state: tuple[Tensors, Tensors], x: Tensors) -> tuple[tuple[Tensors, Tensors], Tensors]:
+        fixed = _typed(state[1], const_types)
+        new, y = fn(_typed(state[0], carry_types), _typed(x, x_types), fixed)
+        _check_types(new, carry_types)
+        return (detached(new), fixed), detached(y)
+
+    stacks = stacks_made_by(unwritten(rows)) if unwritten and rows else nullcontext()
+    with torch.no_grad(), stacks:
+        state = (detached(carry), detached(consts))
+        (carry, _), ys = _scan_impl_pytree(body, state, detached(xs), reverse=reverse)
+    return carry, ys
+
+
+def _typed(tensors: Tensors, types: list[torch.dtype]) -> Tensors:
+    """Restore dtypes: torch_xla calls the body with its arguments times 1, which turns bool into int64."""
+    return tuple(t if t.dtype == dtype else t.to(dtype) for t, dtype in zip(tensors, types, strict=True))
+
+
+def _check_types(carry: tuple[Tensor, ...], types: list[torch.dtype]) -> None:
+    found = [t.dtype for t in carry]
+    if found != types:
+        raise TypeError(f"carry={types} comes back from the loop's body as {found}; it must keep its types")
+
+
+def host_memory_for(device: str) -> HostMemory:
+    """Return the transfers to and from host memory for `device`; the identity on every device but a TPU.
+
+    They are annotations that XLA's host offloader reads. It moves the slices of a loop's stacked outputs while the
+    loop computes (`dynamic-update-slice-start`).
+    """
+    if device.lower() != "tpu":
+        return HostMemory()
+    return HostMemory(put=_placed("pinned_host"), take=_placed("device"))
+
+
+def _placed(memory: str) -> Any:
+    def place(tensor: Tensor) -> Tensor:
+        # The same call as torch_xla's place_to_host, without its operator, which registers a backward pass of its own.
+        placed: Tensor = stablehlo_custom_call.stablehlo_custom_call(
+            [tensor],
+            "annotate_device_placement",
+            [tensor.shape],
+            [tensor.dtype],
+            has_side_effect=True,
+            frontend_attributes={"_xla_buffer_placement": memory},
+        )
+        return placed
+
+    return place
+
+
+def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -> Folding:
+    """Return the folding of programs for `device`; only `spmd` shards them over the mesh.
+
+    Args:
+        device: type of device, such as `tpu`, in either case.
+    """
+    if hw.parallel == "spmd":
+        loop, constrain = loop_for(device, mesh=mesh), constraints_over(mesh)
+    else:
+        loop, constrain = loop_for(device, mesh=Mesh()), unconstrained
+    return Folding(loop, constrain, table.axes, host_memory_for(device))

@@ -1,0 +1,108 @@
+"""Run the checks of task=doctor, all at once in threads: each gathers facts, then judges them."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import DoctorTaskConfig
+from tpu_experiments.tasks.doctor import cloud, devices, places, software, sources
+from tpu_experiments.tasks.doctor.finding import Finding, Verdict, failed, not_checked
+
+SLACK_SECONDS = 5.0
+"""Added to a check's own time-outs, for the work around them."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: `look` gathers facts of this machine, `judge` is a pure function of them and the config."""
+
+    name: str
+    look: Callable[[Config, DoctorTaskConfig], Any]
+    judge: Callable[[Any, Config], Finding]
+    if_silent: Verdict = "not checked"
+    """Verdict when `look` does not return in time."""
+
+
+def _of_config(look: Callable[[Config], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
+    return lambda config, task: look(config)
+
+
+def _of_machine(look: Callable[[], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
+    return lambda config, task: look()
+
+
+CHECKS = (
+    Check("settings", _of_config(places.look_at_settings), places.judge_settings),
+    Check("versions", _of_machine(software.look_at_software), software.judge_versions),
+    Check("variables", _of_machine(software.look_at_variables), software.judge_variables),
+    Check("runtime_version", _of_machine(cloud.look_at_machine), cloud.judge_runtime_version),
+    Check("lock_file", _of_machine(devices.look_at_lock_file), devices.judge_lock_file),
+    Check("devices", devices.look_at_devices, devices.judge_devices, if_silent="failed"),
+    Check("chip_memory", _of_config(sources.look_at_chip_memory), sources.judge_chip_memory),
+    Check("host_memory", _of_config(sources.look_at_host_memory), sources.judge_host_memory),
+    Check("disk", _of_config(places.look_at_disk), places.judge_disk),
+    Check("compile_cache", _of_config(places.look_at_compile_cache), places.judge_compile_cache),
+    Check("output_dir", _of_config(places.look_at_output_dir), places.judge_output_dir, if_silent="failed"),
+    Check("run", _of_config(places.look_at_run), places.judge_run),
+    Check("model", sources.look_at_model, sources.judge_model),
+    Check("data", sources.look_at_data, sources.judge_data),
+    Check("cloud", cloud.look_at_gcloud, cloud.judge_cloud),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report."""
+
+    name: str
+    finding: Finding
+    seconds: float
+
+
+class _Look:
+    """One check running in a daemon thread, which does not keep the process from ending."""
+
+    def __init__(self, check: Check, config: Config, task: DoctorTaskConfig) -> None:
+        self._check, self._config, self._task = check, config, task
+        self._started, self._seconds = time.monotonic(), 0.0
+        self._finding: Finding | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._finding = self._check.judge(self._check.look(self._config, self._task), self._config)
+        except Exception as error:  # a broken check must not hide the others' findings
+            self._finding = not_checked(f"{type(error).__name__}: {error}")
+        self._seconds = time.monotonic() - self._started
+
+    def result(self) -> Result:
+        limit = self._task.device_timeout_seconds if self._check.name == "devices" else self._task.timeout_seconds
+        left = self._started + limit + SLACK_SECONDS - time.monotonic()
+        self._thread.join(max(left, 0.0))
+        if self._finding is not None:
+            return Result(self._check.name, self._finding, self._seconds)
+        return Result(self._check.name, silent(self._check, seconds=limit), limit)
+
+
+def silent(check: Check, *, seconds: float) -> Finding:
+    """Return the finding for a check that did not return in time."""
+    seen = f"no answer within {seconds:.0f} s"
+    if check.if_silent == "failed":
+        return failed(seen, "check the network and the credentials, or give it longer with task.timeout_seconds=")
+    return not_checked(seen, "give it longer with task.timeout_seconds=")
+
+
+def examine(config: Config, task: DoctorTaskConfig) -> list[Result]:
+    """Run the selected checks, and return their results in the order of `CHECKS`."""
+    wanted = [check for check in CHECKS if not task.checks or check.name in task.checks]
+    looks = [_Look(check, config, task) for check in wanted]
+    return [look.result() for look in looks]
+
+
+def would_start(results: Sequence[Result]) -> bool:
+    """Return whether no check has failed."""
+    return all(result.finding.verdict != "failed" for result in results)

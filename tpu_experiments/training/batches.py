@@ -1,0 +1,378 @@
+"""What a run is fed: tokenizer, prepared data, stages, and the batches of each stage.
+
+`RunInputs` is made once before any device and handed to every process."""
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
+from tpu_experiments.config.model_schema import QUESTION_ROWS, DataSourceConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
+from tpu_experiments.data.batches import (
+    Batch,
+    OrderedRows,
+    StageRows,
+    WrittenRows,
+    fixed_batches,
+    learning_all,
+    trimmed,
+)
+from tpu_experiments.data.prepare import Preparation, prepare
+from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.replay import ReplayedRows
+from tpu_experiments.data.steps.epochs import WrittenEpoch
+from tpu_experiments.data.store.stream import CacheSettings
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.data.weights import WeightedRows, row_shares
+from tpu_experiments.optim.schedules import multiplier
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.cache import default_folder
+from tpu_experiments.training.evaluation import host_tensors
+from tpu_experiments.training.questions import Question
+from tpu_experiments.training.start import StartPoint
+
+log = logging.getLogger(__name__)
+MIB, GIB = 2**20, 2**30
+DEFAULT_READER = DataSourceConfig.__dataclass_fields__["_target_"].default
+"""Reads file by file, in many processes; any other one is read from start to end."""
+
+
+def tokenizer_of(config: Config) -> str:
+    """Return the tokenizer's folder or Hub id: the shipped one for a tiny model, else the model's own."""
+    if config.model.tokenizer_path:
+        return config.model.tokenizer_path
+    return "tpu_experiments/samples/tokenizer" if config.model.size == "tiny" else config.model.path
+
+
+def tokenizer_for(config: Config) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the run, with its chat template.
+
+    Raises:
+        ConfigError: there is none, or it does not match the settings.
+    """
+    return load_tokenizer(
+        tokenizer_of(config),
+        revision=config.model.revision,
+        chat_template_path=config.model.chat_template_path,
+        chat_format=config.model.chat_format,
+        remote_code=config.model.remote_code,
+    )
+
+
+def prepared_folder(config: Config) -> str:
+    """Return the folder of prepared data."""
+    return config.prepare.folder or paths.join(config.output_dir, "prepared")
+
+
+def prepare_sources(
+    config: Config,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    stages: list[Stage],
+    is_lookup: bool = False,
+    verify: Literal["rows", "all"] = "rows",
+) -> dict[str, PreparedSource]:
+    """Return the rows of every source at every row length, prepared now or reused.
+
+    `verify` is that of `Preparation`.
+
+    Raises:
+        NotPrepared: some are missing, and `is_lookup` forbids preparing them.
+        ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
+    """
+    return prepare(
+        config.data,
+        data_size=config.data_size,
+        seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
+        how=replace(preparation(config, tokenizer=tokenizer, is_lookup=is_lookup), verify=verify),
+    )
+
+
+def preparation(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup: bool = False) -> Preparation:
+    """Return how and where the sources of a config are prepared."""
+    folder = prepared_folder(config)
+    loader = config.loader
+    cache = CacheSettings(
+        folder=default_folder(), max_bytes=int(loader.cache_gib * GIB), read_ahead_bytes=loader.read_ahead_mib * MIB
+    )
+    readers = {
+        name: locate(source._target_, key=f"data.{name}")
+        for name, source in config.data.items()
+        if source._target_ != DEFAULT_READER
+    }
+    return Preparation(
+        config.prepare, folder, tokenizer, readers, cache if paths.is_remote(folder) else None, is_lookup
+    )
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """Return the stages that have a source; the others are logged."""
+    for name in skipped_stages(config):
+        log.info("stage %s is left out: no source of its kind in data=%s", name, list(config.data))
+    return resolve_stages(config)
+
+
+WEIGHTED_STAGE = 2**17
+"""Added once for each source of a stage that draws by weights, so that sources of one size differ in their order."""
+REPLAY_STAGE = 2**16
+"""Added to a stage's number where the order of its replayed rows is drawn, which are in an order of their own."""
+NOISE_STREAM = 2**192
+"""Counter of Philox from which on the words of dropout are; the orders of rows are drawn from 0 on."""
+
+
+@dataclass
+class RunInputs:
+    """Tokenizer, prepared rows and stages; picklable, and the same in every process."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sources: dict[str, PreparedSource]
+    stages: list[Stage]
+    written: dict[int, list[WrittenEpoch]] = field(default_factory=dict)
+    """Written epochs by the index of their stage; used with `loader.order=written`."""
+    questions: dict[str, list[Question]] = field(default_factory=dict)
+    """Those of every set, by its name."""
+    start: StartPoint | None = None
+    """What the run starts from; None too where it goes on from a checkpoint of its own."""
+
+    @property
+    def audit_hashes(self) -> dict[str, str]:
+        """Return the audit hash of the data by `<source>@<row length>`."""
+        return {key: value for source in self.sources.values() for key, value in source.audit_hashes.items()}
+
+    @property
+    def prompt_kind(self) -> str:
+        """Return `chat` when a chat source is trained on, else `text`."""
+        return "chat" if any(source.kind == "chat" for source in self.sources.values()) else "text"
+
+    @property
+    def eval_seq_len(self) -> int:
+        """Return the row length of all evaluations, the longest of the stages."""
+        return max(stage.geometry.seq_len for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Host-side facts about the batch of one step."""
+
+    stage_step: int
+    lr: float
+    labels: list[str]
+    """`source:row` of every row of this process."""
+    global_labels: list[str]
+    """The same of the global batch."""
+    num_tokens: int
+    """Tokens of the global batch that are not padding."""
+    is_last: bool
+    """Whether the stage ends with it."""
+
+
+def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRows:
+    """Return the training rows of a stage in the order of `loader.order`; replayed rows are permuted.
+
+    Raises:
+        ConfigError: the stage needs more epochs than were written.
+    """
+    rows = shuffled_rows(inputs, stage, seed=config.seed)
+    if config.loader.order == "permutation":
+        return rows
+    epochs = inputs.written.get(stage.index, [])
+    num_rows = stage_steps(rows, stage, inputs=inputs, config=config) * stage.geometry.global_rows
+    positions = num_rows - rows.num_replayed(num_rows)
+    written = WrittenRows(
+        [epoch.rows for epoch in epochs],
+        origins=[epoch.origins_N for epoch in epochs],
+        names=stage.sources,
+        counts=rows.own.counts,
+        num_positions=positions if stage.epochs is None else min(positions, rows.total_for(stage.epochs)),
+    )
+    return replace(rows, own=written)
+
+
+def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> ReplayedRows:
+    """Return the training rows of a stage, permuted anew in each epoch."""
+
+    seq_len = stage.geometry.seq_len
+
+    def rows_of(names: Sequence[str], stage_index: int, *, weights: Sequence[float]) -> OrderedRows:
+        parts = [inputs.sources[name].store("train", seq_len) for name in names]
+        if not weights:
+            return StageRows(parts, names=names, seed=seed, stage_index=stage_index)
+        each = [
+            StageRows([part], names=[name], seed=seed, stage_index=stage_index + WEIGHTED_STAGE * number)
+            for number, (part, name) in enumerate(zip(parts, names, strict=True), start=1)
+        ]
+        return WeightedRows(each, shares=_row_shares(inputs, names, weights=weights, seq_len=seq_len))
+
+    own = rows_of(stage.sources, stage.index, weights=stage.weights)
+    if not stage.replay:
+        return ReplayedRows(own)
+    replayed = rows_of(stage.replay_sources, REPLAY_STAGE + stage.index, weights=stage.replay_weights)
+    return ReplayedRows(own, replayed, Fraction(str(stage.replay)))
+
+
+def _row_shares(inputs: RunInputs, names: Sequence[str], *, weights: Sequence[float], seq_len: int) -> list[Fraction]:
+    splits = [inputs.sources[name].manifests[seq_len]["splits"]["train"] for name in names]
+    return row_shares(weights, tokens_of_a_row=[Fraction(split["tokens"], split["rows"]) for split in splits])
+
+
+def weights_text(rows: ReplayedRows, stage: Stage, *, num_steps: int) -> str:
+    """What a stage draws of each of its sources by their weights; empty where they have none."""
+    if not isinstance(rows.own, WeightedRows):
+        return ""
+    num_rows = num_steps * stage.geometry.global_rows
+    num_own = num_rows - rows.num_replayed(num_rows)
+    num_own = num_own if stage.epochs is None else min(num_own, rows.total_for(stage.epochs))
+    drawn = zip(stage.sources, stage.weights, rows.own.drawn(num_own), rows.own.counts, strict=True)
+    return ", ".join(
+        f"{100 * weight / sum(stage.weights):.3g} % of the tokens from {name} ({count:,} of its {total:,} rows, "
+        f"{count / total:.2f} times all)"
+        for name, weight, count, total in drawn
+    )
+
+
+def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: Config) -> int:
+    """Return the optimizer steps of a stage that does not end early."""
+    steps, global_rows = stage.steps, stage.geometry.global_rows
+    if stage.epochs is not None:
+        steps = rows.steps_for(stage.epochs, global_rows=global_rows)
+    if stage.tokens is not None:
+        steps = math.ceil(stage.tokens / (global_rows * tokens_of_a_row(inputs, stage)))
+    assert steps is not None
+    return min(steps, config.trainer.max_stage_steps or steps)
+
+
+def num_steps(inputs: RunInputs, stage: Stage, *, config: Config) -> int:
+    """Return `stage_steps` for the rows of `stage_rows`."""
+    return stage_steps(stage_rows(inputs, stage, config=config), stage, inputs=inputs, config=config)
+
+
+def steps_by_stage(inputs: RunInputs, *, config: Config) -> dict[str, int]:
+    """Return `num_steps` of every stage by name, in order."""
+    return {stage.name: num_steps(inputs, stage, config=config) for stage in inputs.stages}
+
+
+def tokens_of_a_row(inputs: RunInputs, stage: Stage) -> float:
+    """Return the mean tokens per row of a stage, without padding."""
+    own, replayed = (
+        _mean_tokens(inputs, names, stage.geometry.seq_len, weights=weights)
+        for names, weights in ((stage.sources, stage.weights), (stage.replay_sources, stage.replay_weights))
+    )
+    return (1 - stage.replay) * own + stage.replay * replayed
+
+
+def _mean_tokens(inputs: RunInputs, names: Sequence[str], seq_len: int, *, weights: Sequence[float]) -> float:
+    splits = [inputs.sources[name].manifests[seq_len]["splits"]["train"] for name in names]
+    if weights:
+        shares = _row_shares(inputs, names, weights=weights, seq_len=seq_len)
+        return float(sum(share * split["tokens"] / split["rows"] for share, split in zip(shares, splits, strict=True)))
+    return sum(split["tokens"] for split in splits) / max(1, sum(split["rows"] for split in splits))
+
+
+def step_batches(
+    rows: ReplayedRows,
+    stage: Stage,
+    *,
+    num_steps: int,
+    config: Config,
+    first: int,
+    process: tuple[int, int],
+    choice: Mapping[str, Tensor],
+    left_out: Collection[int] = (),
+) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
+    """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
+
+    A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
+    `left_out` count in the schedule and have no batch. `choice` goes into every batch (training/step.py).
+    """
+    geometry = stage.geometry
+    total = None if stage.epochs is None else rows.total_for(stage.epochs)
+    last = next((step for step in range(num_steps - 1, first, -1) if step not in left_out), first)
+    for step in range(first, num_steps):
+        if step in left_out:
+            continue
+        lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
+        whole = cut(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
+        whole = learning_all(whole) if stage.learn == "all" else whole
+        whole = with_noise(whole, stage.index, step, config=config)
+        mine = whole.slice_process(*process)
+        info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
+        yield info, {**training_tensors(mine, geometry, lr=lr), **choice}
+
+
+def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:
+    """Return a process's rows as (A, R, T) int32, noise as (A, R), learning rate as (1,) float32."""
+    tensors = {n: t.reshape(geometry.accumulation, -1, *t.shape[1:]) for n, t in host_tensors(batch).items()}
+    return tensors | {"lr": torch.tensor([lr], dtype=torch.float32)}
+
+
+def has_dropout(config: Config) -> bool:
+    """Return whether the training step has dropout."""
+    return config.lora.r > 0 and config.lora.dropout > 0
+
+
+def with_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
+    """Return the global batch with a random word for every row, where the training step has dropout.
+
+    Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
+    """
+    if not has_dropout(config):
+        return batch
+    key = np.array([config.seed % 2**64, stage << 32 | step], np.uint64)
+    words_G = np.random.Philox(key=key, counter=NOISE_STREAM).random_raw(batch.num_rows)
+    return replace(batch, noise_G=(words_G >> np.uint64(32)).astype(np.uint32).view(np.int32))
+
+
+def cut(batch: Batch, *, config: Config) -> Batch:
+    """Trim positions that are padding in all rows of the global batch, with `prepare.packing=none`."""
+    return trimmed(batch, multiple=config.loader.pad_multiple) if config.prepare.packing == "none" else batch
+
+
+def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[Batch]]:
+    """Return every source's held-out batches of one shape, at most `trainer.max_eval_rows` rows in all."""
+    per_source = max(1, config.trainer.max_eval_rows // len(inputs.sources))
+    global_rows = evaluation_rows(inputs.stages)
+    held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
+    return {
+        name: (cut(b, config=config) for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows))
+        for name, rows in held_out.items()
+        if rows.num_rows
+    }
+
+
+def evaluation_rows(stages: Sequence[Stage]) -> int:
+    """Return the rows of an evaluation batch.
+
+    They are a micro-batch of the first stage with the longest rows, on every device.
+    """
+    longest = max((stage.geometry for stage in stages), key=lambda geometry: geometry.seq_len)
+    return longest.micro_rows * longest.num_shards
+
+
+def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
+    """Return each program's shapes of token ids in one process, for a whole run, by program name.
+
+    Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window, and so do questions.
+    """
+    geometries = [stage.geometry for stage in inputs.stages]
+    rows = evaluation_rows(inputs.stages) // world_size
+    return {
+        "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
+        "evaluate": {(rows, inputs.eval_seq_len)},
+        "sample": {(len(config.sample.all_prompts), config.sample.window)} if config.sample.max_new_tokens else set(),
+        "ask": {(QUESTION_ROWS, config.sample.window)} if config.questions else set(),
+    }
+
+
+def expected_programs(inputs: RunInputs, config: Config) -> int:
+    """Count the compiled programs of a run: one per training shape, evaluation, sample and questions."""
+    return sum(len(shapes) for shapes in program_shapes(inputs, config, world_size=1).values())

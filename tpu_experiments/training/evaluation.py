@@ -1,0 +1,347 @@
+"""Held-out loss with exact token weighting, token scores, samples and written answers, on the device.
+
+Sums stay on the device and are read once at the end. Accuracy and bits per byte (metrics/held_out.py) come out of the
+same program as the loss; a trainer with a loss of its own has the loss alone. A sample is a full forward pass over a
+fixed window for every token, without a cache: enough for some dozen tokens, and with the very parameters that are
+trained (models/generation.py has a cache). Legend: R prompts, T tokens, V vocabulary."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.schema import SampleConfig
+from tpu_experiments.data.batches import Batch
+from tpu_experiments.data.batches import Batch as HostBatch
+from tpu_experiments.data.held_out import HeldOut
+from tpu_experiments.data.tokens.chat import render
+from tpu_experiments.data.tokens.tokenize import LEARN
+from tpu_experiments.data.tokens.widths import Widths
+from tpu_experiments.metrics.held_out import measures
+from tpu_experiments.models.dropout import NOISE
+from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
+from tpu_experiments.models.loss import TokenScores
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.training.step import ROW_TENSORS, RowLoss
+
+TEXT = "text"
+"""Name of the tensor that says which tokens stand for text."""
+MORE_MEASURES = ("accuracy", "bits_per_byte")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out results: mean loss in nats per supervised token, over all sources and for each."""
+
+    loss: float
+    num_tokens: int
+    sources: dict[str, float]
+    measures: dict[str, float] = field(default_factory=dict)
+    """`MORE_MEASURES` over all sources; what cannot be told is left out."""
+    source_measures: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same of each source."""
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(loss); infinity where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class Evaluator:
+    """Compute held-out results with one program of one shape.
+
+    The last batch is padded with rows of zero weight.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        runtime: Runtime,
+        row_loss: RowLoss,
+        parameters: Mapping[str, Tensor],
+        token_scores: TokenScores | None = None,
+        widths: Widths | None = None,
+    ) -> None:
+        """`token_scores` has the loss of `row_loss` and more; without it there is the loss alone."""
+        self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
+        self.token_scores, self.widths = token_scores, widths
+        self.program = runtime.program(self.sums, name="evaluate", held=lambda: parameters)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Return the names of the program's inputs, (rows, T) int32 each."""
+        return ROW_TENSORS if self.token_scores is None else (*ROW_TENSORS, TEXT)
+
+    def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
+        """Evaluate every source's batches; all processes take part."""
+        self.module.eval()
+        queued: dict[str, list[Tensor]] = {}
+        num_bytes: dict[str, int] = {}
+        for source, source_batches in batches.items():
+            queued[source], num_bytes[source] = [], 0
+            for batch in source_batches:
+                queued[source].append(self.program(self._send(batch)))
+                num_bytes[source] += self._bytes(batch)
+        self.module.train()
+        totals = {source: torch.stack([s.cpu() for s in sums]).double().sum(0) for source, sums in queued.items()}
+        overall = torch.stack(list(totals.values())).sum(0)
+        losses = {source: float(t[0] / t[1]) for source, t in totals.items() if t[1] > 0}
+        return Evaluation(
+            float(overall[0] / overall[1]),
+            int(overall[1]),
+            losses,
+            _more(overall, num_bytes=sum(num_bytes.values())),
+            {source: _more(totals[source], num_bytes=num_bytes[source]) for source in losses},
+        )
+
+    def sums_of(self, batch: HostBatch) -> tuple[float, float]:
+        """Return loss sum in nats and supervised tokens of one batch; all processes take part."""
+        self.module.eval()
+        sums = self.program(self._send(batch))
+        self.module.train()
+        loss, tokens = sums.cpu().tolist()[:2]
+        return loss, tokens
+
+    def _send(self, batch: HostBatch) -> dict[str, Tensor]:
+        rows = batch.slice_process(*self.runtime.share)
+        tensors = host_tensors(rows)
+        if self.token_scores is not None:
+            is_text = rows.segments_GT > 0 if self.widths is None else self.widths.stands_for_text(rows.ids_GT)
+            tensors[TEXT] = torch.from_numpy(is_text.astype(np.int32))
+        return self.runtime.put(tensors, rows_dim=0)
+
+    def _bytes(self, batch: HostBatch) -> int:
+        """Return the bytes of the predicted text; 0 where the tokenizer has no known widths."""
+        if self.widths is None:
+            return 0
+        return int(self.widths.of(batch.ids_GT)[batch.learn_GT > 0].sum())
+
+    def sums(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the sums of one batch over all processes; the compiled program.
+
+        Loss in nats and supervised tokens, shape (2,); with `token_scores` also hits, and the loss of tokens that are
+        text, shape (4,).
+        """
+        with torch.no_grad():
+            if self.token_scores is None:
+                sums_R, weights_R = self.row_loss(self.module, self.parameters, batch)
+                return torch.stack(self.runtime.sum_over_processes([sums_R.sum(), weights_R.sum()]))
+            found = self.token_scores(self.module, self.parameters, batch)
+            weights_RT = target_weights(batch)[1]
+            text_RT = torch.roll(batch[TEXT], -1, dims=1)
+            more = [(found.hits_RT * weights_RT).sum(), (found.losses_RT * weights_RT * text_RT).sum()]
+            return torch.stack(self.runtime.sum_over_processes([found.sums_R.sum(), found.weights_R.sum(), *more]))
+
+
+def _more(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
+    """Compute `MORE_MEASURES` from the program's sums."""
+    if len(sums) == 2:
+        return {}
+    nats, tokens, hits, text_nats = sums.tolist()
+    found = measures(np.array([[tokens, num_bytes, nats, text_nats, hits]]))
+    return {name: float(found[name][0]) for name in MORE_MEASURES if np.isfinite(found[name][0])}
+
+
+def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
+    """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each.
+
+    `noise` (rows,) is added where the batch has it.
+    """
+    tensors = {
+        "ids": torch.from_numpy(batch.ids_GT),
+        "learn": torch.from_numpy(batch.learn_GT),
+        "positions": torch.from_numpy(batch.positions_GT),
+        "segments": torch.from_numpy(batch.segments_GT),
+    }
+    return tensors if batch.noise_G is None else tensors | {NOISE: torch.from_numpy(batch.noise_G)}
+
+
+class Sampler:
+    """Generate text with the current parameters."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        runtime: Runtime,
+        parameters: Mapping[str, Tensor],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: SampleConfig,
+        seed: int,
+        name: str = "sample",
+    ) -> None:
+        """Build the program; `name` is its name among those that a run expects."""
+        self.module, self.runtime, self.parameters = module, runtime, parameters
+        self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
+        self.seed = seed
+        self.program = runtime.program(self.next_token, name=name, held=lambda: parameters)
+
+    def run(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
+        """Continue every prompt (its last `window - max_new_tokens` tokens) up to the end of sequence."""
+        kept = [ids[-(self.window - max_new_tokens) :] for ids in prompts]
+        ids_RT = torch.zeros(len(kept), self.window, dtype=torch.int32)
+        for row, ids in enumerate(kept):
+            ids_RT[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        last_R = torch.tensor([len(ids) - 1 for ids in kept], dtype=torch.int32)
+        batch = self.runtime.put({"ids": ids_RT, "last": last_R}, rows_dim=-1)
+        self.module.eval()
+        self.runtime.seed(self.seed)
+        for _ in range(max_new_tokens):
+            batch = self.program(batch)
+        self.module.train()
+        rows = batch["ids"].cpu()
+        written = [row[len(ids) : len(ids) + max_new_tokens].tolist() for row, ids in zip(rows, kept, strict=True)]
+        return [
+            str(self.tokenizer.decode(_until_end(ids, self.tokenizer), skip_special_tokens=True)).strip()
+            for ids in written
+        ]
+
+    def next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Append one token: `ids` (R, T) gets it after `last` (R,), which is incremented. The program."""
+        ids_RT, last_R = batch["ids"], batch["last"]
+        index_T = torch.arange(self.window, device=ids_RT.device, dtype=torch.int32)
+        segments_RT = (index_T <= last_R[:, None]).to(torch.int32)
+        rows = {"ids": ids_RT, "positions": index_T.expand(ids_RT.shape), "segments": segments_RT}
+        with torch.no_grad():
+            logits_RV = self._logits(rows, last_R)
+        token_R1 = self._choose(logits_RV[:, None]).to(torch.int32)
+        return {"ids": torch.where(index_T == last_R[:, None] + 1, token_R1, ids_RT), "last": last_R + 1}
+
+    def _logits(self, rows: Mapping[str, Tensor], last_R: Tensor) -> Tensor:
+        """Return logits (R, V) after position `last` (R,) of every row.
+
+        Those of other positions are not computed where the head is a plain matrix product.
+        """
+        index_R = torch.arange(len(last_R), device=last_R.device)
+        if not has_plain_head(self.module):
+            return logits_of(self.module, self.parameters, rows)[index_R, last_R.long()]
+        hidden_RTH, head_VH = hidden_of(self.module, self.parameters, rows)
+        hidden_RH = hidden_RTH[index_R, last_R.long()]
+        return capped(F.linear(hidden_RH, head_VH.to(hidden_RH.dtype)), soft_cap_of(self.module))
+
+    def _choose(self, logits_R1V: Tensor) -> Tensor:
+        """Return token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick.
+
+        The trick takes the argmax of logits plus Gumbel noise.
+        """
+        if self.temperature == 0:
+            return logits_R1V.argmax(-1)
+        uniform = torch.rand(logits_R1V.shape, device=logits_R1V.device, dtype=torch.float32)
+        gumbel = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
+        return (logits_R1V.float() / self.temperature + gumbel).argmax(-1)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) -> list[int]:
+    """Return the prompt's token ids: through the chat template for `chat`, as plain text for `text`."""
+    if kind == "chat":
+        text = render((("user", prompt),), tokenizer=tokenizer, ends_with="generation_prompt")
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text_ids(tokenizer, prompt)
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of plain text, after the begin-of-sequence token if there is one."""
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return start + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids before the first special token."""
+    ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
+    for index, token in enumerate(ids):
+        if token in ends:
+            return ids[:index]
+    return ids
+
+
+AHEAD = 8
+"""Batches that are queued before one is read, so that the device does not wait for the host."""
+
+
+class Scorer:
+    """Score rows with the current values of `parameters`."""
+
+    def __init__(
+        self, module: nn.Module, *, runtime: Runtime, token_scores: TokenScores, parameters: Mapping[str, Tensor]
+    ) -> None:
+        self.module, self.runtime, self.token_scores, self.parameters = module, runtime, token_scores, parameters
+        self.program = runtime.program(self.scores, name="score", held=lambda: parameters)
+
+    def run(self, batches: Iterable[Batch]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return losses in nats and hits, (N, T) each, of all rows in order.
+
+        Every process takes part and gets all.
+        """
+        self.module.eval()
+        found: list[NDArray[np.float32]] = []
+        queued: list[Tensor] = []
+        for batch in batches:
+            rows = batch.slice_process(*self.runtime.share)
+            queued.append(self.program(self.runtime.put(host_tensors(rows), rows_dim=0)))
+            if len(queued) > AHEAD:
+                found.append(host_copy(queued.pop(0)).numpy())
+        found += [host_copy(scores).numpy() for scores in queued]
+        losses, hits = np.concatenate(found, axis=1)
+        return losses, hits
+
+    def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return losses and hits of the global batch, (2, G, T); the compiled program.
+
+        Each process adds its rows to zeros.
+        """
+        rank, world_size = self.runtime.share
+        with torch.no_grad():
+            found = self.token_scores(self.module, self.parameters, batch)
+            both = torch.stack([found.losses_RT, found.hits_RT])
+            rows = both.shape[1]
+            both = F.pad(both, (0, 0, rank * rows, (world_size - 1 - rank) * rows))
+            (summed,) = self.runtime.sum_over_processes([both])
+            # Whole on every device: reading a split one takes a program of its own.
+            return self.runtime.constrain(summed, axes=())
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A conversation up to its last answer, and that answer as reference."""
+
+    prompt_ids: list[int]
+    reference: str
+
+
+def as_records(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """Return the documents as text, decoded from their tokens."""
+    if held_out.kind == "chat":
+        found = exchanges(held_out, tokenizer=tokenizer, num=held_out.flat.num_documents)
+        prompts = [str(tokenizer.decode(exchange.prompt_ids)) for exchange in found]
+        return [
+            {"source": held_out.name, "prompt": prompt, "reference": exchange.reference}
+            for prompt, exchange in zip(prompts, found, strict=True)
+        ]
+    texts = (tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in held_out.documents())
+    return [{"source": held_out.name, "text": str(text)} for text in texts]
+
+
+def exchanges(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase, num: int) -> list[Exchange]:
+    """Return the last exchange of the first `num` conversations.
+
+    What is rendered and what is an answer was decided when they were prepared (data/tokens/chat.py).
+    """
+    found: list[Exchange] = []
+    for ids, flags in held_out.documents():
+        if len(found) == num:
+            break
+        learnt = np.flatnonzero(flags & LEARN)
+        breaks = np.flatnonzero(np.diff(learnt) > 1)
+        begin = int(learnt[breaks[-1] + 1] if len(breaks) else learnt[0])
+        answer = ids[begin : int(learnt[-1]) + 1].tolist()
+        text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+        found.append(Exchange(ids[:begin].tolist(), text))
+    return found
