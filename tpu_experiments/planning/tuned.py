@@ -281,7 +281,7 @@ def write_line(line: Line, *, file: Path) -> None:
 
 
 HEAD = """\
-# The fastest settings of a step that the TPU's compiler planned, for each model and machine (../README.md, Tuned
+# The fastest settings of a step that the TPU's compiler planned, for each model and machine (README.md here, Tuned
 # settings). Written by task=plan task.explore=search task.search.table=conf/tuned.yaml; nobody edits it. Planned, never
 # run on a TPU.
 """

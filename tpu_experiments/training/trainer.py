@@ -1,7 +1,7 @@
 """The trainer: LoRA, full fine-tuning and every curriculum stage are this one loop.
 
 A trainer of your own subclasses `Trainer`, overrides what it needs among `row_loss`, `build_optimizer` and
-`evaluate`, and is picked by `trainer._target_`; see README, "Add a trainer"."""
+`evaluate`, and is picked by `trainer._target_`; see conf/README.md, "Add a model, a data set, a trainer"."""
 
 import logging
 import math
