@@ -4,14 +4,12 @@
 <name>/<source>-512.html  one source at one row length, where they are many
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
-from pathlib import Path
-from string import Template
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from markupsafe import Markup
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.data.audit.charts import bar_chart, histogram
@@ -33,6 +31,7 @@ from tpu_experiments.data.audit.summary import (
     shortened,
 )
 from tpu_experiments.data.rows import RowSource
+from tpu_experiments.pages.page import page
 from tpu_experiments.storage import paths
 
 REASONS_SHOWN = 8
@@ -48,54 +47,58 @@ def audit_pages(
     name: str,
     num_rows: int = 4,
 ) -> dict[str, str]:
-    """HTML by file name: one page, or more than `ON_ONE_PAGE` sources on a page each, the overview last.
+    """Return HTML by file name: one page, or more than `ON_ONE_PAGE` sources on a page each, the overview last.
 
     Of `stores`, the training rows by source and row length, `num_rows` each are shown; of a source without one, none.
     """
 
-    def sections(shown: Sequence[Manifest]) -> Iterator[str]:
+    def sections(shown: Sequence[Manifest]) -> list[dict[str, Any]]:
+        found = []
         for manifest in shown:
-            yield from (_numbers(manifest), _charts(manifest), _facts(manifest), _examples(manifest))
             store = stores.get((manifest["source"], manifest["seq_len"]))
-            if store is not None and store.num_rows:
-                yield _rows(store, tokenizer=tokenizer, num_rows=num_rows)
+            rows = _rows(store, tokenizer=tokenizer, num_rows=num_rows) if store is not None and store.num_rows else []
+            found.append(_source(manifest) | {"rows": rows})
+        return found
 
-    top = [_header(manifests), _tiles(manifests), _findings(manifests)]
+    top = {"tiles": _tiles(manifests), "findings": audit_findings(manifests)}
     if len(manifests) <= ON_ONE_PAGE:
-        overview = [_overview(manifests, folder=None)] if len(manifests) > 1 else []
-        return {f"{name}.html": _page(manifests, [*top, *overview, *sections(manifests)])}
+        overview = _overview(manifests, folder=None) if len(manifests) > 1 else None
+        return {f"{name}.html": _page(manifests, sources=sections(manifests), overview=overview, **top)}
     pages = {}
+    back = {"place": f"../{quote(name)}.html", "sources": len(_names(manifests))}
     for manifest in manifests:
-        back = f'<p class="about"><a href="../{quote(name)}.html">all {len(_names(manifests))} sources</a></p>'
-        body = [_header([manifest]), back, _findings([manifest]), *sections([manifest])]
-        pages[f"{name}/{_file_of(manifest)}"] = _page([manifest], body)
-    return pages | {f"{name}.html": _page(manifests, [*top, _overview(manifests, folder=name)])}
+        own = {"back": back, "findings": audit_findings([manifest]), "sources": sections([manifest])}
+        pages[f"{name}/{_file_of(manifest)}"] = _page([manifest], **own)
+    return pages | {f"{name}.html": _page(manifests, overview=_overview(manifests, folder=name), **top)}
 
 
 def write_audit_pages(folder: str, pages: Mapping[str, str]) -> None:
     """Write the pages of `audit_pages` below a folder, the overview last."""
-    for name, page in pages.items():
+    for name, text in pages.items():
         place = paths.join(folder, name)
         paths.make_dirs(place.rpartition("/")[0])
-        paths.write_text_atomic(place, page)
+        paths.write_text_atomic(place, text)
 
 
-def _page(manifests: Sequence[Manifest], parts: Sequence[str]) -> str:
-    footer = f"<footer>Audit hash of all of it: <code>{audit_json(manifests)['audit_hash']}</code></footer>"
-    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    title = "Data audit: " + _named(manifests)
-    return template.substitute(title=escape(title), body="\n".join(part for part in (*parts, footer) if part))
+def _page(manifests: Sequence[Manifest], **parts: Any) -> str:
+    empty: dict[str, Any] = {"tiles": [], "findings": [], "overview": None, "sources": [], "back": None}
+    return page(
+        "audit.html",
+        title="Data audit: " + _named(manifests),
+        about=_about(manifests),
+        audit_hash=audit_json(manifests)["audit_hash"],
+        **(empty | parts),
+    )
 
 
 def _file_of(manifest: Manifest) -> str:
     return f"{manifest['source']}-{manifest['seq_len']}.html"
 
 
-def _header(manifests: Sequence[Manifest]) -> str:
+def _about(manifests: Sequence[Manifest]) -> str:
     lengths = " and ".join(f"{n:,}" for n in sorted({m["seq_len"] for m in manifests}))
     tokenizers = ", ".join(dict.fromkeys(shortened(str(m["tokenizer"]), 60) for m in manifests))
-    about = f"{_named(manifests)}: rows of {lengths} tokens, tokenizer {tokenizers}"
-    return f'<header><h1>What the model will read</h1><p class="about">{escape(about)}</p></header>'
+    return f"{_named(manifests)}: rows of {lengths} tokens, tokenizer {tokenizers}"
 
 
 def _named(manifests: Sequence[Manifest]) -> str:
@@ -104,8 +107,8 @@ def _named(manifests: Sequence[Manifest]) -> str:
     return ", ".join(names[:ON_ONE_PAGE]) + more
 
 
-def _overview(manifests: Sequence[Manifest], *, folder: str | None) -> str:
-    """A line for each source and row length, with a link to its page in `folder`, or to its part of this one."""
+def _overview(manifests: Sequence[Manifest], *, folder: str | None) -> dict[str, Any]:
+    """Return a line for each source and row length, with a link to its page in `folder`, or to its part of this one."""
     head = ("Source", "Row", "Kept", "Left out", "Train tokens", "Share", "Supervised", "Evaluation", "Test", "Overlap")
     total = {
         n: sum(_train(m)["tokens"] for m in manifests if m["seq_len"] == n) for n in {m["seq_len"] for m in manifests}
@@ -127,13 +130,9 @@ def _overview(manifests: Sequence[Manifest], *, folder: str | None) -> str:
             f"{_overlap([manifest])[0]:,}",
             ", ".join(_counted(severities.count(s), s) for s in ("error", "warning") if s in severities) or "none",
         )
-        name = escape(manifest["source"])
         place = f"#{_anchor(manifest)}" if folder is None else f"{quote(folder)}/{quote(_file_of(manifest))}"
-        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        body.append(f'<tr><td><a href="{place}">{name}</a></td>{row}</tr>')
-    names = "".join(f'<th scope="col">{name}</th>' for name in (*head, "Findings"))
-    table = f'<table class="numbers"><thead><tr>{names}</tr></thead><tbody>{"".join(body)}</tbody></table>'
-    return f'<h2>Sources</h2><div class="scroll">{table}</div>'
+        body.append((place, manifest["source"], cells))
+    return {"head": (*head, "Findings"), "lines": body}
 
 
 def _anchor(manifest: Manifest) -> str:
@@ -157,7 +156,8 @@ def _names(manifests: Sequence[Manifest]) -> list[str]:
     return list(dict.fromkeys(m["source"] for m in manifests))
 
 
-def _tiles(manifests: Sequence[Manifest]) -> str:
+def _tiles(manifests: Sequence[Manifest]) -> list[tuple[str, str, str]]:
+    """Return name, value and note of each tile."""
     # A source prepared at two lengths has the same documents twice.
     once = list({m["source"]: m for m in reversed(manifests)}.values())
     read, kept = (sum(m[key] for m in once) for key in ("documents_in", "documents_out"))
@@ -170,7 +170,7 @@ def _tiles(manifests: Sequence[Manifest]) -> str:
         rows, held = rows + here, held + here * m["seq_len"]
     filled = sum(n["tokens"] for m in manifests for n in m["splits"].values())
     worst, same, prompts, across = _overlap(once)
-    tiles = [
+    return [
         ("Documents kept", f"{kept:,}", f"of {read:,} read; {reported:,} left out and reported"),
         ("Rows", f"{rows:,}", "what the model sees at once; several documents can share one"),
         ("Tokens", _large(tokens), "pieces of words that the model reads"),
@@ -183,10 +183,6 @@ def _tiles(manifests: Sequence[Manifest]) -> str:
             f"their first question, {across:,} in another source",
         ),
     ]
-    cells = (
-        f'<div class="tile"><span>{name}</span><b>{value}</b><small>{note}</small></div>' for name, value, note in tiles
-    )
-    return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def _large(count: int) -> str:
@@ -196,17 +192,10 @@ def _large(count: int) -> str:
     return f"{count:,}"
 
 
-def _findings(manifests: Sequence[Manifest]) -> str:
-    found = audit_findings(manifests)
-    items = (f'<li class="{f.severity}"><b>{f.severity.capitalize()}</b> {escape(f.message)}</li>' for f in found)
-    return f'<ul class="findings">{"".join(items)}</ul>' if found else ""
-
-
-def _numbers(manifest: Manifest) -> str:
+def _source(manifest: Manifest) -> dict[str, Any]:
+    """Return what is shown of one source at one row length, without its rows."""
     seq_len = manifest["seq_len"]
-    about = f"{manifest['kind']}, rows of {seq_len:,} tokens, packing {manifest['packing']}"
-    head = ("Split", "Documents", "Rows", "Tokens", "Characters", "Supervised", "Rows filled")
-    body = [
+    numbers = [
         (
             split,
             *(f"{n.get(key, 0):,}" for key in ("documents", "rows", "tokens", "characters")),
@@ -215,24 +204,16 @@ def _numbers(manifest: Manifest) -> str:
         )
         for split, n in manifest["splits"].items()
     ]
-    return (
-        f'<h2 id="{_anchor(manifest)}">{escape(manifest["source"])}</h2><p class="note">{escape(about)}</p>'
-        f'<div class="scroll">{_table(head, body)}</div>'
-    )
-
-
-def _table(head: Sequence[str], body: Iterable[Sequence[str]], *, kind: str = "numbers") -> str:
-    header = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body)
-    return f'<table class="{kind}"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
-
-
-def _charts(manifest: Manifest) -> str:
-    return f'<div class="charts">{"".join(_figure(*chart) for chart in _chart_parts(manifest))}</div>'
-
-
-def _figure(title: str, svg: str, caption: str) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    head = ("Split", "Documents", "Rows", "Tokens", "Characters", "Supervised", "Rows filled")
+    return {
+        "anchor": _anchor(manifest),
+        "source": manifest["source"],
+        "about": f"{manifest['kind']}, rows of {seq_len:,} tokens, packing {manifest['packing']}",
+        "numbers": {"head": head, "body": numbers},
+        "charts": [(title, Markup(svg), caption) for title, svg, caption in _chart_parts(manifest)],
+        "facts": _facts(manifest),
+        "examples": _examples(manifest),
+    }
 
 
 def _chart_parts(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
@@ -260,57 +241,43 @@ def _chart_parts(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         yield title, bar_chart([(name, float(n), f"{n:,}") for name, n in shown], title=title), caption
 
 
-def _facts(manifest: Manifest) -> str:
+def _facts(manifest: Manifest) -> list[tuple[str, str, str]]:
+    """Return label, code and text of each fact; code or text may be empty."""
     changes = ", ".join(f"{change} {count:,}" for change, count in by_count(manifest["changes"]))
     overlaps = ", ".join(f"{split} {what} in {other} {count:,}" for split, what, other, count in overlaps_of(manifest))
-    tokenizer = shortened(manifest["tokenizer"], 60)
-    facts = {
-        **({"Splits": escape(origins_text(manifest))} if manifest.get("origins") else {}),
-        "Changed or noticed": escape(changes or "nothing"),
-        "Longer than a row": escape(long_documents_text(manifest)),
-        "Duplicates": escape(duplicates_text(manifest)),
-        "Overlaps": escape(overlaps or "not compared"),
-        "Audit hash": f"<code>{audit_hash(manifest)}</code>",
-        "Tokenizer": f"<code>{escape(manifest['tokenizer_hash'])}</code> {escape(tokenizer)}",
-        "Chat template": f"<code>{escape(manifest['template_hash'])}</code>",
-    }
-    return f"<dl>{''.join(f'<dt>{label}</dt><dd>{text}</dd>' for label, text in facts.items())}</dl>"
+    return [
+        *([("Splits", "", origins_text(manifest))] if manifest.get("origins") else []),
+        ("Changed or noticed", "", changes or "nothing"),
+        ("Longer than a row", "", long_documents_text(manifest)),
+        ("Duplicates", "", duplicates_text(manifest)),
+        ("Overlaps", "", overlaps or "not compared"),
+        ("Audit hash", audit_hash(manifest), ""),
+        ("Tokenizer", manifest["tokenizer_hash"], shortened(manifest["tokenizer"], 60)),
+        ("Chat template", manifest["template_hash"], ""),
+    ]
 
 
-def _examples(manifest: Manifest) -> str:
-    body = [
+def _examples(manifest: Manifest) -> list[tuple[str, str, str, str]]:
+    """Return reason, place, message and beginning of rows that were left out."""
+    return [
         (reason.replace("_", " "), example["place"], example["message"], example.get("text", ""))
         for reason, examples in manifest["examples"].items()
         for example in examples
     ]
-    if not body:
-        return ""
-    table = _table(("Reason", "Where", "What", "How it begins"), body, kind="words")
-    summary = f'<summary>Left out, for example<span class="note">{len(body)} shown</span></summary>'
-    return f'<details class="look">{summary}<div class="scroll">{table}</div></details>'
 
 
-def _rows(store: RowSource, *, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> str:
+def _rows(store: RowSource, *, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[tuple[int, str, Markup]]:
+    """Return number, note and tokens of some rows."""
     chosen = choose_rows(store, num_rows=num_rows)
     rows = store.take(np.array([index for index, _ in chosen], np.int64))
-    parts = []
+    found = []
     for i, (index, why) in enumerate(chosen):
         row = rows.take(slice(i, i + 1))
         share = percent(row.num_supervised, row.num_tokens)
-        about = (
-            f"{why}; {_counted(int(row.segments_NT.max()), 'segment')}, {row.num_tokens:,} tokens, {share} supervised"
-        )
-        summary = f'<summary>Row {index:,}<span class="note">{about}</span></summary>'
-        content = f'<div class="inside">{row_html(row, tokenizer=tokenizer)}</div>'
-        parts.append(f'<details class="row"{" open" * (i == 0)}>{summary}{content}</details>')
-    return f'<section class="rows"><h3>Rows, token by token</h3>{_KEY}{"".join(parts)}</section>'
-
-
-_KEY = (
-    '<p class="key"><span class="sample">learnt</span>: the model is trained to write it. Plain: it only reads it. '
-    "The band above a row is the whole row; a line in it is where another document, or the next part of a long one, "
-    "begins and positions start at 0 again. Point at a token for its number and position.</p>"
-)
+        segments = _counted(int(row.segments_NT.max()), "segment")
+        note = f"{why}; {segments}, {row.num_tokens:,} tokens, {share} supervised"
+        found.append((index, note, Markup(row_html(row, tokenizer=tokenizer))))
+    return found
 
 
 def _counted(count: int, noun: str) -> str:
