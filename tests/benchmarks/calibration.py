@@ -42,7 +42,7 @@ STEPS = {
         "layer inputs on the host in both; float32 weights in ours",
     ),
 }
-"""Name to (published seconds of a step, overrides, what differs): shared/reference/field.md, 4a."""
+"""Name to (published seconds of a step, overrides, what differs)."""
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def test_a_slice_that_is_named_after_its_cores_has_half_as_many_chips(name: str)
 
 
 def test_the_hour_of_eight_chips() -> None:
-    """9.60 and 23.76 dollars on demand; the seed's 4.80 is four chips (ops.md 2.3, 2.4)."""
+    """9.60 and 23.76 dollars on demand; 4.80, as one published recipe has it, is four chips."""
     for name, hourly in (("v5e8", 9.60), ("v6e8", 23.76)):
         hw = machine(name)
         assert hw.price is not None

@@ -1,4 +1,4 @@
-"""Parameter counts of the three models, to the digit, against shared/reference/seeds.md section 3."""
+"""Parameter counts of the three models, to the digit."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Plan, Program
 from tpu_experiments.planning.timing import Calibration, StepWork, step_time
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Of shared/design/deviceless_compile.py: Mistral 7B with a vocabulary of 32,768.
+# Mistral 7B with a vocabulary of 32,768.
 MISTRAL = {
     "model_type": "mistral",
     "hidden_size": 4096,

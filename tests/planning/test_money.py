@@ -1,4 +1,4 @@
-"""Hours and dollars by hand, and the seed's prices put right."""
+"""Hours and dollars by hand, and published prices put right."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ FLOPS = flops_of_token(MISTRAL, seq_len=2048, trainable="lora", lora_rank=16, ta
 
 
 def test_five_hours_on_v5e8_cost_five_times_9_60() -> None:
-    """The seed has 4.80 an hour for eight chips; it is 8 x 1.20 (ops.md 2.4)."""
+    """A published recipe has 4.80 an hour for eight chips; it is 8 x 1.20."""
     cost = cost_of(RUN, price=V5E8.price, num_devices=8, calibration=Calibration())
     assert RUN.parts["training"] == 150 * 90
     assert cost.hours == pytest.approx(5.0)

@@ -53,7 +53,7 @@ def cosine(step, *, num_steps, peak, warmup, floor):
 
 
 def test_learning_rates_are_the_formula_at_every_step(staged):
-    """The seed's second stage had re-created its schedule on a decayed optimizer and stayed at 1e-6."""
+    """Nemira-LLM's second stage had re-created its schedule on a decayed optimizer and stayed at 1e-6."""
     folder, result = staged
     first, second = (stage["steps"] for stage in result["stages"])
     expected = [cosine(step, num_steps=14, peak=2e-3, warmup=5, floor=0.1) for step in range(first)]
