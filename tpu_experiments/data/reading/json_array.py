@@ -70,9 +70,10 @@ def _after_blank(text: str, position: int) -> int:
 def read_array(
     stream: ByteStream, *, chunks: Iterable[bytes], name: str, is_wrapped: bool = False
 ) -> Iterator[RawRow | Refused]:
-    """Yield the rows of a JSON array from `chunks`, the decompressed bytes of `stream` without a byte order mark.
+    """Yield the rows of a JSON array.
 
-    With `is_wrapped` the chunks begin inside an object, at its array of rows; what follows the array is verified too.
+    `chunks` are the decompressed bytes of `stream` without a byte order mark. With `is_wrapped` they begin inside an
+    object, at its array of rows; what follows the array is verified too.
 
     The border between two elements is only known by parsing the first, so reading stops at the first syntax error,
     which is reported as one Refused with the row.

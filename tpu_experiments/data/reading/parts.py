@@ -1,4 +1,4 @@
-"""Parts of a source: rows that the split hash divides, and files or Hub splits that belong to one split as a whole.
+"""Parts of a source: rows that the split hash divides, and files or Hub splits of one split.
 
 A user's own evaluation and test data is named by `eval_path`, `test_path`, `eval_split` and `test_split`, or by the
 names of files in a folder, as with Hugging Face's `load_dataset(folder)`: train.jsonl, test-00000-of-00002.parquet,
@@ -159,7 +159,10 @@ def _is_the_file(spec: SourceSpec, files: Sequence[SourceFile]) -> bool:
 def _origins(
     parts: Sequence[Part], *, named: dict[str, list[SourceFile]], unused: Sequence[SourceFile], spec: SourceSpec
 ) -> dict[str, str]:
-    """Describe each split's origin; empty where the hash divides all rows and no file name suggests a split."""
+    """Describe each split's origin.
+
+    Empty where the hash divides all rows and no file name suggests a split.
+    """
     main = parts[0]
     mixed = [file for file in main.files if split_in_name(file.name) in OWN_KEYS]
     if mixed and not _is_the_file(spec, main.files):

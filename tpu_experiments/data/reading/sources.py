@@ -14,7 +14,9 @@ RawRows = Generator[RawRow | Refused]
 
 
 def read_documents(spec: SourceSpec) -> Iterator[Document | Refused]:
-    """Yield documents in file order, from at most `spec.max_documents` rows; a Refused for every other row.
+    """Yield documents in file order, and a Refused for every other row.
+
+    At most `spec.max_documents` rows are read.
 
     Raises:
         ConfigError: there is no such source, it cannot be read, it is empty, or `format: auto` does not recognise it.

@@ -132,8 +132,7 @@ def _bad_lines(head: list[str], *, delimiter: str, is_whole: bool) -> tuple[int,
 
 
 def _strict_records(head: list[str], *, delimiter: str, is_whole: bool) -> Iterator[tuple[int, int, list[str] | None]]:
-    """Yield (first line, line after the last, fields) of each record; fields are None if they violate the quoting
-    rules."""
+    """Yield (first line, line after the last, fields) of each record; fields are None if misquoted."""
     reader = csv.reader(iter(head), delimiter=delimiter, strict=True)
     first = 0
     while True:
