@@ -117,7 +117,8 @@ OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 MARKS = ("train", "training", "weight")
-"""Fields of a turn in `messages` that set whether it is trained on: `train: false`, `training: false` or `weight: 0`."""
+"""Fields of a turn in `messages` that set whether it is trained on: `train: false`, `training: false` or `weight:
+0`."""
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 USING_TOOLS = ("messages", "conversations", "prompt", "completion", "tools")
@@ -551,7 +552,7 @@ def _optional(fields: Fields, name: str, *, spec: SourceSpec) -> str:
 
 
 def _encodable(text: str, *, name: str) -> str:
-    """Return the text, or raise for half of a UTF-16 pair, which JSON can contain and no tokenizer can read."""
+    """Return the text; raise for half of a UTF-16 pair, which JSON can hold and no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -576,8 +577,8 @@ MAX_ROWS_TRIED = 1000
 def recognise(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> SourceSpec:
     """Return `spec` with the format of the first readable rows; unchanged where it names a format.
 
-    In a table with a single text column, that column is the text. Rows of no format are left to the reader, which reports
-    them one by one, unless all are.
+    In a table with a single text column, that column is the text. Rows of no format are left to the reader, which
+    reports them one by one, unless all are.
 
     Raises:
         ConfigError: no row, none readable, none of a format of `spec.kind`, rows of several formats, or

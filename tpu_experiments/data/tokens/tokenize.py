@@ -119,7 +119,7 @@ class ControlTokens:
 
 
 LEARN, CUT = 1, 2
-"""Flags of a token: it is learnt; a piece may begin here, at a user or system turn after an answer."""
+"""Flags of a token: it is trained on; a piece may begin here, at a user or system turn after an answer."""
 
 _CALL_CHARACTERS = 2**20
 """Characters per call of the tokenizer: an encoding with offsets takes some 150 bytes a token."""
@@ -135,7 +135,10 @@ class Tokens:
 
 
 class DocumentTokenizer:
-    """Batched tokenisation of documents; constructed once per process, since it caches template structures."""
+    """Batched tokenisation of documents; constructed once per process.
+
+    One instance caches what it found out about the chat template.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.counts: Counter[str] = Counter()
@@ -326,7 +329,7 @@ def _checked(document: Document, arrays: "_Arrays | Refused") -> Tokens | Refuse
 
 
 def _up_to_last_answer(document: Document) -> Messages:
-    """Return the turns up to the last trained answer; no later turn is trained on or seen by a trained token."""
+    """Return the turns up to the last trained answer; later turns do not affect the loss."""
     messages = document.messages or ()
     return messages[: max((i + 1 for i in range(len(messages)) if document.is_taught(i)), default=0)]
 

@@ -27,7 +27,8 @@ class Widths:
     bytes_V: NDArray[np.int32]
     """UTF-8 bytes of the text, as the tokenizer normalises it (Qwen: NFC)."""
     is_opened_V: NDArray[np.bool_]
-    """Tokens whose leading blank is prepended by the tokenizer at the start of a text; all False if it prepends none."""
+    """Tokens whose leading blank is prepended by the tokenizer at the start of a text; all False if it prepends
+    none."""
     is_added_V: NDArray[np.bool_]
     """Added tokens, after which the tokenizer starts a new text."""
 

@@ -48,7 +48,7 @@ class Pipeline:
 
 
 def pipeline_of(state: dict[str, Any]) -> Pipeline | None:
-    """Return a tokenizer's pipeline from its tokenizer.json; None unless its ids are surely those of its words."""
+    """Return a tokenizer's pipeline by its tokenizer.json; None unless its ids are surely word by word."""
     return (_byte_level(state) or _with_blanks(state)) if _is_plain(state) else None
 
 
@@ -82,7 +82,7 @@ def _byte_level(state: dict[str, Any]) -> Pipeline | None:
 
 
 def _with_blanks(state: dict[str, Any]) -> Pipeline | None:
-    """Return the pipeline of a SentencePiece BPE; None for another, or if a token continues after a blank."""
+    """Return the pipeline of a SentencePiece BPE; None for another, or if a token has an inner blank."""
     model, vocab = state["model"], state["model"]["vocab"]
     # Without all byte tokens, neighbouring unknown characters may become one token.
     if not model["byte_fallback"] or any(f"<0x{byte:02X}>" not in vocab for byte in range(256)):
@@ -124,7 +124,7 @@ _MAX_WORDS, _MAX_CHARACTERS = 2**18, 64
 _MAX_ADDED = 100
 """Characters of an added token: a pattern nests a group for each, and `re` is limited to 1,000 nested calls."""
 _CONTEXT = "a{0}a1{0}1!{0}! {0}  {0}\n{0}\n{0}{0}{0} '{0}x '{0}e '{0}l 'r{0} 'v{0} 'l{0}"
-"""A text whose words distinguish letters, numbers, white space and the rest, and the characters that `(?i:'s)` matches."""
+"""A text whose words distinguish letters, numbers, white space and the rest, and whatever `(?i:'s)` takes for an s."""
 _MARKS = "{0} a\u0345{0} {0}\u0334"
 """A text in which canonical order moves a combining mark: the classes of U+0345 and U+0334 are 240 and 1."""
 _CHECKED = (
