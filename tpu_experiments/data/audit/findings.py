@@ -223,7 +223,10 @@ def _without_prompt(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
 
 
 def without_prompt(numbers: Mapping[str, Any]) -> int:
-    """Return a split's supervised tokens in answers whose question begins in another row; 0 if not counted."""
+    """Return a split's supervised tokens in answers whose question begins in another row.
+
+    0 for a manifest without the count.
+    """
     return int(numbers.get("supervised_without_prompt", 0))
 
 

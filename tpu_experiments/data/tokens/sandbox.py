@@ -151,7 +151,7 @@ class _Generation(Extension):
 
 
 class _ChatNamespace(Namespace):
-    """Namespace that refuses names with a leading underscore, as transformers' does, and prints no content."""
+    """Namespace without names that start with an underscore, as in transformers; printing it is opaque."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
