@@ -23,7 +23,7 @@ def row_shares(weights: Sequence[float], *, tokens_of_a_row: Sequence[Fraction])
         weights: of each source, as configured.
         tokens_of_a_row: mean of each source, without padding.
     """
-    # The decimal as configured: 0.1 is no binary fraction.
+    # The decimal as configured: 0.1 has no exact binary representation.
     rows = [Fraction(str(weight)) / tokens for weight, tokens in zip(weights, tokens_of_a_row, strict=True)]
     return [row / sum(rows) for row in rows]
 

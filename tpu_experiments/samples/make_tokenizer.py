@@ -2,7 +2,7 @@
 
     python tpu_experiments/samples/make_tokenizer.py
 
-writes samples/tokenizer/. The same samples give the same bytes.
+writes samples/tokenizer/. The same samples yield the same bytes.
 """
 
 import json

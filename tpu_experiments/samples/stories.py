@@ -1,4 +1,4 @@
-"""Write the training stories and questions of `model=reader`: a seeded generator of Romanian sentences.
+"""Write the Romanian training stories and questions of `model=reader`, from a seeded generator.
 
     python tpu_experiments/samples/stories.py                                # samples/stories: the shipped files
     python tpu_experiments/samples/stories.py text outputs/stories           # the pre-training texts of the base
@@ -228,12 +228,15 @@ def notes_text(rng: random.Random) -> str:
 
 
 def pair_text(rng: random.Random) -> str:
-    """Return one relation of two or three persons, in sentences and in notes: the same look-up across a verb."""
+    """Return one relation of two or three persons, in sentences and notes: the look-up across a verb."""
     return text(rng, num_persons=rng.choice((2, 2, 3)), num_relations=1, num_tellings=2, notes=0.5)
 
 
 def group_text(rng: random.Random) -> str:
-    """Return one relation of two to four persons; with four, the order of a telling does not reveal the value."""
+    """Return one relation of two to four persons.
+
+    With four persons the order of a telling does not reveal the value.
+    """
     return text(rng, num_persons=rng.choice((2, 3, 3, 4)), num_relations=1, num_tellings=2, notes=0.3)
 
 

@@ -37,7 +37,7 @@ def read_table(
     A .csv with a semicolon-separated header, as Excel writes it in most of Europe, is read with that delimiter. A
     record is numbered by its first line. For an unreadable record that spans several lines, every line is a Refused.
     """
-    csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     lines = _Lines(stream)
     first_line = next((line for line in lines if line.strip("\r\n")), "")
     if delimiter == "," and ";" in first_line and "," not in first_line:
@@ -110,7 +110,7 @@ def _bad_lines(head: list[str], *, delimiter: str, is_whole: bool) -> tuple[int,
         if next(csv.reader(head[:1], delimiter=delimiter, strict=True), []) != columns:
             return 0, 1  # the header's names are quoted
     except csv.Error as error:
-        return (0, 1) if _is_open(error) else (1, 0)  # a name over several lines
+        return (0, 1) if _is_open(error) else (1, 0)  # open: a quoted name that spans several lines
     width, bad_quoted, swallowed = len(columns), 0, 0
     bad_plain = sum(fields != width for fields, line in zip(plain, head, strict=True) if line.strip("\r\n"))
     for first, last, values in _strict_records(head, delimiter=delimiter, is_whole=is_whole):

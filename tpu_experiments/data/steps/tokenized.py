@@ -115,7 +115,7 @@ def tokenize_source(
     if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
         made = None
     if made is not None and documents_folder and not is_lookup and not are_kept(made["blocks"], documents_folder):
-        made = None  # the blocks were made without them
+        made = None  # the blocks were made without document files
     if made is None:
         maker = BlockSettings(
             folder=target,

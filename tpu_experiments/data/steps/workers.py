@@ -47,7 +47,7 @@ def start_server() -> None:
     # server has no such threads; it imports once what every worker of this run needs, and the forks share it.
     forkserver.set_forkserver_preload(PRELOADED)
     # Only this process handles Ctrl-C, and ends the others; the server and its forks inherit the blocked signal.
-    resource_tracker.ensure_running()  # starting it unblocks the signal
+    resource_tracker.ensure_running()  # before the mask is set, since starting it unblocks the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -134,7 +134,7 @@ def _start(parent: int, make: Callable[[Any], Callable[[Any], Any]], settings: A
 
 
 def _end_with(parent: int) -> None:
-    """Exit within a second of the process `parent`; the kernel signals only the fork server's end."""
+    """Exit within a second of the end of process `parent`; the kernel reports only the fork server's end."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(parent)
         while process.is_running():

@@ -244,7 +244,7 @@ def copy_name(file: ShardFile) -> str:
 
 
 class ReadAhead:
-    """Buffer of row blocks with read-ahead, at most `num_bytes` beside what one read asks for.
+    """Buffer of row blocks with read-ahead: at most `num_bytes`, or the blocks of one larger read.
 
     Blocks are evicted by last use, so several readers of one stream, and a process that reads every eighth part of it,
     need no special handling.

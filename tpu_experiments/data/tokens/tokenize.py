@@ -221,7 +221,7 @@ class DocumentTokenizer:
         self.counts["blank_answer_not_learnt"] += sum(is_blank.values())
         self.counts["answer_as_context"] += sum(turn in document.context and not is_blank[turn] for turn in answers)
         turns = [[turn] for turn in answers]
-        if len(turns) != len(rendered.answers):  # the template takes neighbouring turns of one role as one (chat.py)
+        if len(turns) != len(rendered.answers):  # the template needed adjacent turns of one role merged (chat.py)
             turns = [[t + i for i in range(n)] for t, n in _runs(answers)]
         assert len(turns) == len(rendered.answers), f"{len(rendered.answers)} spans of {len(turns)} answers"
         # A joined answer is trained on when all of its turns that are not blank are.

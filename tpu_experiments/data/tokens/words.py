@@ -229,7 +229,7 @@ class _Words(dict[str, bytes]):
             self._check(word)
         ids = np.array(self._encode(self._before.join(new)).ids, np.int32)
         bounds = [*np.flatnonzero(ids == ids[0]).tolist(), len(ids)]
-        if len(bounds) == len(new) + 1:  # else the end of a word and the added token after it began another one
+        if len(bounds) == len(new) + 1:  # else the end of a word and the next added token formed another added token
             for word, begin, end in zip(new, bounds, bounds[1:], strict=False):
                 _keep(self, word, ids[begin + 1 : end].tobytes())
 
