@@ -76,7 +76,7 @@ def by_gender(words: str) -> tuple[tuple[str, str], ...]:
 
 
 def coloured(masculine: str, feminine: str) -> tuple[tuple[str, str], ...]:
-    """Things of either gender with a colour that agrees."""
+    """Return things of either grammatical gender, each with an agreeing colour."""
     ones = [f"un {noun} {colour}" for noun in masculine.split() for colour in ("alb", "negru", "galben", "maro")]
     others = [f"o {noun} {colour}" for noun in feminine.split() for colour in ("albă", "neagră", "galbenă", "maro")]
     return tuple((thing, thing) for thing in ones + others)

@@ -36,7 +36,7 @@ from tpu_experiments.storage import paths
 
 REASONS_SHOWN = 8
 ON_ONE_PAGE = 4
-"""Maximum number of sources and row lengths on one page; with four rows of 1,024 tokens each takes 0.25 MB."""
+"""Maximum number of sources and row lengths on one page; each takes 0.25 MB with four rows of 1,024 tokens."""
 
 
 def audit_pages(
