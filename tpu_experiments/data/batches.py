@@ -1,6 +1,6 @@
-"""Rows to global batches of G rows; a position in the data is (stage, epoch, index).
+"""Global batches of G rows; a position in the data is (stage, epoch, index).
 
-`OrderedRows.batch(step)` depends on its arguments and the seed alone, so that resuming is arithmetic.
+`OrderedRows.batch(step)` depends on its arguments and the seed alone, so resuming takes no state.
 """
 
 import math
@@ -21,7 +21,7 @@ KEPT_EPOCHS = 2  # a batch spans at most this many, as long as a stage has G row
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Int32 arrays of shape (G, T), as in `Rows`, and one label `source:row` for each row."""
+    """One global batch: int32 arrays of shape (G, T), as in `Rows`, and a label `source:row` per row."""
 
     ids_GT: NDArray[np.int32]
     learn_GT: NDArray[np.int32]
@@ -29,7 +29,7 @@ class Batch:
     segments_GT: NDArray[np.int32]
     labels: list[str]
     noise_G: NDArray[np.int32] | None = None
-    """A random word for every row, for dropout."""
+    """A random word per row, for dropout."""
 
     @property
     def num_rows(self) -> int:
@@ -46,7 +46,7 @@ class Batch:
         return int(np.count_nonzero(self.learn_GT))
 
     def slice_process(self, rank: int, world_size: int) -> "Batch":
-        """The contiguous share of process `rank`; `world_size` divides G."""
+        """Return the contiguous share of process `rank`; `world_size` divides G."""
         share, rest = divmod(self.num_rows, world_size)
         assert rest == 0, f"{self.num_rows} rows do not divide over {world_size} processes"
         part = slice(rank * share, (rank + 1) * share)
@@ -61,9 +61,9 @@ class Batch:
 
 
 class OrderedRows(ABC):
-    """A stage's rows in some order, epoch after epoch.
+    """A stage's rows in some order, over its epochs.
 
-    The rows of its sources, one source after the other, are numbered from 0; that number is a row's origin.
+    The rows of its sources, concatenated, are numbered from 0; that number is a row's origin.
     """
 
     def __init__(self, *, seq_len: int, names: Sequence[str], counts: Sequence[int]) -> None:
@@ -75,10 +75,10 @@ class OrderedRows(ABC):
 
     @abstractmethod
     def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
-        """The rows at offsets `start` to `stop` of an epoch, and their origins, shape (stop - start,)."""
+        """Return the rows at offsets `start` to `stop` of an epoch, and their origins, shape (stop - start,)."""
 
     def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
-        """Rows at positions step * G ... (step + 1) * G - 1, on into the next epochs.
+        """Return the rows at positions step * G ... (step + 1) * G - 1, across epoch borders.
 
         Positions from `num_total` on, in the last batch of a stage measured in epochs, are padding.
         """
@@ -87,7 +87,7 @@ class OrderedRows(ABC):
         return one_batch(rows, labels=labels, global_rows=global_rows)
 
     def between(self, start: int, stop: int, *, num_total: int | None = None) -> tuple[Rows, list[str]]:
-        """The rows at positions `start` to `stop`, but for those from `num_total` on, and their labels."""
+        """Return the rows at positions `start` to `stop` below `num_total`, and their labels."""
         stop = stop if num_total is None else min(stop, num_total)
         pieces: list[Rows] = []
         labels: list[str] = []
@@ -101,23 +101,23 @@ class OrderedRows(ABC):
         return Rows.concatenate(pieces or [empty(self.seq_len)]), labels
 
     def label(self, origin: int) -> str:
-        """`source:row`, the row counted from 0 in its source."""
+        """Return `source:row`, the row counted from 0 in its source."""
         source = int(np.searchsorted(self._ends, origin, side="right"))
         start = int(self._ends[source - 1]) if source else 0
         return f"{self.names[source]}:{origin - start}"
 
     def total_for(self, epochs: float) -> int:
-        """Positions in that many epochs: `num_total` of `batch`."""
-        # The decimal that was written: 0.07 * 100 is 7.000000000000001 in binary.
+        """Return the number of positions in that many epochs, the `num_total` of `batch`."""
+        # The decimal as configured: 0.07 * 100 is 7.000000000000001 in binary.
         return math.ceil(Fraction(str(epochs)) * self.num_rows)
 
     def steps_for(self, epochs: float, *, global_rows: int) -> int:
-        """Steps that cover that many epochs; the last batch may be part padding."""
+        """Return the steps that cover that many epochs; the last batch may be partly padding."""
         return math.ceil(Fraction(str(epochs)) * self.num_rows / global_rows)
 
 
 class StageRows(OrderedRows):
-    """The rows of one stage, shuffled anew every epoch; read from their sources as they are needed."""
+    """Rows of one stage, shuffled anew every epoch; read from their sources on demand."""
 
     def __init__(self, parts: Sequence[RowSource], *, names: Sequence[str], seed: int, stage_index: int) -> None:
         assert len({part.seq_len for part in parts}) == 1, "sources of several row lengths"
@@ -128,7 +128,7 @@ class StageRows(OrderedRows):
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Permutation of the rows in this epoch, shape (num_rows,)."""
+        """Return the permutation of the rows in this epoch, shape (num_rows,)."""
         if epoch not in self._orders:
             key = np.array([self.seed % 2**64, self.stage_index << 32 | epoch], np.uint64)
             generator = np.random.Generator(np.random.Philox(key=key))
@@ -138,17 +138,17 @@ class StageRows(OrderedRows):
         return self._orders[epoch]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(epoch, origin of the row) at a position counted from the stage's start."""
+        """Return (epoch, origin of the row) at a position counted from the stage's start."""
         epoch, offset = divmod(position, self.num_rows)
         return epoch, int(self.order(epoch)[offset])
 
     def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
-        """See `OrderedRows`."""
+        """Return rows and origins, as `OrderedRows.read` does."""
         origins_M = self.order(epoch)[start:stop]
         return self.take(origins_M), origins_M
 
     def take(self, origins_M: NDArray[np.int64]) -> Rows:
-        """Rows by their origin, shape (M, T): every source is read once."""
+        """Return rows by their origin, shape (M, T), with one read per source."""
         source_M = np.searchsorted(self._ends, origins_M, side="right")
         pieces, places = [], []
         for source in np.unique(source_M):
@@ -161,7 +161,7 @@ class StageRows(OrderedRows):
 
 
 class WrittenRows(OrderedRows):
-    """The rows of one stage in epochs that were written in shuffled order, read from start to end."""
+    """Rows of one stage in epochs written in shuffled order, for sequential reading."""
 
     def __init__(
         self,
@@ -172,10 +172,12 @@ class WrittenRows(OrderedRows):
         counts: Sequence[int],
         num_positions: int,
     ) -> None:
-        """`origins[e][i]` is the origin of row i of epoch e; the stage takes `num_positions` rows.
+        """Combine written epochs; `origins[e][i]` is the origin of row i of epoch e.
+
+        The stage takes `num_positions` rows.
 
         Raises:
-            ConfigError: it takes more epochs than were written.
+            ConfigError: they take more epochs than were written.
         """
         needed = -(-num_positions // sum(counts))
         if needed > len(epochs):
@@ -188,12 +190,12 @@ class WrittenRows(OrderedRows):
         self.epochs, self.origins = tuple(epochs), tuple(origins)
 
     def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
-        """See `OrderedRows`."""
+        """Return rows and origins, as `OrderedRows.read` does."""
         return self.epochs[epoch].take(slice(start, stop)), self.origins[epoch][start:stop]
 
 
 def trimmed(batch: Batch, *, multiple: int) -> Batch:
-    """Without the columns that are padding in every row, T still a multiple of `multiple` (or all of it)."""
+    """Drop the columns that are padding in every row; T stays a multiple of `multiple`, or is unchanged."""
     used_T = np.flatnonzero(batch.segments_GT.any(axis=0))
     longest = int(used_T[-1]) + 1 if len(used_T) else 1
     kept = slice(0, -(-longest // multiple) * multiple)
@@ -207,7 +209,7 @@ def trimmed(batch: Batch, *, multiple: int) -> Batch:
 
 
 def fixed_batches(rows: Rows, *, global_rows: int, name: str = "held_out") -> Iterator[Batch]:
-    """All rows once, in order, for evaluation; the last batch is filled up with padding."""
+    """Yield all rows once, in order, for evaluation; the last batch is padded."""
     for start in range(0, rows.num_rows, global_rows):
         part = rows.take(slice(start, start + global_rows))
         labels = [f"{name}:{start + i}" for i in range(part.num_rows)]
@@ -215,13 +217,13 @@ def fixed_batches(rows: Rows, *, global_rows: int, name: str = "held_out") -> It
 
 
 def learning_all(batch: Batch) -> Batch:
-    """The same rows with every token in the loss that has one before it in its document."""
+    """Return the batch with every token in the loss that has one before it in its document."""
     learn_GT = ((batch.positions_GT > 0) & (batch.segments_GT > 0)).astype(np.int32)
     return replace(batch, learn_GT=learn_GT)
 
 
 def one_batch(rows: Rows, *, labels: list[str], global_rows: int) -> Batch:
-    """The rows, and padding up to `global_rows`."""
+    """Return the rows as a batch, padded to `global_rows`."""
     missing = global_rows - rows.num_rows
     if missing > 0:
         rows = Rows.concatenate([rows, padding(missing, seq_len=rows.seq_len)])

@@ -1,4 +1,4 @@
-"""What a source yields, and the settled description of a source that a reader takes."""
+"""Documents, the output of readers, and `SourceSpec`, their input: a source with its path resolved."""
 
 import json
 from dataclasses import dataclass, field
@@ -33,37 +33,37 @@ class Document:
     place: str = ""
     """Where it was read, for reports: `line 17 of a.jsonl`."""
     group: str | None = None
-    """What it has in common with others that stay in its split, where `data.<name>.split_by` is a field."""
+    """Value of the field `data.<name>.split_by`; documents of one group are assigned to one split."""
 
     context: tuple[int, ...] = ()
-    """Assistant turns, from 0, that are read and not learnt (`train: false`)."""
+    """Indices of assistant turns, from 0, that are read as context and not trained on (`train: false`)."""
     extras: tuple[str, ...] = ()
-    """What each turn has for the template beside its content, as JSON (`tool_calls`, `name`, `tool_call_id`), or
-    nothing; empty where no turn has any."""
+    """Per turn, the JSON of its template fields beside the content (`tool_calls`, `name`, `tool_call_id`), or ""; empty
+    where no turn has any."""
     tools: str = ""
-    """The tools that an assistant is told of, as a JSON list."""
+    """The tools offered to the assistant, as a JSON list."""
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to read: white space, or no turn."""
+        """Whether there is nothing to read: only white space, or no turn."""
         return not self.messages and not (self.text or "").strip()
 
     def is_taught(self, turn: int) -> bool:
-        """Whether the turn is an answer that is learnt: it is not blank, and is not marked as context."""
+        """Return whether the turn is an answer to train on: neither blank nor marked as context."""
         role, _ = (self.messages or ())[turn]
         return role == "assistant" and not self.is_blank(turn) and turn not in self.context
 
     def is_blank(self, turn: int) -> bool:
-        """Whether the turn neither says anything nor calls a tool."""
+        """Return whether the turn has neither text nor a tool call."""
         _, content = (self.messages or ())[turn]
         return not content.strip() and not (self.extras and self.extras[turn])
 
     @property
     def beginning(self) -> str:
-        """How it begins, on one line."""
+        """The beginning of the document, on one line."""
         turns = (f"{role}: {content[: 2 * TEXT_SHOWN]}" for role, content in (self.messages or ())[:TEXT_SHOWN])
         return beginning(self.text if self.text is not None else " / ".join(turns))
 
@@ -77,31 +77,31 @@ class Document:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether there is more to a conversation than roles and contents."""
+        """Whether a conversation has more than roles and contents."""
         return bool(self.tools or self.extras)
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A row or document that does not go on, and why; it is counted and reported, never lost."""
+    """A row or document that was left out, and the reason; it is counted and reported, never lost."""
 
     reason: str
-    """A slug that counts are kept under: `not_json`, `too_short`, `exact_duplicate`."""
+    """Slug that counts are kept under: `not_json`, `too_short`, `exact_duplicate`."""
     place: str
     """`line 17 of a.jsonl`."""
     message: str
-    """What is wrong with it and what to do, without key and place."""
+    """The problem and its remedy, without key and place."""
     is_bad_row: bool = True
-    """Whether `on_bad_row` decides about it; False where a rule did its work."""
+    """Whether `on_bad_row` applies; False where a rule left the row out as configured."""
     text: str = ""
-    """How it begins, on one line."""
+    """The beginning of the row, on one line."""
 
 
 TEXT_SHOWN = 200
 
 
 def beginning(text: str) -> str:
-    """The first `TEXT_SHOWN` characters of a text on one line, as UTF-8 can hold them."""
+    """Return the first `TEXT_SHOWN` characters of a text on one line, encodable as UTF-8."""
     line = " ".join(text[: 2 * TEXT_SHOWN].split())
     line = line.encode("utf-8", "replace").decode()
     return line if len(line) <= TEXT_SHOWN and len(text) <= 2 * TEXT_SHOWN else f"{line[: TEXT_SHOWN - 1]}…"
@@ -109,7 +109,7 @@ def beginning(text: str) -> str:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One source with its path settled; what a reader (`data.<name>._target_`) takes."""
+    """One source with its path resolved; the argument of a reader (`data.<name>._target_`)."""
 
     name: str
     path: str
@@ -123,33 +123,33 @@ class SourceSpec:
     on_bad_row: str = "stop"
     max_documents: int | None = None
     group_field: str | None = None
-    """Field of the rows that `Document.group` is read from."""
+    """Row field that `Document.group` is read from."""
     keep: dict[str, list[Any]] = field(default_factory=dict)
-    """Fields of the rows, by their own names, to the values of which a row that is read has one."""
+    """Allowed values by row field (under the file's own names); rows with other values are left out."""
     eval_path: str | None = None
     test_path: str | None = None
     eval_split: str | None = None
     test_split: str | None = None
     named_splits: str = "take"
     path_key: str = "path"
-    """Key of the source's config that `path` is from."""
+    """Key of the source's config that `path` was read from."""
 
     @property
     def key(self) -> str:
-        """Start of every error sentence about this source."""
+        """Prefix of every error message about this source."""
         return f"{self.ask}{self.path}"
 
     @property
     def ask(self) -> str:
-        """What to set: `data.<name>.path=`."""
+        """The config key to set in an error's remedy: `data.<name>.path=`."""
         return f"data.{self.name}.{self.path_key}="
 
 
 def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpec:
-    """Settle the path of a configured source; `data_size` is `full` or `sample`.
+    """Resolve the path of a configured source; `data_size` is `full` or `sample`.
 
     Raises:
-        ConfigError: a sample is asked for and there is none, or `kind` and `format` do not agree.
+        ConfigError: the sample is requested and there is none, or `kind` and `format` do not agree.
     """
     path = source.sample_path if data_size == "sample" else source.path
     if path is None:
@@ -160,7 +160,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
             f"data.{name}.format={source.format} with data.{name}.kind={source.kind}; that format "
             f"gives {kind} documents; set data.{name}.kind={kind} or another format."
         )
-    # A sample stands for all of the data, so that it is divided like data without files of its own.
+    # A sample replaces all of the data, held-out files included, so it is split by the hash.
     keys = ("eval_path", "test_path", "eval_split", "test_split") if data_size == "full" else ()
     return SourceSpec(
         name=name,
@@ -182,7 +182,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
 
 
 def raise_if_bad(refused: Refused, *, spec: SourceSpec) -> None:
-    """Stop at a bad row where `on_bad_row` says so.
+    """Raise for a bad row where `on_bad_row` is stop.
 
     Raises:
         ConfigError: the row is bad and `on_bad_row` is stop.
@@ -195,7 +195,7 @@ def raise_if_bad(refused: Refused, *, spec: SourceSpec) -> None:
 
 
 def no_document(spec: SourceSpec) -> ConfigError:
-    """The error for a source without a single document."""
+    """Return the error for a source without a single document."""
     return ConfigError(
         f"{spec.key}; it is empty: 0 documents were read; point {spec.ask} at a file with at least one row."
     )

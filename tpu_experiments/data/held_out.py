@@ -1,9 +1,9 @@
-"""Held-out documents laid into rows so that every token of theirs is predicted once and is known by its document.
+"""Held-out documents as rows: each token is predicted once and traceable to its document.
 
-Training's own rows do not serve: they have no document numbers, and what `prepare.long_documents` cuts off is missing.
-A document longer than a row becomes rolling windows, as in lm-evaluation-harness: each begins with the last token of
-the one before, and the last one reaches back to be as long as the others. Legend: D documents, L tokens of all of them
-end to end, N rows of T tokens.
+The rows of training cannot be used: they have no document numbers, and what `prepare.long_documents` cuts off is
+missing. A document longer than a row becomes rolling windows, as in lm-evaluation-harness: each begins with the last
+token of the one before, and the last one reaches back to be as long as the others. Legend: D documents, L tokens of
+all of them, concatenated, N rows of T tokens.
 """
 
 import logging
@@ -41,14 +41,14 @@ class HeldOut:
     flat: FlatTokens
     num_in_split: int
     values: tuple[str, ...] | None = None
-    """Of each document, the value of the field that was asked for; None where the source's rows do not have it."""
+    """Each document's value of the field `by`; None where the source's rows do not have it."""
 
     def token_documents(self) -> NDArray[np.int64]:
-        """Number of the document that each token is of."""
+        """Return the document index of each token, shape (L,)."""
         return np.repeat(np.arange(self.flat.num_documents), self.flat.lengths_D)
 
     def documents(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
-        """Ids and flags of each document."""
+        """Yield ids and flags of each document."""
         ends_D = np.cumsum(self.flat.lengths_D)
         for end, length in zip(ends_D.tolist(), self.flat.lengths_D.tolist(), strict=True):
             yield self.flat.ids_L[end - length : end], self.flat.flags_L[end - length : end]
@@ -56,17 +56,17 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class LaidOut:
-    """The rows of held-out documents."""
+    """Rows of held-out documents, with the token index of each position."""
 
     rows: Rows
     token_NT: NDArray[np.int64]
-    """Which of the L tokens lies at each place; -1 where there is none."""
+    """Index of the token, among all L, at each position; -1 at padding."""
 
     def per_token(self, values_NT: NDArray[np.float32], *, num_tokens: int) -> NDArray[np.float64]:
-        """Values (L,) of the tokens that are predicted, 0 of the others.
+        """Return values (L,) of the predicted tokens, 0 for the others.
 
         Args:
-            values_NT: at the position before the token, as `models/loss.py` has them.
+            values_NT: the value of each token at the position before it, as `models/loss.py` returns them.
         """
         values_L = np.zeros(num_tokens, np.float64)
         learn_NT = self.rows.learn_NT[:, 1:]
@@ -85,14 +85,16 @@ def held_out_documents(
     seed: int,
     by: str | None = None,
 ) -> HeldOut:
-    """A prepared source's documents of a split, as `data/prepare.py` chose them; `max_documents` at most, by `seed`.
+    """Return a prepared source's documents of a split, as `data/prepare.py` chose them.
+
+    At most `max_documents`, sampled by `seed`.
 
     Args:
-        by: field of the rows whose value is wanted of each document.
+        by: row field whose value is returned for each document.
 
     Raises:
         NotPrepared: the source is not prepared.
-        DamagedFile: a file of it is not what was written.
+        DamagedFile: one of its files fails its checksum.
         ConfigError: the field has more than `MAX_VALUES` values, or the source has a reader of the user's own.
     """
     tokens = tokenize_source(
@@ -116,7 +118,7 @@ def held_out_documents(
 
 
 def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_own: bool) -> tuple[str, ...] | None:
-    """The value of the field `by` for each of the documents with these indices in the source."""
+    """Return the value of the field `by` for the documents with these indices in the source."""
     if is_own:
         raise ConfigError(
             f"task.by={by}; data.{tokens.spec.name} has a reader of your own, of whose rows no field is known; leave "
@@ -142,7 +144,7 @@ def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_
 
 
 def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[BlockIndex]) -> FlatTokens:
-    """The tokens of the documents with these indices in the source; a block without one is not read."""
+    """Read the tokens of the documents with these indices in the source; blocks without one are skipped."""
     ids, flags, chosen = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
     first = 0
     for block in blocks:
@@ -162,7 +164,7 @@ def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[B
 
 
 def lay_out(held_out: HeldOut, *, seq_len: int, pad_id: int) -> LaidOut:
-    """Rows in which every learnt token but a document's first is predicted exactly once."""
+    """Lay documents out in rows; every trainable token but a document's first is predicted exactly once."""
     flat = held_out.flat
     learn_L = (flat.flags_L & LEARN) > 0
     begins = np.cumsum(flat.lengths_D) - flat.lengths_D
@@ -191,7 +193,7 @@ def lay_out(held_out: HeldOut, *, seq_len: int, pad_id: int) -> LaidOut:
 
 
 def windows(length: int, *, seq_len: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, first token that is new) of the rolling windows of a document, each of at most `seq_len` tokens.
+    """Yield (start, end, first new token) of a document's rolling windows of at most `seq_len` tokens.
 
     >>> list(windows(10, seq_len=4))
     [(0, 4, 1), (3, 7, 4), (6, 10, 7)]

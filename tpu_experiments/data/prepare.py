@@ -1,7 +1,8 @@
-"""Documents to shuffled rows on disk, once, on a CPU machine: read, clean, tokenise, drop duplicates, split, pack.
+"""Preparation of documents as packed rows on disk, once, on CPU.
 
-Everything lies in folders that are named by a hash of what went in (data/steps/keys.py): a second run finds them, a
-changed setting makes others, and a preparation that was killed goes on where it was.
+The steps: read, clean, tokenise, drop duplicates, split, pack. Folders are named by a hash of their inputs
+(data/steps/keys.py): a second run finds them, a changed setting makes new ones, and a preparation that was killed
+resumes.
 """
 
 import logging
@@ -44,13 +45,13 @@ from tpu_experiments.storage.sealed import DamagedFile, write_sealed_json
 
 log = logging.getLogger(__name__)
 
-START_BYTES = 16 * 2**30  # of one source and row length: at 1 GB/s a quarter of a minute, in which a chip is paid for
+START_BYTES = 16 * 2**30  # verified at startup, per source and row length: a quarter of a minute of TPU time at 1 GB/s
 TOLD_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """How to prepare, for all sources; `readers` are those of the user's own by source."""
+    """Settings of the preparation, for all sources; `readers` are the user's own, by source."""
 
     settings: PrepareConfig
     folder: str
@@ -58,16 +59,16 @@ class Preparation:
     readers: Mapping[str, Read]
     cache: CacheSettings | None = None
     is_lookup: bool = False
-    """Nothing is made; `NotPrepared` is raised where something is missing."""
+    """Make nothing; raise `NotPrepared` where something is missing."""
     verify: Literal["rows", "all"] = "rows"
-    """What is compared with its checksum of what was prepared before. `rows`: the shards, those of a source and length
-    with more than `START_BYTES` only when they are opened. `all`: every shard, and every block of tokens too."""
+    """Which existing files are verified by checksum. `rows`: the shards; those of a source and row length with more
+    than `START_BYTES` only when they are opened. `all`: every shard, and every block of tokens too."""
 
 
 def prepare(
     sources: Mapping[str, DataSourceConfig], *, data_size: str, seq_lens: Iterable[int], how: Preparation
 ) -> dict[str, PreparedSource]:
-    """Rows of every source at every length, in the order of `sources`, made now or found as they are.
+    """Return rows of every source at every length, made now or reused, in the order of `sources`.
 
     Raises:
         ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out; or links in the
@@ -97,10 +98,10 @@ def prepare(
 
 
 def lengths_of(sources: Mapping[str, DataSourceConfig], *, data_size: str, how: Preparation) -> dict[str, Lengths]:
-    """Lengths of every source's documents, which are tokenised now or found as they are; arguments as of `prepare`.
+    """Return the document lengths of every source, tokenising where needed; arguments as for `prepare`.
 
     Raises:
-        NotPrepared: some are not tokenised, and `how` says to make none.
+        NotPrepared: some are not tokenised, and `how` forbids making them.
         ConfigError: a source that cannot be read or is empty.
     """
     paths.require_no_links(how.folder, key=f"prepare.folder={how.folder}")
@@ -131,7 +132,7 @@ def _tokenized(spec: SourceSpec, *, source: DataSourceConfig, how: Preparation, 
 
 
 def _left_check(manifests: Iterable[Mapping[str, Any]]) -> Check:
-    """Whether shards are left to be looked at when they are opened: those of a length that has too many of them."""
+    """Return `at_open` where a row length has too many bytes to verify its shards at startup, else `none`."""
     shards = [[record for split in m["splits"].values() for record in split["shards"]] for m in manifests]
     return "at_open" if any(sum(r["bytes"] for r in records) > START_BYTES for records in shards) else "none"
 
@@ -139,7 +140,7 @@ def _left_check(manifests: Iterable[Mapping[str, Any]]) -> Check:
 def _rows_of_length(
     tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, how: Preparation
 ) -> tuple[str, dict[str, Any]]:
-    """Folder and manifest of the rows of one length."""
+    """Return folder and manifest of the rows of one length."""
     pad = pad_id(how.tokenizer)
     key = rows_key(tokens.key, source=source, settings=how.settings, seq_len=seq_len, pad_id=pad)
     folder = paths.join(how.folder, f"{tokens.spec.name}-rows-{seq_len}-{key}")
@@ -172,7 +173,7 @@ def _rows_of_length(
 
 
 def _are_whole(manifest: Mapping[str, Any], *, folder: str, verify: str) -> bool:
-    """Whether all shards are what the manifest says; others are named in the log."""
+    """Return whether all shards match the manifest; damage is logged."""
     shards = [record for split in manifest["splits"].values() for record in split["shards"]]
     shards += manifest["groups"].values()
     num_bytes = sum(record["bytes"] for record in shards)
@@ -191,7 +192,7 @@ def _are_whole(manifest: Mapping[str, Any], *, folder: str, verify: str) -> bool
 def _make_rows(
     tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, how: Preparation, folder: str
 ) -> dict[str, Any]:
-    """Write the shards and the report; returns the manifest without seconds and memory."""
+    """Write the shards and the report; return the manifest without seconds and memory."""
     paths.make_dirs(folder)
     blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
     selection = select(blocks, source=source, tokens=tokens)
@@ -228,7 +229,7 @@ def _make_rows(
 
 
 def _described(tokens: TokenizedSource, *, seq_len: int, how: Preparation) -> dict[str, Any]:
-    """What the manifest says before any number is known."""
+    """Return the manifest entries that need no data."""
     path = str(how.tokenizer.name_or_path)
     return {
         "format": 1,
@@ -247,7 +248,7 @@ def _described(tokens: TokenizedSource, *, seq_len: int, how: Preparation) -> di
 
 
 def _percentiles(blocks: list[BlockIndex], *, chosen_D: NDArray[np.bool_]) -> dict[str, int]:
-    """Tokens that so many per cent of the training documents do not exceed: what to choose a row length by."""
+    """Return length percentiles of the training documents, in tokens, to choose a row length by."""
     lengths = np.concatenate([block.lengths_D for block in blocks])[chosen_D]
     shares = (50, 90, 95, 99, 100)
     if not len(lengths):
@@ -278,7 +279,7 @@ def _pack_windows(
     how: Preparation,
     folder: str,
 ) -> list[dict[str, Any]]:
-    """The record of every window, with its `split`."""
+    """Pack all windows; return the record of each, with its `split`."""
     size = how.settings.window_tokens
     windows = (w for s in SPLITS for w in cut_windows(blocks, split=s, chosen_D=selection.chosen(s), tokens=size))
     settings = WindowSettings(
@@ -302,7 +303,7 @@ def _pack_windows(
 
 
 def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, tokens: TokenizedSource) -> None:
-    """Raise unless there is a row to train on and, if any is wanted, one held out for evaluation."""
+    """Raise unless there is a row to train on and, if any is configured, one held out for evaluation."""
     splits, key = manifest["splits"], f"data.{tokens.spec.name}"
     reasons = ", ".join(f"{count} {reason}" for reason, count in manifest["documents_reported"].items())
     read = f"{manifest['documents_in']} documents were read" + (f", left out: {reasons}" if reasons else "")

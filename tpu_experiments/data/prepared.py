@@ -1,4 +1,4 @@
-"""Prepared data as the training reads it: a manifest and shards of rows for every source and row length.
+"""Prepared data as training reads it: a manifest and shards of rows for every source and row length.
 
 <folder>/<source>-rows-<length>-<key>/manifest.json   numbers, hashes and names of the shards; written last
                                       train/00000.npy, evaluation/…, test/…
@@ -22,12 +22,12 @@ ADVICE = "Run task=prepare with the same settings: it is made again."
 
 
 class NotPrepared(Exception):
-    """A source has no prepared rows, and none were to be made."""
+    """A lookup found no prepared rows of a source."""
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """One source's rows by their length; picklable, and opened by each process for itself."""
+    """One source's rows by their length; picklable, since each process opens the files itself."""
 
     name: str
     kind: str
@@ -35,10 +35,10 @@ class PreparedSource:
     manifests: dict[int, dict[str, Any]] = field(repr=False)
     cache: CacheSettings | None = None
     check: Check = "none"
-    """When a local shard is compared with its manifest, where that was not done before."""
+    """When local shards are verified against the manifest, if that was not done before."""
 
     def store(self, split: str, seq_len: int) -> RowStore:
-        """The rows of a split: `train`, `evaluation` or `test`."""
+        """Return the rows of a split: `train`, `evaluation` or `test`."""
         manifest = self.manifests[seq_len]
         shards = manifest["splits"][split]["shards"]
         pad = manifest["pad_id"]
@@ -48,28 +48,28 @@ class PreparedSource:
 
     @property
     def max_token_id(self) -> int:
-        """Largest id in any row."""
+        """Largest token id in any row."""
         return max(int(manifest["max_token_id"]) for manifest in self.manifests.values())
 
     @property
     def audit_hashes(self) -> dict[str, str]:
-        """`<source>@<length>` to the hash of what the data is."""
+        """Hash of the data's content by `<source>@<length>`."""
         return {f"{self.name}@{length}": str(m["audit_hash"]) for length, m in self.manifests.items()}
 
 
 def read_manifest(folder: str, *, expected: Mapping[str, Any], is_lookup: bool = False) -> dict[str, Any] | None:
-    """Read the manifest of a complete folder; arguments, result and errors as of `read_record`."""
+    """Read the manifest of a complete folder; arguments, result and errors as for `read_record`."""
     return read_record(paths.join(folder, MANIFEST), expected=expected, is_lookup=is_lookup)
 
 
 def read_record(path: str, *, expected: Mapping[str, Any], is_lookup: bool = False) -> dict[str, Any] | None:
-    """Read a sealed file of prepared data; None where there is none, or a damaged one, which is named in the log.
+    """Read a sealed file of prepared data; None if it is missing, or damaged, which is logged.
 
     Args:
-        expected: entries that it must have, so that it is not another folder's.
+        expected: entries that the file must have, to detect another folder's file.
 
     Raises:
-        DamagedFile: it is damaged, and `is_lookup` says that it will not be made again.
+        DamagedFile: the file is damaged, and `is_lookup` forbids making it again.
     """
     try:
         return read_sealed_json(path, expected=expected)

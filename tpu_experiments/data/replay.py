@@ -1,4 +1,4 @@
-"""The rows of a stage: its own, and a share of replayed ones, exact at every step and a function of the step alone."""
+"""Mixing of replayed rows into a stage, exact at every step and computed from the step alone."""
 
 import math
 from dataclasses import dataclass
@@ -10,27 +10,28 @@ from tpu_experiments.data.rows import Rows
 
 @dataclass(frozen=True)
 class ReplayedRows:
-    """Of the first n rows of a stage floor(n x share) are replayed, by default none; they follow its own in a batch.
+    """A stage's rows with a share of replayed ones: floor(n x share) of its first n rows, by default 0.
 
-    Both kinds go through their epochs on their own, and so do positions: `num_total` counts the stage's own rows.
+    Replayed rows follow the stage's own in each batch. Both kinds pass through their epochs separately, and positions
+    count separately too: `num_total` counts the stage's own rows.
     """
 
     own: OrderedRows
     replayed: OrderedRows | None = None
     share: Fraction = Fraction(0)
-    """From 0 to below 1; above 0 only with `replayed`."""
+    """In [0, 1); above 0 only with `replayed`."""
 
     @property
     def num_rows(self) -> int:
-        """Of the stage's own sources."""
+        """Rows of the stage's own sources."""
         return self.own.num_rows
 
     def num_replayed(self, num_rows: int) -> int:
-        """Replayed rows among the first `num_rows`."""
+        """Return the number of replayed rows among the first `num_rows`."""
         return math.floor(num_rows * self.share)
 
     def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
-        """As of `OrderedRows`; the padding behind the last own row follows the replayed ones."""
+        """Return the batch of a step, as `OrderedRows.batch` does; padding comes after the replayed rows."""
         if self.replayed is None:
             return self.own.batch(step, global_rows=global_rows, num_total=num_total)
         first, last = step * global_rows, (step + 1) * global_rows
@@ -40,11 +41,11 @@ class ReplayedRows:
         return one_batch(Rows.concatenate([own, others]), labels=own_labels + other_labels, global_rows=global_rows)
 
     def total_for(self, epochs: float) -> int:
-        """The stage's own rows in that many epochs."""
+        """Return the number of the stage's own rows in that many epochs."""
         return self.own.total_for(epochs)
 
     def steps_for(self, epochs: float, *, global_rows: int) -> int:
-        """Steps that cover that many epochs of the stage's own rows."""
+        """Return the steps that cover that many epochs of the stage's own rows."""
         if self.replayed is None:
             return self.own.steps_for(epochs, global_rows=global_rows)
         total = self.total_for(epochs)

@@ -1,4 +1,4 @@
-"""Token rows of one length, N rows of T tokens, as the training step takes them."""
+"""Token rows of one length, N rows of T tokens, in the layout of the training step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class RowSource(Protocol):
-    """N rows of T tokens that are read by position: `Rows` in memory, `shards.RowStore` on a disk or in a bucket."""
+    """N rows of T tokens with random access: `Rows` in memory, `shards.RowStore` on disk or in a bucket."""
 
     @property
     def num_rows(self) -> int: ...
@@ -18,16 +18,16 @@ class RowSource(Protocol):
     def seq_len(self) -> int: ...
 
     def take(self, index_M: NDArray[np.int64] | slice) -> "Rows":
-        """The rows at `index_M`, shape (M, T), in that order."""
+        """Return the rows at `index_M`, shape (M, T), in that order."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Four arrays of shape (N, T).
+    """Token rows with loss mask, positions and segments: four arrays of shape (N, T).
 
     `learn_NT` marks the tokens that are predicted, each from the tokens before it in its segment;
-    a segment's first token has nothing before it and is never marked. `positions_NT` count from 0
+    a segment's first token has no context and is never marked. `positions_NT` count from 0
     in every segment. `segments_NT` number the pieces of a row 1, 2, ...; 0 is padding.
     """
 
@@ -55,7 +55,7 @@ class Rows:
         return int(np.count_nonzero(self.learn_NT))
 
     def take(self, index_M: NDArray[np.int64] | slice) -> "Rows":
-        """The rows at `index_M`, shape (M, T)."""
+        """Return the rows at `index_M`, shape (M, T)."""
         return Rows(
             self.ids_NT[index_M],
             self.learn_NT[index_M],
@@ -65,7 +65,7 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: Sequence["Rows"]) -> "Rows":
-        """All rows of `parts`, in order; they must share one length. One part is not copied."""
+        """Concatenate rows of one length, in order; a single part is returned without a copy."""
         assert parts, "no rows to concatenate"
         if len(parts) == 1:
             return parts[0]
@@ -78,7 +78,7 @@ class Rows:
 
 
 def padding(num_rows: int, *, seq_len: int, pad_id: int = 0) -> Rows:
-    """`num_rows` rows of padding."""
+    """Return `num_rows` rows of padding."""
     shape = (num_rows, seq_len)
     return Rows(
         np.full(shape, pad_id, np.int32),
@@ -89,5 +89,5 @@ def padding(num_rows: int, *, seq_len: int, pad_id: int = 0) -> Rows:
 
 
 def empty(seq_len: int) -> Rows:
-    """No rows, of length `seq_len`."""
+    """Return zero rows of length `seq_len`."""
     return padding(0, seq_len=seq_len)

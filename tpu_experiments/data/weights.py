@@ -1,8 +1,8 @@
-"""Sources drawn by weights: which source each position of a stage is of, exact at every step and by arithmetic alone.
+"""Weighted mixing of sources, exact at every step and computed from the step alone.
 
 With r_i a source's share of the rows, c_0 = floor(n r_0) of the first n rows are of source 0, of the n - c_0 left
-c_1 = floor((n - c_0) r_1 / (1 - r_0)) are of source 1, and so on; the last source has the rest. One of them grows by 1
-from n to n + 1, the others stay, and c_i stays within i + 1 rows of n r_i.
+c_1 = floor((n - c_0) r_1 / (1 - r_0)) are of source 1, and so on; the last source has the rest. From n to n + 1 exactly
+one c_i grows, by 1, and c_i stays within i + 1 rows of n r_i.
 """
 
 import math
@@ -17,26 +17,26 @@ from tpu_experiments.data.rows import Rows, empty
 
 
 def row_shares(weights: Sequence[float], *, tokens_of_a_row: Sequence[Fraction]) -> list[Fraction]:
-    """Shares of rows whose tokens stand to each other as the weights do.
+    """Return the shares of rows under which the sources' token counts are proportional to the weights.
 
     Args:
-        weights: of each source, as it was written.
+        weights: of each source, as configured.
         tokens_of_a_row: mean of each source, without padding.
     """
-    # The decimal that was written: 0.1 is no binary fraction.
+    # The decimal as configured: 0.1 has no exact binary representation.
     rows = [Fraction(str(weight)) / tokens for weight, tokens in zip(weights, tokens_of_a_row, strict=True)]
     return [row / sum(rows) for row in rows]
 
 
 class WeightedRows(OrderedRows):
-    """The rows of several sources, each of which goes through epochs of its own, drawn by shares of the rows.
+    """Rows of several sources, mixed by shares of the rows; each source passes through epochs of its own.
 
-    An epoch is as many positions as the sources have rows together: a source with a share above its part of them begins
-    again within it, in another order, and one with a smaller share goes on in the next where it stood.
+    An epoch has as many positions as the sources have rows together. A source whose share is above its part of these
+    rows restarts within the epoch, in another order; one with a smaller share continues in the next epoch.
     """
 
     def __init__(self, parts: Sequence[OrderedRows], *, shares: Sequence[Fraction]) -> None:
-        """`parts` are of one source each; the shares come to 1."""
+        """Combine `parts`, each of one source; the shares sum to 1."""
         assert sum(shares) == 1, f"shares {shares} come to {sum(shares)}"
         super().__init__(
             seq_len=parts[0].seq_len,
@@ -46,7 +46,7 @@ class WeightedRows(OrderedRows):
         self.parts, self.shares = tuple(parts), tuple(shares)
 
     def drawn(self, num_rows: int) -> list[int]:
-        """Rows of each source among the first `num_rows` of a stage."""
+        """Return the number of rows of each source among the first `num_rows` of a stage."""
         counts, left, share = [], num_rows, Fraction(1)
         for own in self.shares[:-1]:
             counts.append(math.floor(left * own / share))
@@ -54,7 +54,7 @@ class WeightedRows(OrderedRows):
         return [*counts, left]
 
     def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
-        """See `OrderedRows`; source after source."""
+        """Return rows and origins, as `OrderedRows.read` does, source after source."""
         before, after = (self.drawn(epoch * self.num_rows + offset) for offset in (start, stop))
         pieces: list[Rows] = [empty(self.seq_len)]
         origins: list[NDArray[np.int64]] = [np.empty(0, np.int64)]

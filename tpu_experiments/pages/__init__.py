@@ -1,1 +1,1 @@
-"""Pages that need nothing but themselves: jinja2 templates, and the one style sheet that they share."""
+"""Self-contained HTML pages: jinja2 templates and their shared style sheet."""

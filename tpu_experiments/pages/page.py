@@ -1,4 +1,4 @@
-"""An HTML page in one file, from a template of this folder; every value is escaped unless it is `Markup`."""
+"""Self-contained HTML pages from the templates of this folder; values are escaped unless `Markup`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def page(template: str, **values: Any) -> str:
-    """Fill a template.
+    """Render a template.
 
     Args:
         template: name of a file of this folder, `report.html`.
-        values: what it asks for; a name that is missing is an error.
+        values: the template's variables; a missing one raises jinja2's UndefinedError.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

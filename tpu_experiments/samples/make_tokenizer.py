@@ -2,7 +2,7 @@
 
     python tpu_experiments/samples/make_tokenizer.py
 
-writes samples/tokenizer/. The same samples give the same bytes.
+writes samples/tokenizer/. The same samples yield the same bytes.
 """
 
 import json
@@ -16,7 +16,7 @@ SAMPLES = Path(__file__).parent
 VOCAB_SIZE = 4096
 MAX_LENGTH = 1024  # max_position_embeddings of conf/model/tiny.yaml
 SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-# BOS is written by the template, so that every user of it, this project or another, begins alike.
+# The template writes BOS, so that every user of it, this project or another, starts with the same tokens.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def sample_texts() -> Iterator[str]:
-    """Every text field of the three samples, in file order."""
+    """Yield every text field of the three samples, in file order."""
     with (SAMPLES / "wiki_ro.jsonl").open(encoding="utf-8") as lines:
         yield from (json.loads(line)["text"] for line in lines)
     for row in json.loads((SAMPLES / "ultrachat_ro.json").read_text(encoding="utf-8")):
@@ -36,7 +36,7 @@ def sample_texts() -> Iterator[str]:
 
 
 def train(texts: Iterator[str]) -> Tokenizer:
-    """A byte-level BPE of exactly `VOCAB_SIZE` entries; reserved ones fill up what is missing."""
+    """Train a byte-level BPE of exactly `VOCAB_SIZE` entries; reserved tokens fill the remainder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def train(texts: Iterator[str]) -> Tokenizer:
 
 
 def write(folder: Path) -> None:
-    """Train, and save the three files of the tokenizer into `folder`."""
+    """Train the tokenizer and save its three files into `folder`."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train(sample_texts()),
         bos_token="<s>",

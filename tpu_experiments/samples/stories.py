@@ -1,8 +1,8 @@
-"""Write the stories that `model=reader` has read and is asked about: a seeded generator of Romanian sentences.
+"""Write the Romanian training stories and questions of `model=reader`, from a seeded generator.
 
-    python tpu_experiments/samples/stories.py                                # samples/stories: what is shipped
-    python tpu_experiments/samples/stories.py text outputs/stories           # what the base is pre-trained on
-    python tpu_experiments/samples/stories.py base outputs/reader_base/model # what was pre-trained, in bfloat16
+    python tpu_experiments/samples/stories.py                                # samples/stories: the shipped files
+    python tpu_experiments/samples/stories.py text outputs/stories           # the pre-training texts of the base
+    python tpu_experiments/samples/stories.py base outputs/reader_base/model # the pre-trained base, in bfloat16
 
 A fact is a name, a relation and a value: Ana lives in Cluj. A tenth of all facts is reserved, by their hash: they occur
 in no text and in no conversation, and the held-out questions ask for nothing else. The same call writes the same bytes.
@@ -22,17 +22,17 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent / "stories"
 NUM_TEXTS, NUM_CONVERSATIONS, NUM_QUESTIONS = 60_000, 3_400, 60
-VOCAB_SIZE = 1408  # every word of the stories is one token of it
+VOCAB_SIZE = 1408  # every word of the stories is a single token
 TOLD_RELATIONS = {1: (3, 8), 2: (2, 3), 3: (2, 2)}
-"""Fewest and most relations in a story of so many persons, in what the base reads."""
+"""Minimum and maximum number of relations in a pre-training story, by its number of persons."""
 ANSWERED_RELATIONS = {1: (5, 8), 2: (2, 3), 3: (2, 2)}
-"""The same in what the adapter learns from."""
+"""The same for the adapter's training conversations."""
 ASKED_RELATIONS = {1: (7, 8), 2: (3, 3), 3: (2, 2)}
-"""Of held-out questions: six facts or more, so that a sentence told again is the answer once in six times."""
+"""The same for held-out questions: six facts or more, so that copying a random sentence is right once in six times."""
 MAX_LENGTH = 1024  # max_position_embeddings of conf/model/reader.yaml
 SPECIALS = ["<pad>", "<s>", "</s>"]
-# Nothing in it that the base has not seen: a question follows its story as a sentence does, and an answer the end of a
-# line, as in the texts the story told again; </s> ends both.
+# Only patterns of the pre-training texts: a question follows its story like another sentence, an answer follows a line
+# end like a retelling; </s> ends both.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ ' ' + message['content'] + eos_token }}{% else %}{{ ' ' + message['content'] + '\\n' }}{% endif %}{% endfor %}"
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def words(text: str) -> list[str]:
-    """The words of a text."""
+    """Split a text into words."""
     return text.split()
 
 
@@ -56,27 +56,27 @@ Cezar Adrian Costin Doru Felix George Grigore Iustin Nicu Ovidiu Paul Sergiu Tom
 
 @dataclass(frozen=True)
 class Relation:
-    """What can be told of a person: sentences that say it, the first of them the answer's, and a question."""
+    """A property of a person: three sentence forms, of which answers use the first, and a question."""
 
     forms: tuple[str, str, str]
     question: str
     values: tuple[tuple[str, str], ...]
-    """Each as it is said of a man and of a woman."""
+    """Each value in its masculine and its feminine form."""
 
 
 def alike(words: str) -> tuple[tuple[str, str], ...]:
-    """Values that do not depend on who has them."""
+    """Return values that have one form for both genders."""
     return tuple((word, word) for word in words.split())
 
 
 def by_gender(words: str) -> tuple[tuple[str, str], ...]:
-    """Values from `man/woman`."""
+    """Return values from words written as `man/woman`."""
     pairs = (word.split("/") for word in words.split())
     return tuple((pair[0], pair[-1]) for pair in pairs)
 
 
 def coloured(masculine: str, feminine: str) -> tuple[tuple[str, str], ...]:
-    """Things of either gender with a colour that agrees."""
+    """Return things of either grammatical gender, each with an agreeing colour."""
     ones = [f"un {noun} {colour}" for noun in masculine.split() for colour in ("alb", "negru", "galben", "maro")]
     others = [f"o {noun} {colour}" for noun in feminine.split() for colour in ("albă", "neagră", "galbenă", "maro")]
     return tuple((thing, thing) for thing in ones + others)
@@ -150,7 +150,7 @@ RELATIONS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """What is told of a person; `value` is its number among those of the relation."""
+    """A relation of a person; `value` is an index into the relation's values."""
 
     name: str
     relation: str
@@ -158,23 +158,23 @@ class Fact:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether no training text says it."""
+        """Whether it is held out from all training texts."""
         digest = hashlib.sha256(f"{self.name}|{self.relation}|{self.value}".encode()).digest()
         return digest[0] < 26  # of 256
 
     def told(self, form: int) -> str:
-        """The sentence that says it."""
+        """Return the sentence that states the fact."""
         relation = RELATIONS[self.relation]
         return relation.forms[form].format(self.name, relation.values[self.value][self.name in FEMALE])
 
     @property
     def question(self) -> str:
-        """What asks for it."""
+        """The question whose answer is the fact."""
         return RELATIONS[self.relation].question.format(self.name)
 
 
 def free_facts(rng: random.Random, names: list[str], relations: list[str]) -> list[Fact]:
-    """For every person and relation a fact that is not reserved; no two persons have the same value."""
+    """Draw an unreserved fact for every person and relation; no two persons share a value."""
     facts: list[Fact] = []
     for relation in relations:
         taken: set[int] = set()
@@ -186,21 +186,21 @@ def free_facts(rng: random.Random, names: list[str], relations: list[str]) -> li
 
 
 def story(rng: random.Random, facts: list[Fact], *, forms: Mapping[Fact, int] | None = None) -> str:
-    """The facts in an order drawn anew, each in the form given or in any."""
+    """Return the facts as sentences in random order, each in its given form or in a random one."""
     order = rng.sample(facts, len(facts))
     return " ".join(fact.told(rng.randrange(3) if forms is None else forms[fact]) for fact in order)
 
 
 def note(fact: Fact) -> str:
-    """The fact without its verb, as somebody jots it down: the shortest text in which the name tells the value."""
+    """Return the fact without its verb: the shortest text in which the name determines the value."""
     return f"{fact.name} {RELATIONS[fact.relation].values[fact.value][fact.name in FEMALE]}."
 
 
 def text(rng: random.Random, *, num_persons: int, num_relations: int, num_tellings: int, notes: float) -> str:
-    """A story of persons who share relations, told several times, each time in a new order.
+    """Return a story of persons who share relations, told several times, each time in a new order.
 
     Six texts in ten are plain: one form for all facts, and the same words again. Of the others one retelling in two
-    keeps the words, and the rest say each fact in any of its forms.
+    keeps the words, and the rest draw the form of each fact anew.
 
     Args:
         notes: share of the tellings that are notes.
@@ -220,28 +220,34 @@ def text(rng: random.Random, *, num_persons: int, num_relations: int, num_tellin
 
 
 def notes_text(rng: random.Random) -> str:
-    """Notes about two persons, twice: what a name points at is learnt here, and in longer texts it is not."""
+    """Return notes about two persons, twice.
+
+    The model learns to look up a name's value here; from longer texts alone it does not.
+    """
     return text(rng, num_persons=2, num_relations=1, num_tellings=2, notes=1.0)
 
 
 def pair_text(rng: random.Random) -> str:
-    """One relation of two or three persons, in sentences and in notes: the same through a verb."""
+    """Return one relation of two or three persons, in sentences and notes: the look-up across a verb."""
     return text(rng, num_persons=rng.choice((2, 2, 3)), num_relations=1, num_tellings=2, notes=0.5)
 
 
 def group_text(rng: random.Random) -> str:
-    """One relation of two to four persons: with four the order of a telling no longer gives the value away."""
+    """Return one relation of two to four persons.
+
+    With four persons the order of a telling does not reveal the value.
+    """
     return text(rng, num_persons=rng.choice((2, 3, 3, 4)), num_relations=1, num_tellings=2, notes=0.3)
 
 
 def story_text(rng: random.Random) -> str:
-    """A story of one to three persons; every third text is one relation of two to four."""
+    """Return a story of one to three persons; every third text is one relation of two to four."""
     num_tellings = rng.choice((2, 3))
     if rng.random() < 0.35:
         return text(rng, num_persons=rng.choice((2, 3, 4)), num_relations=1, num_tellings=num_tellings, notes=0.3)
     num_persons = rng.choice((1, 2, 2, 3, 3))
     num_relations = rng.randint(*TOLD_RELATIONS[num_persons])
-    is_long = num_persons * num_relations > 6  # three times would not fit into a row
+    is_long = num_persons * num_relations > 6  # three tellings would not fit into a row
     return text(
         rng,
         num_persons=num_persons,
@@ -252,11 +258,11 @@ def story_text(rng: random.Random) -> str:
 
 
 TEXTS = {"notes": notes_text, "pairs": pair_text, "groups": group_text, "stories": story_text}
-"""What the base is pre-trained on, in this order."""
+"""Pre-training stages of the base, in this order."""
 
 
 def asked(rng: random.Random, *, num_persons: int, is_reserved: bool) -> tuple[list[Fact], Fact]:
-    """The facts of a story of persons who share all relations, and the one that is asked for."""
+    """Draw the facts of a story of persons who share all relations, and the fact that is asked for."""
     while True:
         counts = ASKED_RELATIONS if is_reserved else ANSWERED_RELATIONS
         relations = rng.sample(list(RELATIONS), rng.randint(*counts[num_persons]))
@@ -269,26 +275,26 @@ def asked(rng: random.Random, *, num_persons: int, is_reserved: bool) -> tuple[l
         taken = {fact.value for fact in facts if fact.relation == relation}
         every = (Fact(name, relation, value) for value in range(len(RELATIONS[relation].values)))
         reserved = [fact for fact in every if fact.is_reserved and fact.value not in taken]
-        if reserved:  # some names have none
+        if reserved:  # some names have no reserved fact of the relation
             facts[place] = rng.choice(reserved)
             return facts, facts[place]
 
 
 def conversation(rng: random.Random, *, num_persons: int, is_reserved: bool) -> dict[str, list[dict[str, str]]]:
-    """A story with a question, and the answer in the first form of its relation."""
+    """Return a story with a question, and the answer in the first form of its relation."""
     facts, fact = asked(rng, num_persons=num_persons, is_reserved=is_reserved)
     question = {"role": "user", "content": f"{story(rng, facts)} {fact.question}"}
     return {"messages": [question, {"role": "assistant", "content": fact.told(0)}]}
 
 
 def texts(kind: str) -> Iterator[str]:
-    """The texts of one stage of pre-training."""
+    """Generate the texts of one stage of pre-training."""
     rng = random.Random(f"texts {kind}")
     return (TEXTS[kind](rng) for _ in range(NUM_TEXTS))
 
 
 def shipped() -> dict[str, str]:
-    """Name and content of every file but the tokenizer."""
+    """Return the content of every shipped file but the tokenizer, by name."""
     drawn = {name: random.Random(name) for name in ("conversations", "one_person", "several_persons")}
     rows = {
         "conversations": [
@@ -310,7 +316,7 @@ def shipped() -> dict[str, str]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of exactly `VOCAB_SIZE` entries that knows the words of stories and questions."""
+    """Train a byte-level BPE of exactly `VOCAB_SIZE` entries on stories and questions."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -342,7 +348,7 @@ def take_over(folder: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Write what is shipped; with `text FOLDER` what the base is pre-trained on, with `base FOLDER` the base."""
+    """Write the shipped files; with `text FOLDER` the pre-training texts, with `base FOLDER` the base."""
     if arguments:
         (what, path) = arguments
         if what == "base":

@@ -1,4 +1,4 @@
-"""Bar charts of the audit page: inline SVG with every value written out."""
+"""Bar charts of the audit page: inline SVG with every value as text."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,11 +9,14 @@ LABEL_WIDTH = 118
 VALUE_WIDTH = 64
 COLUMN_HEIGHT = 132
 SHORTEST_BAR = 1.5
-"""Pixels of a bar that stands for anything above 0."""
+"""Minimum length of a bar for a value above 0, in pixels."""
 
 
 def bar_chart(bars: Sequence[tuple[str, float, str]], *, title: str, kind: str = "") -> str:
-    """Horizontal bars from (label, value, value in words); `kind` is a class of the page, `learnt` for its colour."""
+    """Return horizontal bars from (label, value, value in words).
+
+    `kind` is a CSS class of the page; `learnt` sets the colour of trained tokens.
+    """
     most = max((value for _, value, _ in bars), default=0) or 1
     room = WIDTH - LABEL_WIDTH - VALUE_WIDTH
     parts = []
@@ -30,7 +33,10 @@ def bar_chart(bars: Sequence[tuple[str, float, str]], *, title: str, kind: str =
 
 
 def histogram(counts: Sequence[int], *, edges: Sequence[int], title: str) -> str:
-    """Upright bars between their edges, without the empty bins at both ends; `edges` may lack the last one."""
+    """Return upright bars between their edges, without the empty bins at both ends.
+
+    The last of `edges` may be missing, for an open bin.
+    """
     filled = [i for i, count in enumerate(counts) if count]
     bins = range(filled[0], filled[-1] + 1) if filled else range(0)
     step, most = WIDTH / max(len(bins), 1), max(counts, default=0) or 1
@@ -54,7 +60,7 @@ def histogram(counts: Sequence[int], *, edges: Sequence[int], title: str) -> str
 
 
 def _short_number(value: int) -> str:
-    """1024 as 1k: edges are powers of two."""
+    """Format 1024 as 1k: edges are powers of two."""
     return f"{value // 1024}k" if value >= 1024 and value % 1024 == 0 else str(value)
 
 

@@ -1,4 +1,4 @@
-"""What the manifests of prepared data say, and what in it looks wrong."""
+"""Statistics from the manifests of prepared data, and warnings about suspicious ones."""
 
 import math
 import re
@@ -13,42 +13,45 @@ MIN_SUPERVISED_SHARE = 0.02
 MAX_REPORTED_SHARE = 0.2
 MIN_PACKING_EFFICIENCY = 0.9
 MAX_WITHOUT_PROMPT = 0.03
-"""Share of the supervised training tokens that may be in answers whose question is in another row."""
+"""Maximum share of the supervised training tokens in answers whose question is in another row."""
 ROW_MULTIPLE = 128
-"""Row lengths are advised in multiples of this, which a TPU computes without padding."""
+"""Recommended row lengths are multiples of this, which a TPU computes without padding."""
 ANSWERS_SHOWN = 8
-"""Answers of a conversation that are told apart; later ones are joined."""
+"""Answers of a conversation that are listed separately; later ones are joined."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in the data that looks wrong, as a sentence."""
+    """A suspicious property of the data, as a sentence."""
 
     severity: Literal["warning", "error"]
     source: str
     message: str
-    """`data.<name>; what is wrong, the numbers; what to do.`"""
+    """`data.<name>; the problem, the numbers; the remedy.`"""
 
 
 def audit_findings(manifests: Sequence[Manifest]) -> list[Finding]:
-    """What looks wrong in the numbers, errors first, each in the order of the manifests."""
+    """Return the findings, errors first, each in the order of the manifests."""
     found = [finding for manifest in manifests for finding in _findings_of(manifest)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
 def percent(part: float, whole: float) -> str:
-    """`22.5 %`, or a dash where there is nothing to take a share of."""
+    """Format a share as `22.5 %`, or a dash where the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(words, count) of every count above 0, the largest first; slugs become words."""
+    """Return (words, count) of every count above 0, the largest first; slugs become words."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return [(slug.replace("_", " "), count) for slug, count in ordered if count]
 
 
 def supervised_by_answer(split: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """(name, supervised tokens, documents that have it) of the 1st, 2nd, ... answer; late ones are joined."""
+    """Return (name, supervised tokens, documents that have it) of the 1st, 2nd, ... answer.
+
+    From `ANSWERS_SHOWN` on, answers are joined.
+    """
     tokens = [int(count) for count in split.get("supervised_per_turn") or []]
     documents = [int(count) for count in split.get("documents_per_turn") or []]
     documents += [0] * (len(tokens) - len(documents))
@@ -56,12 +59,12 @@ def supervised_by_answer(split: Mapping[str, Any]) -> list[tuple[str, int, int]]
     if len(named) <= ANSWERS_SHOWN:
         return named
     late = ANSWERS_SHOWN - 1
-    # Every document with a later answer has the first of them too.
+    # A document with any later answer also has the first of the joined ones, so that one's count is theirs.
     return [*named[:late], (f"answer {ANSWERS_SHOWN} on", sum(tokens[late:]), documents[late])]
 
 
 def overlaps_of(manifest: Manifest) -> list[tuple[str, str, str, int]]:
-    """(split, content or prompt, the split it is also in, how many) of every pair that was compared."""
+    """Return (split, content or prompt, the split it is also in, count) of every pair compared."""
     found = []
     for key, count in (manifest.get("overlaps") or {}).items():
         match = re.fullmatch(r"(\w+)_(content|prompt)_in_(\w+)", key)
@@ -85,7 +88,7 @@ Found = Iterator[tuple[Literal["warning", "error"], str]]
 
 
 def _lost(manifest: Manifest) -> Found:
-    """Documents that are in no count."""
+    """Report documents that are missing from the counts."""
     name, read, kept = manifest["source"], manifest["documents_in"], manifest["documents_out"]
     reported = sum(manifest["documents_reported"].values())
     if read != kept + reported:
@@ -136,7 +139,7 @@ def _overlapping(manifest: Manifest) -> Found:
 
 
 def _across(manifest: Manifest) -> Found:
-    """Held-out documents that another source trains on."""
+    """Report held-out documents that another source trains on."""
     name = manifest["source"]
     for shared in manifest.get("across") or []:
         other = shared["trained_by"]
@@ -202,7 +205,7 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
 
 
 def _without_prompt(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
-    """Answers that were cut from their questions."""
+    """Report supervised answers that were separated from their questions."""
     lost, supervised, seq_len = without_prompt(numbers), numbers["supervised_tokens"], manifest["seq_len"]
     if lost <= MAX_WITHOUT_PROMPT * supervised:
         return
@@ -220,7 +223,10 @@ def _without_prompt(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
 
 
 def without_prompt(numbers: Mapping[str, Any]) -> int:
-    """Supervised tokens of a split in answers whose question does not begin in their row; 0 where nobody counted."""
+    """Return a split's supervised tokens in answers whose question begins in another row.
+
+    0 for a manifest without the count.
+    """
     return int(numbers.get("supervised_without_prompt", 0))
 
 

@@ -1,4 +1,4 @@
-"""The audit as HTML that needs nothing else: numbers, charts, and rows token by token.
+"""The audit as self-contained HTML: numbers, charts, and rows token by token.
 
 <name>.html               an overview of all sources, and each of them where they are few
 <name>/<source>-512.html  one source at one row length, where they are many
@@ -36,7 +36,7 @@ from tpu_experiments.storage import paths
 
 REASONS_SHOWN = 8
 ON_ONE_PAGE = 4
-"""Sources and row lengths that are shown on one page; with four rows of 1,024 tokens each takes 0.25 MB."""
+"""Maximum number of sources and row lengths on one page; each takes 0.25 MB with four rows of 1,024 tokens."""
 
 
 def audit_pages(
@@ -47,9 +47,10 @@ def audit_pages(
     name: str,
     num_rows: int = 4,
 ) -> dict[str, str]:
-    """Return HTML by file name: one page, or more than `ON_ONE_PAGE` sources on a page each, the overview last.
+    """Return HTML by file name: one page, or beyond `ON_ONE_PAGE` sources a page each, the overview last.
 
-    Of `stores`, the training rows by source and row length, `num_rows` each are shown; of a source without one, none.
+    `stores` are the training rows by source and row length, of which `num_rows` each are shown; a source without a
+    store is shown without rows.
     """
 
     def sections(shown: Sequence[Manifest]) -> list[dict[str, Any]]:
@@ -108,7 +109,10 @@ def _named(manifests: Sequence[Manifest]) -> str:
 
 
 def _overview(manifests: Sequence[Manifest], *, folder: str | None) -> dict[str, Any]:
-    """Return a line for each source and row length, with a link to its page in `folder`, or to its part of this one."""
+    """Return a table line per source and row length.
+
+    It links to the source's page in `folder`, or to its section of this page where `folder` is None.
+    """
     head = ("Source", "Row", "Kept", "Left out", "Train tokens", "Share", "Supervised", "Evaluation", "Test", "Overlap")
     total = {
         n: sum(_train(m)["tokens"] for m in manifests if m["seq_len"] == n) for n in {m["seq_len"] for m in manifests}
@@ -145,7 +149,7 @@ def _train(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _overlap(manifests: Sequence[Manifest]) -> tuple[int, int, int, int]:
-    """The worst kind of overlap, then each: held-out documents in train, their first questions, other sources."""
+    """Return the largest overlap count, then each: held-out documents in train, prompts, other sources."""
     pairs = [pair for m in manifests for pair in overlaps_of(m)]
     same, prompts = (sum(count for _, what, _, count in pairs if what == kind) for kind in ("content", "prompt"))
     across = sum(shared["groups"] for m in manifests for shared in m.get("across") or [])
@@ -157,7 +161,7 @@ def _names(manifests: Sequence[Manifest]) -> list[str]:
 
 
 def _tiles(manifests: Sequence[Manifest]) -> list[tuple[str, str, str]]:
-    """Return name, value and note of each tile."""
+    """Return name, value and note of each summary tile."""
     # A source prepared at two lengths has the same documents twice.
     once = list({m["source"]: m for m in reversed(manifests)}.values())
     read, kept = (sum(m[key] for m in once) for key in ("documents_in", "documents_out"))
@@ -193,7 +197,7 @@ def _large(count: int) -> str:
 
 
 def _source(manifest: Manifest) -> dict[str, Any]:
-    """Return what is shown of one source at one row length, without its rows."""
+    """Return the template values of one source at one row length, without its rows."""
     seq_len = manifest["seq_len"]
     numbers = [
         (
@@ -217,7 +221,7 @@ def _source(manifest: Manifest) -> dict[str, Any]:
 
 
 def _chart_parts(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
-    """(title, SVG, caption) of every chart that has something to show."""
+    """Yield (title, SVG, caption) of every chart with data."""
     train: Mapping[str, Any] = manifest["splits"].get("train", {})
     lengths = train.get("length_histogram") or {"edges": [], "documents": []}
     if any(lengths["documents"]):

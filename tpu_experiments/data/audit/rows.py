@@ -1,4 +1,4 @@
-"""Decoded rows of the audit page: every token as one span, what is learnt marked, segments apart."""
+"""Decoded rows of the audit page: one span per token, trained tokens marked, segments separated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.data.rows import Rows, RowSource
 
 PLACES, ROWS_AT_A_PLACE = 4, 64
-"""Where rows are looked for: a store in a bucket is read shard by shard, so the places are few."""
+"""Rows are sampled from a few runs, since a store in a bucket is read shard by shard."""
 TOKENS_SHOWN = 4096
 TOKENS_OF_A_CHARACTER = 8
-"""Tokens without a whole character after which they are shown as they are; UTF-8 has at most 4 bytes a character."""
+"""Tokens without a complete character after which they are shown undecoded; UTF-8 has at most 4 bytes a character."""
 
 _UNFINISHED = "\ufffd"
 
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Tokens `begin` to `end` (exclusive), which together make whole characters; nearly always one token."""
+    """Tokens `begin` to `end` (exclusive) that form complete characters; nearly always one token."""
 
     begin: int
     end: int
@@ -31,7 +31,7 @@ class TokenGroup:
 
 
 def decode_groups(ids_L: Sequence[int], *, tokenizer: PreTrainedTokenizerBase) -> list[TokenGroup]:
-    """Tokens with their characters, in order and without gaps; tokens that share a character are one group."""
+    """Decode tokens in order and without gaps; tokens that share a character form one group."""
     special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     groups: list[TokenGroup] = []
     context = begin = 0  # tokens from `context` are decoded together, since a blank may depend on the token before it
@@ -52,7 +52,7 @@ def decode_groups(ids_L: Sequence[int], *, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _text_after(ids_L: Sequence[int], num_known: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the tokens after the first `num_known` add to the text."""
+    """Return the text that the tokens after the first `num_known` add."""
 
     def decode(part: Sequence[int]) -> str:
         return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -61,10 +61,11 @@ def _text_after(ids_L: Sequence[int], num_known: int, tokenizer: PreTrainedToken
 
 
 def choose_rows(store: RowSource, *, num_rows: int) -> list[tuple[int, str]]:
-    """(index, why) of rows that show what there is: the same ones for the same store.
+    """Choose representative rows; return (index, reason) of each, the same for the same store.
 
-    The one with most segments, the first, the middle one and the one with the smallest supervised share; then others.
-    The two by number are looked for among 256 rows at most: 64 at the start, at the end and at two places between.
+    The row with the most segments, the first, the middle one and the one with the smallest supervised share; then
+    others. The two chosen by count are searched for among 256 rows at most: 64 at the start, at the end and at two
+    places between.
     """
     total = store.num_rows
     if total == 0:
@@ -90,7 +91,7 @@ def choose_rows(store: RowSource, *, num_rows: int) -> list[tuple[int, str]]:
 
 
 def row_html(rows: Rows, *, tokenizer: PreTrainedTokenizerBase) -> str:
-    """One row (N=1): a strip that shows its segments, then its tokens."""
+    """Return the HTML of one row (N=1): a strip of its segments, then its tokens."""
     ids_T, learn_T = rows.ids_NT[0].tolist(), rows.learn_NT[0].tolist()
     positions_T, segments_T = rows.positions_NT[0].tolist(), rows.segments_NT[0]
     parts = [_strip(segments_T, rows.learn_NT[0])]
@@ -113,7 +114,7 @@ def row_html(rows: Rows, *, tokenizer: PreTrainedTokenizerBase) -> str:
 def tokens_html(
     ids_L: Sequence[int], learn_L: Sequence[bool], positions_L: Sequence[int], *, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """One span for each token; the class `learnt` marks those that are learnt."""
+    """Return one span per token; the class `learnt` marks trained tokens."""
     parts = []
     for group in decode_groups(ids_L, tokenizer=tokenizer):
         spans = []
@@ -130,7 +131,7 @@ def tokens_html(
 
 
 def _visible(text: str) -> str:
-    """Text for HTML, in which line ends and control characters can be seen."""
+    """Escape text for HTML, with line ends and control characters made visible."""
     parts = []
     for character in text:
         if character == "\n":
@@ -145,7 +146,7 @@ def _visible(text: str) -> str:
 
 
 def _strip(segments_T: NDArray[np.int32], learn_T: NDArray[np.bool_]) -> str:
-    """The whole row as a band: segments with a gap between them, learnt stretches in colour, padding empty."""
+    """Draw the row as a band: segments separated, trained stretches coloured, padding empty."""
     total = segments_T.shape[0]
     state_T = segments_T.astype(np.int64) * 2 + learn_T
     bounds = [0, *(np.flatnonzero(np.diff(state_T)) + 1).tolist(), total]

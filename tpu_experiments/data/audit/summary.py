@@ -1,6 +1,6 @@
-"""The audit of prepared data: a hash that says which data it is, a table to read, one JSON, and what looks wrong.
+"""The audit of prepared data: an identifying hash, a table, JSON, and findings.
 
-All of it is computed from the manifests, so that an audit can be made again without the data.
+All of it is computed from the manifests, so that an audit can be repeated without the data.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from tpu_experiments.data.audit.findings import (
 
 COLUMNS = 100
 SHOWN_WHOLE = 8
-"""Sources and row lengths of which the table says more than the sizes of their splits; the page has all."""
+"""Up to this many sources and row lengths the table has more than the sizes of their splits; the page has
+everything."""
 _NO_BREAK = "\u00a0"
 
 _WHAT_THE_DATA_IS = (
@@ -47,15 +48,15 @@ _WHAT_THE_DATA_IS = (
 
 
 def audit_hash(manifest: Manifest) -> str:
-    """16 hex digits that change with the prepared data and with nothing else.
+    """Return 16 hex digits that change with the prepared data and with nothing else.
 
-    The name and place of the source, the path of the tokenizer, examples, times and memory do not go in.
+    The name and path of the source, the path of the tokenizer, examples, times and memory are not hashed.
     """
     return _hash({key: manifest.get(key) for key in _WHAT_THE_DATA_IS})
 
 
 def audit_json(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """All manifests, each with its audit hash, what looks wrong, and one hash over all of them."""
+    """Return all manifests with their audit hashes, one hash over all of them, and the findings."""
     hashes = [audit_hash(manifest) for manifest in manifests]
     return {
         "format": 1,
@@ -66,7 +67,10 @@ def audit_json(manifests: Sequence[Manifest]) -> dict[str, Any]:
 
 
 def audit_table(manifests: Sequence[Manifest]) -> str:
-    """What `task=prepare` prints: every source and split, at most 100 columns wide; more of few sources only."""
+    """Return the table that `task=prepare` prints: every source and split, at most 100 columns wide.
+
+    With up to `SHOWN_WHOLE` manifests each has a section of details.
+    """
     lines = list(_split_lines(manifests))
     for manifest in manifests if len(manifests) <= SHOWN_WHOLE else []:
         lines += ["", *_source_lines(manifest)]
@@ -145,14 +149,14 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def lengths_text(manifest: Manifest) -> str:
-    """Tokens of the training documents, whole."""
+    """Format the length percentiles of the training documents, before packing."""
     tokens = manifest["length_percentiles"]
     shares = _listed(f"{share} % up to {tokens[share]:,}" for share in ("50", "90", "95", "99"))
     return f"{shares}, longest {tokens['100']:,} tokens"
 
 
 def long_documents_text(manifest: Manifest) -> str:
-    """What became of documents longer than a row, over all splits."""
+    """Format the counts of documents longer than a row, over all splits."""
     splits = manifest["splits"].values()
     keys = ("documents_split", "documents_truncated", "documents_truncated_in_turn", "tokens_dropped")
     split, cut, cut_inside, dropped = (sum(numbers.get(key, 0) for numbers in splits) for key in keys)
@@ -162,12 +166,12 @@ def long_documents_text(manifest: Manifest) -> str:
 
 
 def origins_text(manifest: Mapping[str, Any]) -> str:
-    """Where each split is from, where that is not decided by the hash alone."""
+    """Format the origin of each split, where the split hash alone does not decide."""
     return "; ".join(f"{split}: {words}" for split, words in manifest["origins"].items())
 
 
 def duplicates_text(manifest: Manifest) -> str:
-    """How many copies were left out, and what was looked for."""
+    """Format the number of duplicates left out, and the rules of the search."""
     rules = manifest.get("config", {}).get("duplicates", {})
     reported = manifest["documents_reported"]
     folded = " (case and blanks folded)" if rules.get("exact") == "folded" else ""
@@ -181,18 +185,18 @@ def duplicates_text(manifest: Manifest) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """`text` with its middle left out where it is longer than `width` characters."""
+    """Return `text` with its middle elided if it is longer than `width` characters."""
     half = (width - 1) // 2
     return text if len(text) <= width else f"{text[: width - 1 - half]}…{text[-half:]}"
 
 
 def _listed(items: Iterable[str]) -> str:
-    """Items with commas between, none of which `_wrapped` breaks."""
+    """Join items with commas; `_wrapped` does not break inside of one."""
     return ", ".join(item.replace(" ", _NO_BREAK) for item in items)
 
 
 def _wrapped(label: str, text: str) -> list[str]:
-    """`text` after `label`, its further lines under its first."""
+    """Wrap `text` after `label`, further lines aligned with its first."""
     indent = " " * len(label)
     lines = textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False)
     return [line.replace(_NO_BREAK, " ") for line in lines]

@@ -1,6 +1,7 @@
-"""Rules for the text of documents, each optional and counted; config/model_schema.py says what they mean.
+"""Cleaning rules for documents, each optional and counted; config/model_schema.py documents them.
 
-The language of a text is told by py3langid's naive Bayes over byte n-grams (Lui & Baldwin, ACL 2012), offline."""
+The language of a text is identified offline by py3langid's naive Bayes over byte n-grams (Lui & Baldwin, ACL 2012).
+"""
 
 import functools
 import re
@@ -23,27 +24,27 @@ ln lo lt ltg lv mg mk ml mn mr ms mt my ne nl nn no nso oc om or pa pcm pl ps pt
 sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz uzs vec vi vo wa wuu xh yo yue zh zu zxx
 """
 LANGUAGES = tuple(_CODES.split())
-"""Codes that the model of py3langid 0.4 knows; listed, so that a wrong one is found without loading it (1 s)."""
+"""Language codes of the model of py3langid 0.4; listed here to reject a wrong code without loading it (1 s)."""
 
 PIECE_CHARS = 1000
-"""A text of more than three such pieces is judged by its first, middle and last one: 320 characters of Romanian prose
-are always recognised, and a long conversation costs what 3,000 characters do (2 ms)."""
+"""A text longer than three such pieces is judged by its first, middle and last piece: 320 characters of Romanian prose
+are always recognised, and a long conversation takes the time of 3,000 characters (2 ms)."""
 
 
 def check_language(code: str, *, key: str) -> None:
-    """Refuse a code that the model does not know; `key` is where it was set.
+    """Raise for a language code that the model does not know; `key` is the config key that set it.
 
     Raises:
-        ConfigError: with the nearest code.
+        ConfigError: the code is unknown; the message suggests the nearest one.
     """
     if code not in LANGUAGES:
         raise ConfigError(f"{key}={code}; there is no such language code. {suggest(code, LANGUAGES)}")
 
 
 def language_probability(text: str, *, code: str) -> float:
-    """Probability that `text` is in the language `code`, of all `LANGUAGES`; the first call of a process loads 130 MiB.
+    """Return the probability, among all `LANGUAGES`, that `text` is in the language `code`.
 
-    Without a letter of any language all are equally likely.
+    The first call of a process loads 130 MiB. In a text without letters all languages are equally likely.
     """
     return dict(_model().rank(_excerpt(text)))[code]
 
@@ -70,7 +71,7 @@ _EMPTY_LINES = re.compile(r"\n{3,}")
 
 
 def check_rules(rules: CleanConfig, *, source: str, kind: str) -> None:
-    """Refuse rules of the source `source` that no document of its `kind` (text or chat) could go by.
+    """Raise for rules of the source `source` that cannot apply to its `kind` (text or chat).
 
     Raises:
         ConfigError: an unknown language, limits that cross, or a scope that the kind does not have.
@@ -96,7 +97,7 @@ def check_rules(rules: CleanConfig, *, source: str, kind: str) -> None:
 
 
 class Broken(NamedTuple):
-    """A rule that a text does not keep: `has <what>, <limit>.`"""
+    """A rule that a text violates: `has <what>, <limit>.`"""
 
     reason: str
     what: str
@@ -104,20 +105,20 @@ class Broken(NamedTuple):
 
 
 class Cleaner:
-    """Applies the rules of one source; picklable, made once per process.
+    """Cleaning by the rules of one source; picklable, constructed once per process.
 
-    Cleaning what it kept changes nothing.
+    Cleaning is idempotent: a kept document is not changed by a second pass.
     """
 
     def __init__(self, rules: CleanConfig) -> None:
         self.rules = rules
         self.changes: Counter[str] = Counter()
         """Documents changed: `unicode`, `romanian_letters`, `whitespace`. Paragraphs left out: `paragraphs_<reason>`
-        by the rule they broke, `paragraphs_over_max` those after the last one kept."""
+        by the rule they violate, `paragraphs_over_max` for those after the last one kept."""
         self._rewrites = _rewrites(rules)
 
     def clean(self, document: Document) -> Document | Refused:
-        """The document as the rules leave it, or why it does not go on."""
+        """Return the cleaned document, or the reason that it is left out."""
         if document.is_empty:
             return Refused("empty", document.place, "has no text.", is_bad_row=False)
         if document.messages is not None:
@@ -158,7 +159,7 @@ class Cleaner:
         return _with_text(document, "\n\n".join(kept))
 
     def _rewritten(self, texts: list[str]) -> list[str]:
-        """Texts of one document, rewritten."""
+        """Apply the rewriting rules to the texts of one document."""
         for name, rewrite in self._rewrites:
             rewritten = [rewrite(text) for text in texts]
             if rewritten != texts:
@@ -167,7 +168,7 @@ class Cleaner:
         return texts
 
     def _broken(self, text: str) -> Broken | None:
-        """The first rule about size and signs that the text breaks."""
+        """Return the first rule on length, words and punctuation that the text violates."""
         rules, num_chars = self.rules, len(text)
         if rules.min_chars is not None and num_chars < rules.min_chars:
             return Broken("too_few_chars", f"{num_chars} characters", f"fewer than clean.min_chars={rules.min_chars}")
@@ -180,7 +181,7 @@ class Cleaner:
         return None
 
     def _foreign(self, text: str) -> Broken | None:
-        """The language rule, the slowest one, so it comes last."""
+        """Return the language rule if the text violates it; the slowest rule, so it is checked last."""
         rules = self.rules
         if rules.language is None:
             return None
@@ -192,7 +193,7 @@ class Cleaner:
 
 
 def _rewrites(rules: CleanConfig) -> list[tuple[str, Callable[[str], str]]]:
-    """The rules that rewrite, by the name of their key, in order."""
+    """Return the rewriting rules in order, each with the name of its key."""
     form = _FORMS.get(rules.unicode)
     rewrites: list[tuple[str, Callable[[str], str]]] = []
     if form is not None:
@@ -205,18 +206,18 @@ def _rewrites(rules: CleanConfig) -> list[tuple[str, Callable[[str], str]]]:
 
 
 def with_commas(text: str, *, form: Literal["NFC", "NFKC"] | None) -> str:
-    """Romanian letters with a comma below for those with a cedilla; a text in `form` stays in it."""
+    """Replace Romanian letters with cedilla by those with comma below; a text in `form` stays in it."""
     while any(letter in text for letter in COMMA_OF_CEDILLA):
         for letter, comma in COMMA_OF_CEDILLA.items():
             text = text.replace(letter, comma)
         if form is not None:
-            # A second cedilla, now beside a comma, joins the letter: s, cedilla, cedilla.
+            # Normalising may compose a second cedilla with the letter (s, cedilla, cedilla), hence the loop.
             text = unicodedata.normalize(form, text)
     return text
 
 
 def collapse_blanks(text: str) -> str:
-    """One space for each run of blanks in a line, trimmed lines, at most one empty line, trimmed ends."""
+    """Collapse blanks to one space in a line and to one empty line between lines, and trim both."""
     text = _LINE_ENDS.sub("\n", _BLANKS.sub(" ", text))
     return _EMPTY_LINES.sub("\n\n", text).strip()
 

@@ -1,11 +1,12 @@
-"""Documents that repeat an earlier one of their source: equal by a hash, or alike by MinHash and banding.
+"""Exact and near duplicates within a source: equal hashes, or similar MinHash signatures.
 
 MinHash (Broder 1997): under a random permutation of all word 5-grams, two documents have the same smallest one with
 probability equal to their Jaccard similarity; the share of equal entries in two signatures estimates it, with a
 standard error of sqrt(J (1 - J) / 128). Banding (Leskovec, Rajaraman & Ullman, Mining of Massive Datasets, ch. 3): only
 documents that agree in all rows of a band are compared.
 
-Which of many numbers are among others, in little memory."""
+`is_among` is the membership test of uint64 hashes that the search and the splits use.
+"""
 
 import functools
 import hashlib
@@ -17,11 +18,14 @@ from numpy.typing import NDArray
 
 from tpu_experiments.data.documents import Document
 
-AT_ONCE = 2**20  # 8 MiB of places
+AT_ONCE = 2**20  # values per chunk: 8 MiB of indices
 
 
 def is_among(values_D: NDArray[np.uint64], known_K: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Whether (D,) each value is one of K sorted ones; beside the result no array of D entries is made."""
+    """Return whether (D,) each value is one of K sorted ones, by chunked binary search.
+
+    Beside the result no array of D entries is allocated.
+    """
     found_D = np.zeros(len(values_D), np.bool_)
     for start in range(0, len(values_D) if len(known_K) else 0, AT_ONCE):
         part = slice(start, start + AT_ONCE)
@@ -34,26 +38,33 @@ NUM_PERMUTATIONS = 128
 WORDS = 5  # in an n-gram; a shorter document is one n-gram of all its words
 
 MISS_WEIGHT = 0.98
-"""Weight of missed pairs against pairs compared in vain when bands are chosen. At a similarity of 0.8 a pair is then
-compared with probability 0.98 (0.40 at the weight of 0.5 that datasketch defaults to); in vain costs time only."""
+"""Weight of missed pairs against pairs compared needlessly, when bands are chosen. At a similarity of 0.8 a pair is
+then compared with probability 0.98 (0.40 at the weight of 0.5 that datasketch defaults to); a needless comparison
+only costs time."""
 
-MAX_LEADERS = 8  # documents of a bucket that all others of it are compared with
+MAX_LEADERS = 8  # documents of a bucket that its others are compared with
 COMPARED_AT_ONCE = 2**16  # pairs; 64 MiB of signatures
 GRAMS_AT_ONCE = 2**14  # 8 MiB of permuted hashes
 
 
 def content_key(document: Document) -> bytes:
-    """16 bytes, equal for documents with the same words (and roles): case-folded, runs of blanks made one."""
+    """Return 16 bytes, equal for documents with the same words (and roles), ignoring case and blanks.
+
+    Case-folded, runs of blanks collapsed to one.
+    """
     return hashlib.blake2b(_content(document).encode(), digest_size=16).digest()
 
 
 def exact_key(document: Document) -> bytes:
-    """16 bytes, equal for documents with the same text (and roles), letter for letter."""
+    """Return 16 bytes, equal for documents with the same text (and roles), letter for letter."""
     return hashlib.blake2b(document.content.encode(), digest_size=16).digest()
 
 
 def prompt_key(document: Document) -> bytes:
-    """8 bytes, equal for conversations whose first user turn has the same words; of the whole where there is none."""
+    """Return 8 bytes, equal for conversations whose first user turns have the same words.
+
+    Computed over the whole document where there is no user turn.
+    """
     prompts = (content for role, content in document.messages or () if role == "user")
     prompt = next(prompts, None)
     text = _content(document) if prompt is None else _normal(prompt)
@@ -61,7 +72,7 @@ def prompt_key(document: Document) -> bytes:
 
 
 def group_key(document: Document) -> bytes:
-    """8 bytes, equal for documents of one `group`."""
+    """Return 8 bytes, equal for documents of one `group`."""
     assert document.group is not None, "the reader has set what split_by names"
     return hashlib.blake2b(document.group.encode(errors="surrogatepass"), digest_size=8).digest()
 
@@ -73,22 +84,22 @@ def _normal(text: str) -> str:
 def _content(document: Document) -> str:
     if document.messages is None:
         return _normal(document.text or "")
-    # The two separators are blanks to str.split, so no normal text holds one.
+    # str.split treats the two separators as blanks, so no normalised text contains one.
     turns = [f"{role}\x1f{_normal(content)}" for role, content in document.messages]
     return "\x1e".join([*turns, *map(_normal, document.extras), *([_normal(document.tools)] if document.tools else [])])
 
 
 class Signer:
-    """Makes MinHash signatures with datasketch; they are the same in every process and on every machine."""
+    """MinHash signatures by datasketch, identical in every process and on every machine."""
 
     def __init__(self) -> None:
         from datasketch import MinHash  # two seconds, for scipy
 
-        # The n-grams come hashed already. "affine32": a h + b modulo 2^32 with odd a, on finalised hashes.
+        # The n-grams are hashed already. "affine32": a h + b modulo 2^32 with odd a, on finalised hashes.
         self._empty = MinHash(num_perm=NUM_PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
 
     def signatures(self, documents: Sequence[Document]) -> NDArray[np.uint32]:
-        """(D, 128) signatures of D documents; roles do not count."""
+        """Return (D, 128) signatures of D documents; roles are ignored."""
         signatures_DP = np.empty((len(documents), NUM_PERMUTATIONS), np.uint32)
         for row, document in enumerate(documents):
             contents = [content for _, content in document.messages or ()] or [document.text or ""]
@@ -101,7 +112,10 @@ class Signer:
 
 
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of MurmurHash3 (Appleby), a bijection of 64-bit integers in which every bit depends on all."""
+    """Apply the finalizer of MurmurHash3 (Appleby), a bijection of uint64.
+
+    Every output bit depends on all input bits.
+    """
     numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return numbers ^ (numbers >> np.uint64(33))
@@ -111,7 +125,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
 
 
 def _gram_hashes(text: str) -> NDArray[np.uint32]:
-    """Hash (G,) of each run of 5 words, at least one."""
+    """Return the hash (G,) of each run of 5 words; a shorter text is one run."""
     words = _normal(text).encode().split(b" ")
     words_W = mixed(np.fromiter(map(zlib.crc32, words), np.uint64, len(words)))
     size = min(WORDS, len(words))
@@ -125,21 +139,22 @@ def _gram_hashes(text: str) -> NDArray[np.uint32]:
 def find_duplicates(
     keys_D2: NDArray[np.uint64], *, signatures: Sequence[NDArray[np.uint32]] | None = None, near: float | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The earlier document that each of D documents repeats; a first occurrence repeats none.
+    """Return the earlier document that each of D documents duplicates; first occurrences duplicate none.
 
-    A near duplicate points to the earliest document that its signature was found to be alike to. That one may itself
-    repeat a still earlier one, which the two need not be alike to; of such a chain only the first stays.
+    A near duplicate points to the earliest document found to have a similar signature. That one may itself duplicate a
+    still earlier one, which the near duplicate need not be similar to; of such a chain only the earliest document is
+    kept.
 
-    Memory is about 60 bytes a document: one band of signatures is looked at at a time, and the blocks one after the
-    other, so a sequence that opens a block's file when it is asked for it keeps no more than one open.
+    Memory is about 60 bytes a document: one band of signatures is processed at a time, one block after the other, so a
+    sequence that opens a block's file on access has no more than one open.
 
     Args:
         keys_D2: `content_key` or `exact_key` of each document.
-        signatures: of the same documents in order, in blocks (D_b, P); only looked at with `near`.
-        near: share of equal entries from which signatures are alike; None looks for exact duplicates only.
+        signatures: of the same documents in order, in blocks (D_b, P); only used with `near`.
+        near: share of equal entries from which signatures count as similar; None finds exact duplicates only.
 
     Returns:
-        Index (D,) of the earlier document or -1, and whether (D,) it is repeated nearly, not exactly.
+        Index (D,) of the earlier document or -1, and whether (D,) it is duplicated nearly, not exactly.
     """
     first_D = _exact(keys_D2)
     is_near_D = np.zeros(len(first_D), np.bool_)
@@ -158,7 +173,7 @@ def find_duplicates(
 
 
 def _exact(keys_D2: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Index (D,) of the first document with the same key, -1 for that one itself."""
+    """Return the index (D,) of the first document with the same key, -1 for that one itself."""
     first_D = np.full(len(keys_D2), -1, np.int64)
     documents_M = _sharing_first_half(keys_D2[:, 0])
     keys_M2 = keys_D2[documents_M]
@@ -172,7 +187,10 @@ def _exact(keys_D2: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _sharing_first_half(halves_D: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Indices (M,), ascending, of the documents whose 64 bits another one has too: the only ones that can be equal."""
+    """Return the ascending indices (M,) of documents that share 64 bits with another.
+
+    Only these can be equal.
+    """
     sorted_D = np.sort(halves_D)
     repeated = np.unique(sorted_D[1:][sorted_D[1:] == sorted_D[:-1]])
     del sorted_D
@@ -187,10 +205,10 @@ def _search(
     near: float,
     first_D: NDArray[np.int64],
 ) -> None:
-    """Fill in `first_D` from one band: M documents whose hashes of the band are equal are in one bucket.
+    """Fill in `first_D` from one band: of M documents, those with equal band hashes form a bucket.
 
-    The earliest of a bucket is its leader, with which the others are compared; those that are not alike to it make
-    up the bucket of the next round.
+    The earliest document of a bucket is its leader, which the others are compared with; those that are not similar to
+    it form the bucket of the next round.
     """
     order_M = np.argsort(hashes_M, kind="stable")  # stable: a bucket is in reading order
     sorted_M = hashes_M[order_M]
@@ -213,7 +231,7 @@ def _search(
 
 
 class _Blocks:
-    """Signatures of D documents that lie in blocks, read by band or by document."""
+    """Signatures of D documents in blocks, read by band or by document."""
 
     def __init__(self, blocks: Sequence[NDArray[np.uint32]]) -> None:
         self.blocks = blocks
@@ -221,7 +239,7 @@ class _Blocks:
         self.num_documents = int(self.bounds[-1])
 
     def band_hashes(self, columns: slice) -> NDArray[np.uint64]:
-        """A hash (D,) of these entries of each signature."""
+        """Return a hash (D,) of these columns of each signature."""
         hashes_D = np.empty(self.num_documents, np.uint64)
         for number, block in enumerate(self.blocks):
             band_BR = np.ascontiguousarray(block[:, columns]).astype(np.uint64)
@@ -232,16 +250,16 @@ class _Blocks:
         return hashes_D
 
     def similarities(self, documents_K: NDArray[np.int64], others_K: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Share (K,) of equal entries in the signatures of K pairs."""
+        """Return the share (K,) of equal entries in the signatures of K pairs."""
         similarities_K = np.empty(len(documents_K))
-        order_K = np.argsort(documents_K)  # so that a part of them lies in few blocks
+        order_K = np.argsort(documents_K)  # so that each chunk reads few blocks
         for start in range(0, len(order_K), COMPARED_AT_ONCE):
             part = order_K[start : start + COMPARED_AT_ONCE]
             similarities_K[part] = (self._take(documents_K[part]) == self._take(others_K[part])).mean(axis=1)
         return similarities_K
 
     def _take(self, documents_K: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Signatures (K, P) of these documents."""
+        """Return the signatures (K, P) of these documents."""
         signatures_KP = np.empty((len(documents_K), NUM_PERMUTATIONS), np.uint32)
         order_K = np.argsort(documents_K)
         bounds = np.searchsorted(documents_K[order_K], self.bounds)
@@ -253,11 +271,11 @@ class _Blocks:
 
 @functools.cache
 def bands_for(near: float) -> tuple[int, int]:
-    """Number of bands, and of rows of a band, that suit a threshold.
+    """Return the number of bands, and of rows in a band, that suit a threshold.
 
-    The choice of datasketch's `MinHashLSH` (Zhu): a pair of similarity s shares a band of r rows with probability
-    1 - (1 - s^r)^b; of all b and r, those with the least weighted sum of its integral below the threshold (compared in
-    vain) and of the rest of it above (missed).
+    The criterion of datasketch's `MinHashLSH` (Zhu): a pair of similarity s shares a band of r rows with probability 1
+    - (1 - s^r)^b. Of all b and r, those are chosen that minimise the weighted sum of this probability's integral below
+    the threshold (needless comparisons) and of its complement's above (missed pairs).
     """
     steps_S = (np.arange(4000) + 0.5) / 4000
     best, choice = np.inf, (1, 1)

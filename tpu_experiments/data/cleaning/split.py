@@ -1,4 +1,7 @@
-"""Which documents are trained on, evaluated on and tested on: by a hash of what is in them, so none ever moves."""
+"""Assignment of documents to train, evaluation and test by a hash of their content.
+
+The hash of a document never changes, so a document never moves to another split.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,14 +9,14 @@ from numpy.typing import NDArray
 from tpu_experiments.data.cleaning.duplicates import is_among, mixed
 
 SPLITS = ("train", "evaluation", "test")
-"""A split's code is its place here."""
+"""The code of a split is its index here."""
 
 
 def split_codes(numbers_D: NDArray[np.uint64], *, eval_fraction: float, test_fraction: float) -> NDArray[np.int8]:
-    """Splits (D,) of documents by 64 bits of a hash of each, taken as a number between 0 and 1.
+    """Return the split codes (D,) of documents, from 64 bits of a hash each.
 
-    Evaluation lies in [0, eval), test in [eval, eval + test): a change of `test_fraction` moves nothing into or out
-    of evaluation, and new documents move none of the old ones.
+    The hash is read as a number between 0 and 1. Evaluation is [0, eval), test is [eval, eval + test): a change of
+    `test_fraction` moves no document into or out of evaluation, and new documents do not move old ones.
     """
     codes_D = np.zeros(len(numbers_D), np.int8)
     codes_D[numbers_D < _bound(eval_fraction + test_fraction)] = SPLITS.index("test")
@@ -22,9 +25,10 @@ def split_codes(numbers_D: NDArray[np.uint64], *, eval_fraction: float, test_fra
 
 
 def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Groups (D,) of documents, of which those that `first_D` connects are one: a hash of the least of their hashes.
+    """Merge the groups that `first_D` connects; return the group hash (D,) of each document.
 
-    Not the least itself, since a group of many would nearly always lie in evaluation.
+    The hash of a merged group is a hash of the smallest of its hashes. The smallest itself would put nearly every
+    merged group into evaluation, the low end of the range.
 
     Args:
         groups_D: hash of each document's group.
@@ -42,7 +46,7 @@ def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -
     connected = np.flatnonzero(first_D >= 0)
     for one, other in zip(group_D[connected].tolist(), group_D[first_D[connected]].tolist(), strict=True):
         first, second = sorted((root(one), root(other)))
-        parent_G[second] = first  # the hashes are sorted, so that a root is the least of its tree
+        parent_G[second] = first  # the hashes are sorted, so a root is the smallest of its tree
     while (parent_G != (above_G := parent_G[parent_G])).any():
         parent_G = above_G
     is_joined_G = np.bincount(parent_G, minlength=len(parent_G))[parent_G] > 1
@@ -50,27 +54,28 @@ def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -
 
 
 def split_of(key: bytes, *, eval_fraction: float, test_fraction: float) -> str:
-    """Name of the split of one document by a hash of 8 bytes, or the first 8 of a longer one."""
+    """Return the name of one document's split, by a hash of which the first 8 bytes are used."""
     numbers_1 = np.frombuffer(key[:8], "<u8")
     return SPLITS[split_codes(numbers_1, eval_fraction=eval_fraction, test_fraction=test_fraction)[0]]
 
 
 def overlaps(keys_D2: NDArray[np.uint64], prompts_D: NDArray[np.uint64], codes_D: NDArray[np.int8]) -> dict[str, int]:
-    """Documents of each held-out split whose content, or whose prompt, is in train too.
+    """Count the documents of each held-out split whose content, or whose prompt, is in train too.
 
     Args:
         keys_D2: `content_key` of each of D documents.
         prompts_D: `prompt_key` of each.
-        codes_D: split of each; other numbers than those of `SPLITS` are in none.
+        codes_D: split of each; codes outside of `SPLITS` are in none.
 
     Returns:
-        `<split>_content_in_train`, which the hash makes 0, and `<split>_prompt_in_train` of both held-out splits.
+        For both held-out splits, `<split>_content_in_train`, which is 0 where the split hash decides, and
+        `<split>_prompt_in_train`.
     """
     train_D = codes_D == SPLITS.index("train")
     counts = {}
     for split in SPLITS[1:]:
         held_out_D = codes_D == SPLITS.index(split)
-        # The whole key is only compared where its first half is found.
+        # The whole key is compared only where its first half matches.
         here_D, there_D = _shared(keys_D2[:, 0], held_out_D, train_D)
         in_train = set(map(tuple, keys_D2[there_D].tolist()))
         counts[f"{split}_content_in_train"] = sum(tuple(key) in in_train for key in keys_D2[here_D].tolist())
@@ -81,11 +86,11 @@ def overlaps(keys_D2: NDArray[np.uint64], prompts_D: NDArray[np.uint64], codes_D
 def _shared(
     values_D: NDArray[np.uint64], some_D: NDArray[np.bool_], others_D: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Masks (D,) of `some` whose value one of `others` has too, and of these others."""
+    """Return masks (D,) of `some` whose value occurs among `others`, and of these others."""
     others_too_D = others_D & is_among(values_D, np.unique(values_D[some_D]))
     return some_D & is_among(values_D, np.unique(values_D[others_too_D])), others_too_D
 
 
 def _bound(fraction: float) -> np.uint64:
-    """The fraction of all 64-bit numbers."""
+    """Return the upper bound of the fraction of all 64-bit numbers."""
     return np.uint64(min(int(fraction * 2**64), 2**64 - 1))

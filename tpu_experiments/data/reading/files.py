@@ -1,14 +1,14 @@
 """Raw rows of one file, by its suffix, in order and in bounded memory.
 
-A row that cannot be made out is one Refused; a file that breaks off gives what was whole and then one Refused. The
-largest piece held is one line, one array element or one parquet batch.
+A row that cannot be parsed becomes one Refused; a truncated file yields its whole rows and then one Refused. At most
+one line, one array element or one parquet batch is in memory.
 
 .jsonl .ndjson  an object a line; the line is parsed later, in a worker process
 .json      an array of objects, by itself or as `data` of an object, or one object a line
 .parquet   a row
 .csv .tsv  a record; the first line names the columns
 .txt       a line is a document, in the field `text` (as with Hugging Face's loader `text`)
-(none)     as one of these, packed or not, if its first bytes show which
+(none)     as one of these, compressed or not, if its first bytes show which
 """
 
 import codecs
@@ -26,16 +26,16 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import is_remote
 from tpu_experiments.storage.streams import SUFFIXES, ByteStream, UnreadableError
 
-HEAD_BYTES = 2**20  # of a .json file: what stands before its rows, in an object that holds them
+HEAD_BYTES = 2**20  # of a .json file that is one object, searched for its array of rows
 CONTENT_MARKS = ("md5Hash", "crc32c", "content_hash", "etag", "ETag", "generation", "mtime", "LastModified")
-"""What file systems say about an object's content, the surest first."""
+"""Metadata by which file systems identify an object's content, the most reliable first."""
 
 
 def read_raw(file: SourceFile, *, spec: SourceSpec) -> Generator[RawRow | Refused]:
-    """Rows of one file.
+    """Yield the rows of one file.
 
     Raises:
-        ConfigError: the disk, the network or a permission stopped the reading; never for what the file holds.
+        ConfigError: the disk, the network or a permission stopped the reading; never for the file's content.
     """
     num_rows = 0
     try:
@@ -50,7 +50,7 @@ def read_raw(file: SourceFile, *, spec: SourceSpec) -> Generator[RawRow | Refuse
 
 
 def fingerprint(file: SourceFile) -> str:
-    """What the content of a file is known by: a SHA-256 of the bytes, or what an object store says of them.
+    """Return an identifier of a file's content: its SHA-256, or the checksum that an object store reports.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -86,7 +86,7 @@ def _rows(file: SourceFile, *, spec: SourceSpec) -> Iterator[RawRow | Refused]:
 
 
 def _read_json(stream: ByteStream, *, name: str) -> Iterator[RawRow | Refused]:
-    """An array of objects, or one object a line: told apart by the first character."""
+    """Read an array of objects, or one object a line, told apart by the first character."""
     chunks, head, start = _without_mark(stream), [], b""
     while not start and (chunk := next(chunks, None)) is not None:
         head.append(chunk)
@@ -115,7 +115,7 @@ def _read_json(stream: ByteStream, *, name: str) -> Iterator[RawRow | Refused]:
 
 
 def _without_mark(stream: ByteStream) -> Iterator[bytes]:
-    """The bytes without the byte order mark that Windows programs put first."""
+    """Yield the bytes without the byte order mark that Windows programs write."""
     chunks, start = iter(stream), b""
     while len(start) < len(codecs.BOM_UTF8) and (chunk := next(chunks, None)) is not None:
         start += chunk
@@ -141,7 +141,7 @@ def _read_lines(
 
 
 def _lines(stream: ByteStream, *, chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines without their line feeds; nothing of a line that damage has cut."""
+    """Yield lines without their line feeds, except a last line that is cut by damage."""
     begun: list[bytes] = []
     for chunk in chunks:
         first, *others = chunk.split(b"\n")

@@ -1,6 +1,6 @@
-"""One raw row to one Document, by `data.<name>.format`, and the format recognised from the first rows (`auto`).
+"""Conversion of raw rows to Documents by `data.<name>.format`, and recognition of the format (`auto`).
 
-Runs in worker processes.
+Conversion runs in worker processes; the format is recognised from the first rows.
 
 text             field `text`
 messages         field `messages` or `conversations` (or `data`), a list of role and content or of from and value
@@ -8,7 +8,8 @@ alternating      field `data`, a list of strings, user first
 question_answer  the chain-of-thought answer of the UK-law recipe
 instruction      `instruction`, `input` or `context`, `output` or `response`
 llama2           field `text` with [INST] marks
-human_assistant  field `text` with ### Human: and ### Assistant: marks"""
+human_assistant  field `text` with ### Human: and ### Assistant: marks
+"""
 
 import json
 import re
@@ -33,10 +34,10 @@ _ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 
 def turns_of_llama2(text: str) -> Turns:
-    """`<s>[INST] user [/INST] assistant </s>`, repeated; `<<SYS>>system<</SYS>>` may begin a user turn.
+    """Parse `<s>[INST] user [/INST] assistant </s>`, repeated, into turns.
 
-    The literal <s> and </s> around the turns are dropped, since the tokenizer writes its own; an instruction that
-    the text ends in gives a user turn.
+    `<<SYS>>system<</SYS>>` may begin a user turn. The literal <s> and </s> around the turns are dropped, since the
+    tokenizer writes its own. A text that ends inside an instruction ends with a user turn.
 
     Raises:
         ValueError: the marks are not in that order.
@@ -64,7 +65,9 @@ def _instruction_turns(piece: str) -> Turns:
 
 
 def turns_of_human_assistant(text: str) -> Turns:
-    """`### Human: user### Assistant: assistant`, repeated; text before the first mark is a system turn.
+    """Parse `### Human: user### Assistant: assistant`, repeated, into turns.
+
+    Text before the first mark is a system turn.
 
     Raises:
         ValueError: there is no mark.
@@ -105,7 +108,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[tuple[str, ...], ...]] = {
     "llama2": (("text",),),
     "human_assistant": (("text",),),
 }
-"""What a row of each format must have; of several names, one."""
+"""Required fields of each format; of alternative names, one is enough."""
 OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
     "question_answer": ("topic", "difficulty", "reasoning", "case_citation"),
     "instruction": ("input", "context"),
@@ -114,7 +117,8 @@ OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 MARKS = ("train", "training", "weight")
-"""Fields of a turn in `messages` that say whether it is learnt; others write `training: false` or `weight: 0`."""
+"""Fields of a turn in `messages` that set whether it is trained on: `train: false`, `training: false` or `weight:
+0`."""
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 USING_TOOLS = ("messages", "conversations", "prompt", "completion", "tools")
@@ -126,7 +130,7 @@ Fields = Mapping[str, Any]
 
 
 class BadRow(Exception):
-    """A row that is not of its format: `reason` for the counts, the message for people."""
+    """A row that violates its format: `reason` is a slug for the counts, the message is for people."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -134,10 +138,10 @@ class BadRow(Exception):
 
 
 def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
-    """The row as a Document of `spec.format`, which is not `auto` any more; Refused with the reason if it is not.
+    """Convert a row to a Document of `spec.format`, which must not be `auto`; a bad row is a Refused.
 
-    Turns after the last answer are dropped; a conversation without an answer, and blank text, are refused without
-    being bad rows.
+    Turns after the last answer are dropped. A conversation without an answer, and blank text, are refused without
+    counting as bad rows.
     """
     row_fields = _own_fields(row)
     if isinstance(row_fields, Refused):
@@ -170,18 +174,21 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             tools=tools,
         )
     except BadRow as error:
-        message = str(error).encode(errors="backslashreplace").decode()  # it may quote what cannot be written
+        message = str(error).encode(errors="backslashreplace").decode()  # it may quote lone surrogates
         return Refused(error.reason, row.place, message)
 
 
 def fields_of(row: RawRow, *, spec: SourceSpec) -> dict[str, Any] | Refused:
-    """The row's fields by name, with `spec.fields` laid over them."""
+    """Return the row's fields by name, renamed by `spec.fields`."""
     fields = _own_fields(row)
     return fields if isinstance(fields, Refused) else _renamed(fields, spec)
 
 
 def field_of(row: RawRow, name: str) -> tuple[str | None, list[str]]:
-    """A field of a row as text (JSON, of what is no text), None where it is not there, and the names of all fields."""
+    """Return a field's value as text, None if missing, and the names of all fields.
+
+    A value that is not text is returned as JSON.
+    """
     fields = _own_fields(row)
     if isinstance(fields, Refused) or name not in fields:
         return None, [] if isinstance(fields, Refused) else list(fields)
@@ -210,7 +217,7 @@ def _renamed(fields: dict[str, Any], spec: SourceSpec) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without members that are null: in a column of a table every row has all members that any row has."""
+    """Drop null members: in a column of a table every row has the members of all rows."""
     if isinstance(value, dict):
         return {name: _without_nulls(member) for name, member in value.items() if member is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -235,7 +242,7 @@ def _identity(fields: Fields) -> str:
 
 
 def _left_out(fields: Fields, spec: SourceSpec) -> str:
-    """Why `keep` leaves the row out; empty where it does not."""
+    """Return the reason why `keep` leaves the row out, or ""."""
     for name, values in spec.keep.items():
         if name not in fields:
             raise BadRow(
@@ -249,14 +256,14 @@ def _left_out(fields: Fields, spec: SourceSpec) -> str:
 
 
 def _is_value(value: Any, wanted: Any) -> bool:
-    """Whether they are the same; what a table without types holds is the text of it."""
+    """Return whether the values are equal; a table without types holds them as text."""
     if isinstance(value, bool) or isinstance(wanted, bool):
         return value is wanted or (isinstance(value, str) and value.lower() == str(wanted).lower())
     return isinstance(value, str | int | float) and str(value) == str(wanted)
 
 
 def _group(fields: Fields, spec: SourceSpec) -> str | None:
-    """What `split_by` names, as text."""
+    """Return the value of the `split_by` field as JSON."""
     if spec.group_field is None:
         return None
     value = fields.get(spec.group_field)
@@ -271,7 +278,7 @@ def _group(fields: Fields, spec: SourceSpec) -> str | None:
 
 
 def _answered(turns: Turns, *, extras: tuple[str, ...], context: tuple[int, ...]) -> Turns:
-    """Up to the last assistant turn that says something or calls a tool, and is learnt."""
+    """Return the turns up to the last trainable assistant turn that has text or calls a tool."""
     answers = [
         number
         for number, (role, content) in enumerate(turns)
@@ -281,7 +288,7 @@ def _answered(turns: Turns, *, extras: tuple[str, ...], context: tuple[int, ...]
 
 
 def _context(written: list[Any], turns: Turns, *, num_asked: int) -> tuple[int, ...]:
-    """Assistant turns that are not to be learnt: the row marks them so, or they are of the first, the prompt."""
+    """Return the assistant turns not to train on: marked so in the row, or part of the prompt."""
     return tuple(
         number
         for number, (turn, (role, _)) in enumerate(zip(written, turns, strict=bool(written)))
@@ -290,13 +297,13 @@ def _context(written: list[Any], turns: Turns, *, num_asked: int) -> tuple[int, 
 
 
 def _num_asked(fields: Fields, spec: SourceSpec) -> int:
-    """Turns of the prompt where a row has it apart from what is learnt."""
+    """Return the number of prompt turns, where a row has the prompt apart from the completion."""
     prompt = fields["prompt"] if spec.format == "prompt_completion" else []
     return len(prompt) if isinstance(prompt, list) else 1
 
 
 def _is_context(turn: Fields, *, number: int) -> bool:
-    """Whether a turn says `train: false`, or the same as `training: false` or `weight: 0`."""
+    """Return whether a turn says `train: false`, or equally `training: false` or `weight: 0`."""
     marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
     for name, value in marks.items():
         wanted = (0, 1) if name == "weight" else (False, True)
@@ -366,7 +373,7 @@ def _turn(turn: Any, *, number: int) -> tuple[str, str]:
 
 
 def _part(part: Any, *, number: int) -> str:
-    """The text of a part of a content, `{"type": "text", "text": ...}`."""
+    """Return the text of a content part, `{"type": "text", "text": ...}`."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
         raise BadRow(
@@ -376,7 +383,7 @@ def _part(part: Any, *, number: int) -> str:
 
 
 def _written_turns(fields: Fields, spec: SourceSpec) -> list[Any]:
-    """The turns as the row has them, where they are objects; one for each turn."""
+    """Return the row's turn objects, one per turn; empty for formats without them."""
     if spec.format == "messages":
         names = (*FIELDS_OF_FORMAT["messages"][0], "data")
         return list(next(fields[name] for name in names if fields.get(name) is not None))
@@ -387,14 +394,14 @@ def _written_turns(fields: Fields, spec: SourceSpec) -> list[Any]:
 
 
 def _tool_use(turns: list[Any], *, fields: Fields) -> tuple[tuple[str, ...], str]:
-    """`Document.extras` and `Document.tools`."""
+    """Return `Document.extras` and `Document.tools`."""
     extras = tuple(_extra(turn, number=number) for number, turn in enumerate(turns, start=1))
     tools = _tools(fields.get("tools")) if turns else ""
     return (extras if any(extras) else ()), tools
 
 
 def _extra(turn: Fields, *, number: int) -> str:
-    """JSON of an assistant's calls, or of what a tool's answer is to; empty where a turn is neither."""
+    """Return the JSON of an assistant's calls, or of the call that a tool's turn answers; "" otherwise."""
     role = ROLES.get(str(turn.get("role") or turn.get("from")).lower())
     extra: dict[str, Any] = {}
     if role == "assistant" and turn.get("tool_calls"):
@@ -410,7 +417,7 @@ def _extra(turn: Fields, *, number: int) -> str:
 
 
 def _call(call: Any, *, number: int) -> dict[str, Any]:
-    """A call as chat templates read it: the arguments as an object, not as the JSON that OpenAI's API has."""
+    """Normalise a call for chat templates: arguments as an object, not as JSON as in OpenAI's API."""
     given = call if isinstance(call, dict) else {}
     function = given.get("function") if given.get("function") is not None else given
     function = function if isinstance(function, dict) else {}
@@ -426,7 +433,7 @@ def _call(call: Any, *, number: int) -> dict[str, Any]:
 
 
 def _tools(given: Any) -> str:
-    """JSON of the tools that a row offers; a column may hold it as JSON already."""
+    """Return the JSON of the tools that a row offers; a column may contain it as JSON already."""
     tools = _from_json(given)
     if not tools:
         return ""
@@ -441,7 +448,7 @@ def _function(tool: Any) -> Fields:
 
 
 def _from_json(value: Any) -> Any:
-    """The value that a text holds as JSON; the text itself where it holds none, and any other value as it is."""
+    """Parse a text as JSON; return the text itself if it is none, and any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -505,7 +512,7 @@ _TURNS_OF: dict[str, Callable[[Fields, SourceSpec], Turns]] = {
 
 
 def _required(fields: Fields, names: tuple[str, ...], *, spec: SourceSpec) -> tuple[str, Any]:
-    """The first of the names that the row has, and its value."""
+    """Return the first of the names that the row has, and its value."""
     for name in names:
         if fields.get(name) is not None:
             return name, fields[name]
@@ -527,7 +534,7 @@ def _lack(fields: Fields, names: tuple[str, ...], *, spec: SourceSpec) -> str:
 
 
 def names_of(fields: Fields) -> str:
-    """The names of a row's fields, for people."""
+    """List the names of a row's fields for an error message."""
     names = [str(name)[:40] for name in fields]
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return (", ".join(names[:MAX_NAMES_SHOWN]) or "no field") + more
@@ -545,7 +552,7 @@ def _optional(fields: Fields, name: str, *, spec: SourceSpec) -> str:
 
 
 def _encodable(text: str, *, name: str) -> str:
-    """The text itself; JSON can write half of a UTF-16 pair, which no tokenizer can read."""
+    """Return the text; raise for half of a UTF-16 pair, which JSON can hold and no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -568,14 +575,14 @@ MAX_ROWS_TRIED = 1000
 
 
 def recognise(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> SourceSpec:
-    """`spec` with the format that the first readable rows are in; as it is when it names one.
+    """Return `spec` with the format of the first readable rows; unchanged where it names a format.
 
-    Of a table with one column of text, that column is the text. Rows that are of no format are left to the reader,
-    which reports them one by one, unless all are.
+    In a table with a single text column, that column is the text. Rows of no format are left to the reader, which
+    reports them one by one, unless all are.
 
     Raises:
         ConfigError: no row, none readable, none of a format of `spec.kind`, rows of several formats, or
-            `spec.fields` renames a field that the format has not.
+            `spec.fields` renames a field that the format does not have.
     """
     if spec.format == "auto":
         spec = _recognised(_first_fields(rows, spec=spec), spec=spec)
@@ -636,10 +643,10 @@ def _recognised(seen: list[Fields], *, spec: SourceSpec) -> SourceSpec:
 
 
 def _refuse_preferences(seen: list[Fields], *, spec: SourceSpec) -> None:
-    """Rows with a chosen and a rejected answer are read only where a key says which.
+    """Raise for rows with a chosen and a rejected answer, unless `spec.fields` picks the chosen one.
 
     Raises:
-        ConfigError: there are such rows, and none does.
+        ConfigError: there are such rows, and `spec.fields` does not.
     """
     pair = next((fields for fields in seen if {"chosen", "rejected"} <= fields.keys()), None)
     if pair is None or "chosen" in spec.fields.values():
@@ -661,7 +668,7 @@ def _formats_of(seen: list[Fields], *, kind: str) -> list[str]:
 
 
 def _format_of(fields: Fields, *, kind: str) -> str | None:
-    """The format of one row; None when it shows none."""
+    """Return the format of one row; None if it matches none."""
     text = fields.get("text")
     if kind == "text":
         return "text" if isinstance(text, str) else None
@@ -681,7 +688,7 @@ def _format_of(fields: Fields, *, kind: str) -> str | None:
 
 
 def _only_column(seen: list[Fields]) -> str | None:
-    """The one field of every row, when it is text."""
+    """Return the only field of every row if it is text, else None."""
     names = {name for fields in seen for name in fields}
     is_text = all(isinstance(value, str) for fields in seen for value in fields.values())
     return names.pop() if len(names) == 1 and is_text else None

@@ -1,7 +1,7 @@
 """Rows of a data set on the Hugging Face Hub, streamed.
 
-Sets of JSON files are read by our own readers through huggingface_hub's file system: `datasets` takes a file that is
-one array into memory as a whole, some 11 times its size. Other sets are streamed by `datasets`.
+Sets of JSON files are read by this package's readers through huggingface_hub's file system: `datasets` loads a file
+that is one array as a whole, in some 11 times its size. Other sets are streamed by `datasets`.
 """
 
 import logging
@@ -19,7 +19,7 @@ JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
 class HubRows:
-    """A data set's split: its files where they are JSON, else one stream of rows.
+    """A split of a Hub data set: its files where they are JSON, else one stream of rows.
 
     Raises:
         ConfigError: the Hub is out of reach, or has no such data set or configuration.
@@ -37,7 +37,7 @@ class HubRows:
             raise _out_of_reach(error, spec=spec, num_rows=0) from error
 
     def stream(self) -> Generator[RawRow | Refused]:
-        """Rows as `datasets` streams them, in order, numbered from 1.
+        """Yield rows streamed by `datasets`, in order, numbered from 1.
 
         Raises:
             ConfigError: there is no such split, or the Hub is out of reach.
@@ -53,7 +53,7 @@ class HubRows:
 
 
 def _json_files(builder: Any, *, spec: SourceSpec) -> list[SourceFile]:
-    """The files of the split, where all are JSON as our readers take it."""
+    """Return the files of the split if all are JSON in a layout that `read_raw` supports, else none."""
     from datasets.packaged_modules.json.json import Json
 
     if not isinstance(builder, Json) or builder.config.field is not None:
@@ -66,7 +66,7 @@ def _json_files(builder: Any, *, spec: SourceSpec) -> list[SourceFile]:
 
 
 def fingerprint_of_hub(spec: SourceSpec) -> str:
-    """The commit that `spec.revision` (or the newest) is now.
+    """Return the commit that `spec.revision` (or the newest) resolves to.
 
     Raises:
         ConfigError: the Hub is out of reach, or has no such data set or revision.

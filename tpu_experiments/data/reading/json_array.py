@@ -1,8 +1,8 @@
-"""Elements of a JSON array one by one; the Hub's files of 1 GB are a single array.
+"""Incremental reader of a JSON array; the Hub has files of 1 GB that are a single array.
 
-The array is the whole file, or stands in an object, as in `{"version": 2, "data": [...]}`.
+The array is the whole file, or a member of an object, as in `{"version": 2, "data": [...]}`.
 
-Bytes that are not UTF-8 become lone surrogates (PEP 383), so that they spoil the row they are in and no other.
+Bytes that are not UTF-8 become lone surrogates (PEP 383), so that they invalidate only the row they are in.
 """
 
 import codecs
@@ -17,19 +17,19 @@ from tpu_experiments.data.reading.strict_objects import RepeatedKey, StrictDecod
 from tpu_experiments.storage.streams import ByteStream
 
 WRAPPER = "data"
-"""Key of an object that holds the rows of a file."""
+"""Key of the array of rows, in a file that is one object."""
 _BLANK = re.compile(r"[ \t\n\r]*")
 _TAIL_CHARS = 16
-"""An error this close to the end of what is read may be a cut literal (`-Infinity`, `\\ud800\\ud`), not a mistake."""
+"""An error this close to the end of the buffer may be a literal cut by the chunk (`-Infinity`, `\\ud800\\ud`)."""
 
 
 def wrapped_at(head: bytes) -> int | None:
-    """Where the array of rows begins in a file that is one object with it under `WRAPPER`; None in another.
+    """Return the byte offset of the array under `WRAPPER` in a file that is one object; None without one.
 
-    An array of strings or of turns is that of one row, whose file has an object a line.
+    An array of strings or of turns belongs to a single row, in a file with one object a line.
 
     Args:
-        head: the beginning of the file, where everything before the rows must stand.
+        head: the beginning of the file, which must contain everything before the rows.
     """
     text = head.decode(errors="surrogateescape")
     decoder, position = json.JSONDecoder(), _after_blank(text, 0)
@@ -57,7 +57,7 @@ def _begins_with_row(text: str, position: int) -> bool:
     try:
         row, _ = json.JSONDecoder().raw_decode(text, first)
     except (ValueError, RecursionError):
-        return True  # longer than what was looked at
+        return True  # the row is longer than `head`
     return not ({"role", "content"} <= row.keys() or {"from", "value"} <= row.keys())
 
 
@@ -70,12 +70,13 @@ def _after_blank(text: str, position: int) -> int:
 def read_array(
     stream: ByteStream, *, chunks: Iterable[bytes], name: str, is_wrapped: bool = False
 ) -> Iterator[RawRow | Refused]:
-    """Rows of the array that `chunks`, the unpacked bytes of `stream` without a byte order mark, hold.
+    """Yield the rows of a JSON array.
 
-    With `is_wrapped` the chunks begin inside an object, at its array of rows; what follows the array is checked too.
+    `chunks` are the decompressed bytes of `stream` without a byte order mark. With `is_wrapped` they begin inside an
+    object, at its array of rows; what follows the array is verified too.
 
-    What stands between two elements is only known by reading the first, so the array is given up at the first mistake
-    in its syntax: one Refused, with the row.
+    The border between two elements is only known by parsing the first, so reading stops at the first syntax error,
+    which is reported as one Refused with the row.
     """
     text = _Text(iter(chunks))
     assert text.peek() == "["
@@ -116,7 +117,7 @@ def read_array(
 
 
 def _rest_of_object(text: "_Text", *, number: int, name: str) -> Iterator[Refused]:
-    """What is wrong with the members of an object behind its array of rows."""
+    """Yield the syntax errors in the members of an object after its array of rows."""
     place = _place(number, name=name)
     try:
         while text.peek() == ",":
@@ -165,7 +166,7 @@ def _broken(place: str, complaint: str) -> Refused:
 
 
 class _Text:
-    """The rest of a JSON text, read as it is needed."""
+    """Buffer of a JSON text, filled on demand."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
@@ -177,7 +178,7 @@ class _Text:
 
     @property
     def repeated(self) -> str:
-        """What is wrong with the last element where an object of it names a key twice."""
+        """Error message where the last element has an object with a repeated key, else ""."""
         try:
             self._strict.require_unique()
         except RepeatedKey as error:
@@ -185,7 +186,7 @@ class _Text:
         return ""
 
     def peek(self) -> str:
-        """The next character that is not white space; empty at the end."""
+        """Return the next character that is not white space; empty at the end."""
         while True:
             blank = _BLANK.match(self._text, self.position)
             assert blank is not None
@@ -196,7 +197,9 @@ class _Text:
                 return ""
 
     def element(self) -> tuple[Any, str]:
-        """The next value, and its text once a byte was not UTF-8; reads on while it may be incomplete.
+        """Return the next value, and its source text if any byte so far was not UTF-8.
+
+        Reads on while the value may be incomplete.
 
         Raises:
             EOFError: the text ends inside it.
@@ -217,15 +220,15 @@ class _Text:
                 found = self._text[error.pos : error.pos + 20].encode(errors="replace").decode()
                 raise ValueError(f"{error.msg} at {found!r}") from error
             if start not in '{["' and end + _TAIL_CHARS > len(self._text) and self._more(1):
-                continue  # a number may go on in the next chunk: 1 in `1.5e+10`
+                continue  # a number may continue in the next chunk: 1 in `1.5e+10`
             source = self._text[self.position : end] if self._decoder.errors != "strict" else ""
             self.position = end
             return value, source
 
     def _more(self, num_chars: int) -> bool:
-        """Read at least so many more characters; False, and nothing has changed, when none are left.
+        """Read at least that many more characters; return False, with no change, if none are left.
 
-        Asked for as much again as is there, so that a value of n characters is parsed O(log n) times.
+        Callers ask for as much again as the buffer holds, so that a value of n characters is parsed O(log n) times.
         """
         fresh: list[str] = []
         num_fresh = 0
@@ -245,5 +248,5 @@ class _Text:
         try:
             return self._decoder.decode(chunk, is_last)
         except UnicodeDecodeError:
-            self._decoder.errors = "surrogateescape"  # from here on; the decoder has taken nothing of the chunk
+            self._decoder.errors = "surrogateescape"  # from here on; the decoder has consumed nothing of the chunk
             return self._decoder.decode(chunk, is_last)

@@ -1,4 +1,4 @@
-"""The files of a source: one file, a folder, a pattern, each on the local disk or behind a URL; none for a Hub id."""
+"""Files of a source: a file, a folder or a pattern, local or behind a URL; none for a Hub id."""
 
 import codecs
 import logging
@@ -18,13 +18,13 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt
 TABLES = (".csv", ".tsv")
 SUPPORTED = ".jsonl, .ndjson, .json, .parquet, .csv, .tsv or .txt"
 BEGINNINGS = {b"PAR1": ".parquet", b"{": ".json", b"[": ".json"}
-"""First bytes, but for white space and a byte order mark, of what a file without a suffix may be."""
+"""First bytes, after white space and a byte order mark, of the formats recognised in a file without a suffix."""
 PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 LOOKED_AT_BYTES = 4096
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
 OTHER_DATA = (".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xml", ".lz4", ".snappy", ".z")
 HUB_METADATA = ("dataset_info.json", "dataset_infos.json")
-"""Files of a downloaded data set that describe it and hold no row."""
+"""Files of a downloaded data set that describe it and contain no rows."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class SourceFile:
     url: str
     """Local path, or URL."""
     split: str | None = None
-    """The split that all of its rows are of; None where a hash decides."""
+    """The split that all of its rows belong to; None where the split hash decides."""
 
 
 def list_files(spec: SourceSpec) -> list[SourceFile]:
-    """The data files of a source, in the order of their names; none when its path can only be a Hub id.
+    """Return the data files of a source, ordered by name; none where its path can only be a Hub id.
 
     Raises:
-        ConfigError: there is nothing there, it is out of reach, or what is there is not a data file.
+        ConfigError: nothing is found, it is out of reach, or it is not a data file.
     """
     if is_remote(spec.path):
         found, is_single = _remote_files(spec), not paths.is_glob(spec.path)
@@ -65,7 +65,7 @@ def list_files(spec: SourceSpec) -> list[SourceFile]:
 
 
 def suffixes_of(name: str) -> tuple[str, str]:
-    """The data suffix and the compression suffix of a file name, in small letters: (".csv", ".gz")."""
+    """Return the data suffix and the compression suffix of a file name, in lower case: (".csv", ".gz")."""
     parts = PurePosixPath(name.lower())
     if parts.suffix in COMPRESSION_OF_SUFFIX:
         return PurePosixPath(parts.stem).suffix, parts.suffix
@@ -73,15 +73,15 @@ def suffixes_of(name: str) -> tuple[str, str]:
 
 
 def is_table(name: str) -> bool:
-    """Whether a file is .csv or .tsv."""
+    """Return whether a file is .csv or .tsv."""
     return suffixes_of(name)[0] in TABLES
 
 
 def content_suffixes(name: str, url: str) -> tuple[str, str]:
-    """`suffixes_of` a file; of one without a suffix, those that its first bytes show, or an empty one.
+    """Return `suffixes_of` a file; without a suffix, those that its first bytes indicate, or "".
 
     Raises:
-        UnreadableError: it has none and cannot be read.
+        UnreadableError: it has no suffix and cannot be read.
     """
     data, compression = suffixes_of(name)
     if data:
@@ -126,7 +126,7 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
 
 
 def _require_hub_id(spec: SourceSpec) -> None:
-    """Raise when `path` is not there and can only have meant a file or folder."""
+    """Raise for a `path` that does not exist and can only have meant a file or folder."""
     other = "a Hub id" if spec.path_key == "path" else "a pattern"
     ask = f"Point {spec.ask} at a {SUPPORTED} file, a folder of them, or {other}."
     if is_remote(spec.path):
@@ -162,7 +162,7 @@ def _require_readable(name: str, url: str, *, spec: SourceSpec) -> None:
 
 
 def _data_files(found: dict[str, str], *, spec: SourceSpec) -> dict[str, str]:
-    """Those that hold rows; a data file that is not read is named in the log."""
+    """Return the files that hold rows; data files of unsupported types are logged."""
     inside = {name: url for name, url in found.items() if PurePosixPath(name).name not in HUB_METADATA}
     files = {name: url for name, url in inside.items() if _is_readable(name, url)}
     if not files:

@@ -1,7 +1,7 @@
-"""Parts of a source: rows that a hash divides into splits, and files or splits of the Hub that are one split whole.
+"""Parts of a source: rows that the split hash divides, and files or Hub splits of one split.
 
-Evaluation and test of one's own are named by `eval_path`, `test_path`, `eval_split` and `test_split`, or by the names
-of files in a folder, as with Hugging Face's `load_dataset(folder)`: train.jsonl, test-00000-of-00002.parquet,
+A user's own evaluation and test data is named by `eval_path`, `test_path`, `eval_split` and `test_split`, or by the
+names of files in a folder, as with Hugging Face's `load_dataset(folder)`: train.jsonl, test-00000-of-00002.parquet,
 validation/a.csv.
 """
 
@@ -27,18 +27,18 @@ NAMES_SHOWN = 5
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a source that are read one after the other."""
+    """Rows of a source that are read sequentially."""
 
     split: str | None
-    """The split that all of them are of; None where a hash decides."""
+    """The split that all of them belong to; None where the split hash decides."""
     spec: SourceSpec
     files: list[SourceFile]
-    """None of a split of the Hub, and where a reader of the user's own reads."""
+    """Empty for a split of the Hub, and with a reader of the user's own."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """All parts of a source, that of `path` first, and where each split is from where it is not from a hash."""
+    """All parts of a source, that of `path` first, and the origins of splits not decided by the hash."""
 
     parts: list[Part]
     origins: dict[str, str]
@@ -50,7 +50,7 @@ class Parts:
 
     @property
     def own(self) -> frozenset[str]:
-        """The splits that are whole parts."""
+        """Splits that have files of their own."""
         return frozenset(part.split for part in self.parts if part.split is not None)
 
     @property
@@ -60,10 +60,10 @@ class Parts:
 
 
 def list_parts(spec: SourceSpec, *, has_reader: bool = False) -> Parts:
-    """Parts of a source; with a reader of the user's own, without files.
+    """Return the parts of a source; with a reader of the user's own they have no files.
 
     Raises:
-        ConfigError: there is nothing there, or nothing is left to train on; see `list_files`.
+        ConfigError: nothing is found, or nothing is left to train on; see `list_files`.
     """
     main = [] if has_reader else list_files(spec)
     own = [
@@ -87,7 +87,7 @@ def list_parts(spec: SourceSpec, *, has_reader: bool = False) -> Parts:
 def _named_part(
     spec: SourceSpec, split: str, path_key: str, split_key: str, *, is_local: bool, has_reader: bool
 ) -> Part | None:
-    """The part that a key of the config names."""
+    """Return the part that the split's config keys name; None where neither is set."""
     path, hub_split = getattr(spec, path_key), getattr(spec, split_key)
     if path is not None:
         own = replace(spec, path=str(paths.find_local(path) or path), path_key=path_key)
@@ -113,7 +113,7 @@ def _place(file: SourceFile) -> str:
 
 
 def split_in_name(name: str) -> str | None:
-    """The split that a file is named after, or else the nearest folder above it that is.
+    """Return the split that a file, or else its nearest parent folder so named, is named after.
 
     >>> [split_in_name(n) for n in ("train-00000-of-00005.parquet", "dev/a.jsonl", "latest.jsonl", "x/test_sft.csv.gz")]
     ['train', 'evaluation', None, 'test']
@@ -128,7 +128,10 @@ def split_in_name(name: str) -> str | None:
 def _by_name(
     files: Sequence[SourceFile], *, spec: SourceSpec, given: set[str | None]
 ) -> tuple[list[SourceFile], dict[str, list[SourceFile]], list[SourceFile]]:
-    """Files to train on, those of each split that names decide, and those of a split that a key gives otherwise."""
+    """Divide files by their names into training files, held-out files by split, and unused ones.
+
+    Unused are files named after a split that a config key sets otherwise.
+    """
     if not files or spec.named_splits == "ignore" or _is_the_file(spec, files):
         return list(files), {}, []
     train = [file for file in files if split_in_name(file.name) in (None, "train")]
@@ -149,14 +152,17 @@ def _by_name(
 
 
 def _is_the_file(spec: SourceSpec, files: Sequence[SourceFile]) -> bool:
-    """Whether `path` names one file and no folder or pattern, so that its name decides nothing."""
+    """Return whether `path` names a single file, not a folder or pattern; its name then decides nothing."""
     return len(files) == 1 and PurePosixPath(spec.path).name == files[0].name
 
 
 def _origins(
     parts: Sequence[Part], *, named: dict[str, list[SourceFile]], unused: Sequence[SourceFile], spec: SourceSpec
 ) -> dict[str, str]:
-    """Where each split is from, in words; empty where a hash decides about all rows and no file is named otherwise."""
+    """Describe each split's origin.
+
+    Empty where the hash divides all rows and no file name suggests a split.
+    """
     main = parts[0]
     mixed = [file for file in main.files if split_in_name(file.name) in OWN_KEYS]
     if mixed and not _is_the_file(spec, main.files):

@@ -1,4 +1,4 @@
-"""A row as it was read, before anybody looked into it."""
+"""Rows as read from a file, before parsing."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,10 @@ from tpu_experiments.data.documents import TEXT_SHOWN, Refused, beginning
 
 
 class RawRow(NamedTuple):
-    """One row and where it stands; cheap to make and to send to another process."""
+    """One unparsed row and its place; cheap to create and to send to another process."""
 
     data: bytes | dict[str, Any]
-    """A line of JSON as it is in the file, or the fields by name."""
+    """A line of JSON as in the file, or the fields by name."""
     file: str
     unit: str
     """What `number` counts, from 1: `line` or `row`."""
@@ -17,12 +17,12 @@ class RawRow(NamedTuple):
 
     @property
     def place(self) -> str:
-        """For people: `line 17 of a.jsonl`."""
+        """Human-readable place: `line 17 of a.jsonl`."""
         return place_of(self.number, unit=self.unit, file=self.file)
 
     @property
     def beginning(self) -> str:
-        """How it begins, on one line."""
+        """The beginning of the row, on one line."""
         if isinstance(self.data, bytes):
             return beginning(self.data[: 8 * TEXT_SHOWN].decode(errors="replace"))
         fields = list(self.data.items())[:TEXT_SHOWN]
@@ -30,18 +30,18 @@ class RawRow(NamedTuple):
 
 
 def place_of(number: int, *, unit: str, file: str) -> str:
-    """`line 17 of a.jsonl`."""
+    """Format a place: `line 17 of a.jsonl`."""
     return f"{unit} {number} of {file}"
 
 
 def cut_off(place: str, *, damage: str) -> Refused:
-    """The one report for a file that ends too early: this row and all after it could not be read."""
+    """Return the single report for a truncated file: this row and all after it could not be read."""
     message = f"could not be read, nor could anything after it: {damage}; download or write the file again."
     return Refused("truncated", place, message)
 
 
 def not_utf8(error: UnicodeDecodeError, *, place: str) -> Refused:
-    """The report for a line that could not be decoded."""
+    """Return the report for a line that could not be decoded."""
     line = error.object
     hint = "; it begins as UTF-16 does" if line[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
     return Refused(

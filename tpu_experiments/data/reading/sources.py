@@ -1,4 +1,4 @@
-"""The reader of every shipped source: files, local or remote, or a Hub id -> Documents."""
+"""The default reader of sources: Documents from local or remote files, or from a Hub id."""
 
 from collections.abc import Collection, Generator, Iterator, Sequence
 from itertools import chain, islice
@@ -14,7 +14,9 @@ RawRows = Generator[RawRow | Refused]
 
 
 def read_documents(spec: SourceSpec) -> Iterator[Document | Refused]:
-    """Documents in file order, from at most `spec.max_documents` rows; a Refused for every other row.
+    """Yield documents in file order, and a Refused for every other row.
+
+    At most `spec.max_documents` rows are read.
 
     Raises:
         ConfigError: there is no such source, it cannot be read, it is empty, or `format: auto` does not recognise it.
@@ -32,7 +34,10 @@ def read_documents(spec: SourceSpec) -> Iterator[Document | Refused]:
 def field_values(
     spec: SourceSpec, *, files: Sequence[SourceFile], field: str, places: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The values, as text, of a field in the rows at these places, and the names of the first such row's fields.
+    """Return a field's values, as text, by place, and the names of the first such row's fields.
+
+    Args:
+        places: places of the rows to read (`RawRow.place`).
 
     Raises:
         ConfigError: the source cannot be read.
@@ -49,9 +54,9 @@ def field_values(
 
 
 class SourceRows:
-    """The raw rows of a source, file by file, or of the Hub where `list_files` found no file.
+    """Raw rows of a source, file by file, or of the Hub where `list_files` found no file.
 
-    Each file is opened once: the rows that `resolve_format` looks at are kept for the reading.
+    Each file is opened once: the rows that `resolve_format` consumes are kept for the reading.
 
     Raises:
         ConfigError: from every method, where the source cannot be read.
@@ -64,7 +69,7 @@ class SourceRows:
         self._seen: list[list[RawRow | Refused]] = []
 
     def resolve_format(self) -> SourceSpec:
-        """The source's description with the format that its first readable rows are in; as it is when it names one.
+        """Return the spec with the format of the first readable rows; unchanged where it names a format.
 
         Raises:
             ConfigError: the source is empty, or its rows are of no format, of several, or of another kind.
@@ -72,13 +77,13 @@ class SourceRows:
         return recognise(self._first(), spec=self._spec)
 
     def by_file(self) -> Iterator[Iterator[RawRow | Refused]]:
-        """All rows, an iterator for each file; once."""
+        """Yield an iterator of rows for each file; can be called once."""
         for number, rows in enumerate(self._opened()):
             seen = self._seen[number] if number < len(self._seen) else []
             yield chain(seen, rows)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open readers."""
         for rows in self._open or []:
             rows.close()
 

@@ -1,26 +1,26 @@
-"""JSON whose objects name every key once; Python's reader keeps the last value of a key that comes twice."""
+"""JSON decoder that rejects repeated keys; Python's `json` silently takes the last value of one."""
 
 import json
 from typing import Any
 
 
 class RepeatedKey(ValueError):
-    """An object names a key twice; the message goes on from `is not JSON: `."""
+    """An object has a key twice; the message continues `is not JSON: `."""
 
 
 class StrictDecoder:
-    """Decodes JSON and remembers the first key that an object of it repeats; not for several threads at once."""
+    """JSON decoder that records the first repeated key of an object; not thread-safe."""
 
     def __init__(self) -> None:
         self.repeated: str | None = None
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def decode(self, text: str) -> Any:
-        """The value of the whole text.
+        """Return the value of the whole text.
 
         Raises:
             ValueError: it is not JSON.
-            RepeatedKey: an object of it names a key twice.
+            RepeatedKey: one of its objects has a key twice.
             RecursionError: it is nested too deeply.
         """
         self.repeated = None
@@ -29,7 +29,7 @@ class StrictDecoder:
         return value
 
     def raw_decode(self, text: str, start: int) -> tuple[Any, int]:
-        """The value that begins at `start`, and where it ends; a repeated key is left to `require_unique`.
+        """Return the value that begins at `start`, and its end; repeated keys are left to `require_unique`.
 
         Raises:
             ValueError: it is not JSON.
@@ -39,7 +39,7 @@ class StrictDecoder:
         return self._decoder.raw_decode(text, start)
 
     def require_unique(self) -> None:
-        """Raise `RepeatedKey` where the last value repeats a key.
+        """Raise where the last decoded value repeats a key.
 
         Raises:
             RepeatedKey: it does.

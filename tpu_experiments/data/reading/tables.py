@@ -21,9 +21,10 @@ from tpu_experiments.storage.streams import ByteStream, ReadableStream, WatchedF
 log = logging.getLogger(__name__)
 
 HEAD_CHARACTERS = 4 << 20
-"""Of a .csv or .tsv, looked at to tell what its quotation marks are; about 0.1 s of work."""
+"""Characters of a .csv or .tsv that are examined to guess its quoting; about 0.1 s of work."""
 MIN_WHOLE_LINES = 4
-"""Lines inside of quotations, each with all the columns, that are rows of a .csv and not prose with commas."""
+"""Lines inside quotations, each with all the columns, from which they count as rows of a .csv, not as prose with
+commas."""
 PARQUET_BATCH_BYTES = 8 << 20
 PARQUET_BATCH_ROWS = 1000
 
@@ -31,12 +32,12 @@ PARQUET_BATCH_ROWS = 1000
 def read_table(
     stream: ByteStream, *, name: str, delimiter: str, spec: SourceSpec | None = None
 ) -> Iterator[RawRow | Refused]:
-    """Records of a .csv or .tsv with a line of column names; quotation marks are read as `spec.quoting` says.
+    """Yield the records of a .csv or .tsv with a header line; quoting follows `spec.quoting`.
 
-    A .csv whose names are separated by semicolons, as Excel writes it in most of Europe, is read as such. A record
-    is numbered by its first line. Of a record over several lines that cannot be read, every line is a Refused.
+    A .csv with a semicolon-separated header, as Excel writes it in most of Europe, is read with that delimiter. A
+    record is numbered by its first line. For an unreadable record that spans several lines, every line is a Refused.
     """
-    csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     lines = _Lines(stream)
     first_line = next((line for line in lines if line.strip("\r\n")), "")
     if delimiter == "," and ";" in first_line and "," not in first_line:
@@ -60,14 +61,14 @@ def read_table(
 
 @dataclass(frozen=True)
 class _Dialect:
-    """How a file is written."""
+    """Delimiter and quoting of a file."""
 
     delimiter: str
     quoting: Literal[0, 3]
     """csv.QUOTE_MINIMAL or csv.QUOTE_NONE."""
     is_guessed: bool
     remedy: str
-    """What to set where the guess is wrong."""
+    """Advice for the error message where the guess is wrong."""
 
 
 def _dialect_of(first_line: str, *, lines: "_Lines", delimiter: str, name: str, spec: SourceSpec | None) -> _Dialect:
@@ -89,18 +90,17 @@ def _dialect_of(first_line: str, *, lines: "_Lines", delimiter: str, name: str, 
 
 @functools.cache
 def _tell(sentence: str) -> None:
-    """Log once; a file may be read more than once."""
+    """Log a sentence once; a file may be read more than once."""
     log.info(sentence)
 
 
 def _bad_lines(head: list[str], *, delimiter: str, is_whole: bool) -> tuple[int, int]:
-    """Lines that speak against quotation marks around fields, and against plain ones.
+    """Count the lines that contradict quoted fields, and those that contradict plain quotation marks.
 
-    The first: lines of records that break the rules of RFC 4180 or have another number of fields than the columns. A
-    record over several lines speaks against them too where one of its further lines has all the columns: at once in a
-    .tsv, since no field holds tabs as prose holds commas, in a .csv when all lines of the file have them and
-    `MIN_WHOLE_LINES` are inside of such records. The second: lines with another number of
-    fields, and records that only quotation explains.
+    Against quoting: lines of records that violate RFC 4180 or have another number of fields than the header. A record
+    of several lines counts too where one of its further lines has all the columns: at once in a .tsv, since fields hold
+    no tabs as prose holds commas; in a .csv when all lines of the file have them and `MIN_WHOLE_LINES` are inside of
+    such records. Against plain marks: lines with another number of fields, and records that only quoting explains.
     """
     if not any('"' in line for line in head):
         return 0, 0
@@ -108,9 +108,9 @@ def _bad_lines(head: list[str], *, delimiter: str, is_whole: bool) -> tuple[int,
     columns = next(csv.reader(head[:1], delimiter=delimiter, quoting=csv.QUOTE_NONE), [])
     try:
         if next(csv.reader(head[:1], delimiter=delimiter, strict=True), []) != columns:
-            return 0, 1  # its names stand in quotation marks
+            return 0, 1  # the header's names are quoted
     except csv.Error as error:
-        return (0, 1) if _is_open(error) else (1, 0)  # a name over several lines
+        return (0, 1) if _is_open(error) else (1, 0)  # open: a quoted name that spans several lines
     width, bad_quoted, swallowed = len(columns), 0, 0
     bad_plain = sum(fields != width for fields, line in zip(plain, head, strict=True) if line.strip("\r\n"))
     for first, last, values in _strict_records(head, delimiter=delimiter, is_whole=is_whole):
@@ -132,7 +132,7 @@ def _bad_lines(head: list[str], *, delimiter: str, is_whole: bool) -> tuple[int,
 
 
 def _strict_records(head: list[str], *, delimiter: str, is_whole: bool) -> Iterator[tuple[int, int, list[str] | None]]:
-    """(first line, line after the last, fields) of each record; None for fields that break the rules of quotation."""
+    """Yield (first line, line after the last, fields) of each record; fields are None if misquoted."""
     reader = csv.reader(iter(head), delimiter=delimiter, strict=True)
     first = 0
     while True:
@@ -141,7 +141,7 @@ def _strict_records(head: list[str], *, delimiter: str, is_whole: bool) -> Itera
         except StopIteration:
             return
         except csv.Error as error:
-            # A record may go on behind the head; of one column, it may as well be a text whose end is missing.
+            # A record may continue after the head; in a file of one column it may also be a text cut at the end.
             if not _is_open(error) or (is_whole and delimiter in head[0]):
                 yield first, reader.line_num, None
         else:
@@ -151,7 +151,7 @@ def _strict_records(head: list[str], *, delimiter: str, is_whole: bool) -> Itera
 
 
 def _is_open(error: csv.Error) -> bool:
-    """Whether a quotation is not closed by the end."""
+    """Return whether the error is a quotation that is not closed by the end."""
     return "unexpected end of data" in str(error)
 
 
@@ -187,7 +187,7 @@ def _records(
                 continue
             first, *others = lines.record
             yield replace(row, text=beginning(first))
-            # What was swallowed may be rows, each of them in a count.
+            # The further lines may be rows that the quotation swallowed, so each is counted.
             for inside, line in enumerate(others, start=number + 1):
                 place, message = place_of(inside, unit="line", file=name), f"is inside the record of line {number}."
                 yield Refused(row.reason, place, message, text=beginning(line))
@@ -197,7 +197,7 @@ def _record(
     values: list[str], *, columns: list[str], lines: "_Lines", name: str, number: int, dialect: _Dialect
 ) -> RawRow | Refused:
     place = place_of(number, unit="line", file=name)
-    if lines.is_over:  # only a record that goes on asks for a line after the last
+    if lines.is_over:  # only an unfinished record requests a line after the last
         message = f"opens a quotation that is not closed by the end of the file, line {lines.number}; close it"
         return Refused("not_csv", place, f"{message}, or {dialect.remedy}.")
     over = f", read as one record up to line {lines.number} for its quotation mark" if lines.number > number else ""
@@ -216,7 +216,7 @@ def _record(
 
 
 def _escaped_byte(values: list[str]) -> int | None:
-    """The first byte that is not UTF-8; PEP 383 keeps it as a lone surrogate."""
+    """Return the first byte that is not UTF-8; PEP 383 decodes it as a lone surrogate."""
     text = "".join(values)
     try:
         text.encode()
@@ -226,7 +226,7 @@ def _escaped_byte(values: list[str]) -> int | None:
 
 
 class _Lines:
-    """Lines with their ends, counted."""
+    """Lines with their line ends, counted."""
 
     def __init__(self, stream: ByteStream) -> None:
         self.stream = stream
@@ -235,15 +235,15 @@ class _Lines:
         self.number = 0
         self.last_is_whole = True
         self.is_over = False
-        """Whether a line was asked for when there was none left."""
+        """Whether a line was requested when none was left."""
         self.record: list[str] = []
         """The lines since `start_record`."""
         self._ahead: deque[str] = deque()
         self.is_at_end = False
-        """Whether looking ahead has come to the end."""
+        """Whether looking ahead has reached the end."""
 
     def look_ahead(self, num_characters: int) -> list[str]:
-        """The next lines, about so many characters of them, which are still to come."""
+        """Return about that many characters of the next lines without consuming them."""
         held = 0
         while held < num_characters and not self.is_at_end:
             line = self._file.readline()
@@ -254,7 +254,7 @@ class _Lines:
         return list(self._ahead)
 
     def start_record(self) -> int:
-        """Number of the line that the next record begins in."""
+        """Return the number of the line that the next record begins in."""
         self.record.clear()
         return self.number + 1
 
@@ -273,7 +273,7 @@ class _Lines:
 
 
 def read_parquet(url: str, *, name: str) -> Iterator[RawRow | Refused]:
-    """Rows of a .parquet file, a few MiB of them in memory at a time.
+    """Yield the rows of a .parquet file, with a few MiB of them in memory at a time.
 
     Raises:
         UnreadableError: the disk or the network failed.
@@ -315,7 +315,7 @@ def _rows_of(batch: Any) -> Iterator[dict[str, Any] | Exception]:
         yield from batch.to_pylist()
         return
     except (ValueError, OverflowError, pyarrow.ArrowException):
-        pass  # bytes that are no UTF-8, a time out of range: find the rows
+        pass  # bytes that are not UTF-8, a time out of range: convert row by row to find the bad ones
     for index in range(batch.num_rows):
         try:
             yield batch.slice(index, 1).to_pylist()[0]

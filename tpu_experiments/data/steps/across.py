@@ -1,4 +1,6 @@
-"""Whether what one source holds out is trained on in another: by the hashes that decide splits, which have no salt.
+"""Leakage between sources: documents that one holds out and another trains on.
+
+Compared by the hashes that decide splits, which have no salt and so agree between sources.
 
 <rows folder>/groups/train.npy, evaluation.npy, test.npy   the hashes of a split's documents, each once
 """
@@ -20,7 +22,7 @@ from tpu_experiments.storage.sealed import require_sha256
 
 
 def write_groups(folder: str, selection: Selection) -> dict[str, ShardRecord]:
-    """Write the hashes of every split; what the manifest says of each file, by its split."""
+    """Write the hashes of every split; return each file's manifest record, by split."""
     records = {}
     paths.make_dirs(paths.join(folder, "groups"))
     for split in SPLITS:
@@ -34,13 +36,13 @@ def write_groups(folder: str, selection: Selection) -> dict[str, ShardRecord]:
 
 
 def add_across(prepared: Mapping[str, PreparedSource], *, sources: Mapping[str, DataSourceConfig]) -> None:
-    """Put `across` into the manifests of sources whose held-out documents another one trains on.
+    """Add `across` to the manifests of sources whose held-out documents another source trains on.
 
-    Sources of equal fractions hold out the same hashes, so that only those of unequal ones are read, and those of which
-    more than the hash decides: evaluation or test files of their own, near copies that stay together.
+    Sources of equal fractions hold out the same hashes. So only pairs of unequal fractions are read, and pairs in which
+    more than the hash decides: evaluation or test files of their own, or near copies kept in one split.
 
     Raises:
-        DamagedFile: the hashes of a source are missing, or not what was written.
+        DamagedFile: a source's hash file is missing or fails its checksum.
     """
     for name, source in prepared.items():
         found = [shared for other in prepared for shared in _shared(name, other, prepared=prepared, sources=sources)]
@@ -51,7 +53,7 @@ def add_across(prepared: Mapping[str, PreparedSource], *, sources: Mapping[str, 
 def _shared(
     name: str, other: str, *, prepared: Mapping[str, PreparedSource], sources: Mapping[str, DataSourceConfig]
 ) -> Iterator[dict[str, Any]]:
-    """What `name` holds out and `other` trains on."""
+    """Yield a record for each split of `name` that shares documents with the training split of `other`."""
     own, theirs = sources[name], sources[other]
     is_alike = (own.kind, own.split_by) == (theirs.kind, theirs.split_by)
     is_own = any(_own_splits(prepared[source]) for source in (name, other))

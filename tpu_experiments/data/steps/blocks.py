@@ -1,15 +1,17 @@
-"""Rows of a source to blocks of tokens on disk: read, clean, tokenise; one file after the other, a block at a time.
+"""Blocks of tokens on disk: the rows of a source, read, cleaned and tokenised a block at a time.
 
 blocks/00000-000012.tokens.safetensors  ids (L,), flags (L,)
-                    .minhash.npy        (D, P), when near duplicates are looked for
+                    .minhash.npy        (D, P), when near duplicates are searched for
                     .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), exact (D, 2) where
                                         duplicates.exact=drop, groups (D,) where split_by is a field, reported; last
 
-A block whose index is there is complete and is not made again, so a preparation that was killed goes on. What a block
-holds depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes. The index is
-sealed (storage/sealed.py) and has the SHA-256 of the other files; a block that does not match is made again.
+A block whose index exists is complete and is not made again, so a preparation that was killed resumes. The content of
+a block depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes. The index is
+sealed (storage/sealed.py) and records the SHA-256 of the other files; a block that does not match is made again.
 
-Cleaned documents as parquet, a file for each block: to look at, and to prepare again with another tokenizer."""
+The cleaned documents can be kept as parquet too, one file per block, for inspection and for preparing them again with
+another tokenizer.
+"""
 
 import hashlib
 import io
@@ -50,16 +52,16 @@ SCHEMA = pyarrow.schema(
         ("place", pyarrow.string()),
     ]
 )
-"""Exactly one of `text` and `messages` is set; `train` is false of an answer that is not learnt, else null; `place`
-says where the document was read."""
+"""Exactly one of `text` and `messages` is set. `train` is false for an answer that is not trained on, else null.
+`place` names the file and line that the document was read from."""
 TOOL_SCHEMA = SCHEMA.set(2, pyarrow.field("messages", pyarrow.list_(_TOOL_TURN))).append(
     pyarrow.field("tools", pyarrow.string())
 )
-"""Of a file with conversations that use tools; calls and tools are JSON."""
+"""Schema of files with conversations that use tools; calls and tools are JSON strings."""
 
 
 def write_documents(documents: Sequence[Document], *, folder: str, name: str, source: str) -> None:
-    """Write `<folder>/<name>.parquet`, whole or not at all; read it back with `format: auto`."""
+    """Write `<folder>/<name>.parquet` atomically; `format: auto` reads it back."""
     paths.make_dirs(folder)
     rows = [
         {
@@ -89,7 +91,7 @@ def _turns(document: Document) -> list[dict[str, str | bool | None]] | None:
 
 
 def are_kept(names: Iterable[str], folder: str) -> bool:
-    """Whether the documents of all these blocks are there; each file is whole or absent."""
+    """Return whether the document files of all these blocks exist; each file is written atomically."""
     return all(paths.exists(_path(folder, name)) for name in names)
 
 
@@ -109,31 +111,31 @@ Item = RawRow | Document | Refused
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that are worked on together; `name` is `<file number>-<block number>`."""
+    """Rows that are processed together; `name` is `<file number>-<block number>`."""
 
     name: str
     items: list[Item] = field(repr=False)
     split: str | None = None
-    """The split that all of it is of; None where a hash decides."""
+    """The split that all of its rows belong to; None where the split hash decides."""
 
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What a worker needs to make blocks; picklable."""
+    """Settings that a worker needs to make blocks; picklable."""
 
     folder: str
     spec: SourceSpec
     clean: CleanConfig
     is_signed: bool
-    """Whether near duplicates are looked for."""
+    """Whether MinHash signatures are written, to search for near duplicates."""
     is_compared: bool
-    """Whether documents that are equal letter for letter are looked for."""
+    """Whether `exact_key` hashes are written, to search for documents that are equal letter for letter."""
     tokenizer: PreTrainedTokenizerBase
     documents_folder: str | None = None
 
 
 def cut_blocks(items: Iterable[Item], *, file_number: int, split: str | None = None) -> Iterator[Block]:
-    """Blocks of one file's rows, in order."""
+    """Yield blocks of one file's rows, in order."""
     pending: list[Item] = []
     num_bytes = number = 0
     for item in items:
@@ -147,7 +149,7 @@ def cut_blocks(items: Iterable[Item], *, file_number: int, split: str | None = N
 
 
 def _size(item: Item) -> int:
-    """Bytes of a row, roughly."""
+    """Estimate the bytes of a row."""
     if isinstance(item, Refused):
         return 0
     if isinstance(item, Document):
@@ -158,7 +160,7 @@ def _size(item: Item) -> int:
 
 
 class BlockMaker:
-    """Turns blocks into files; made once per process."""
+    """Worker that writes the files of blocks; constructed once per process."""
 
     def __init__(self, settings: BlockSettings) -> None:
         self.settings = settings
@@ -167,7 +169,7 @@ class BlockMaker:
         self.signer = Signer() if settings.is_signed else None
 
     def __call__(self, block: Block) -> str:
-        """Write the block's files unless they are complete; returns its name."""
+        """Write the block's files unless they are complete; return the block's name."""
         folder = self.settings.documents_folder
         if not is_whole(self.settings.folder, block.name) or not (folder is None or are_kept([block.name], folder)):
             self.make(block)
@@ -246,19 +248,19 @@ class BlockMaker:
             "sha256": digests,
             **({} if block.split is None else {"split": block.split}),
         }
-        # One entry, since safetensors writes several in an order of chance.
+        # A single metadata entry, since safetensors writes several in random order.
         content = sealed(save(arrays, metadata={"facts": json.dumps(facts)}))
         paths.write_bytes_atomic(index_path(settings.folder, block.name), content)
 
 
 def index_path(folder: str, name: str) -> str:
-    """Path of the file that makes a block complete."""
+    """Return the path of a block's index, the file whose presence marks the block complete."""
     return paths.join(folder, "blocks", f"{name}.index.safetensors")
 
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """What is known of a block's D documents without reading their tokens: 16 bytes a document."""
+    """Facts about a block's D documents that need no tokens: 16 bytes a document."""
 
     name: str
     num_rows: int
@@ -268,13 +270,13 @@ class BlockIndex:
     first_bad_row: Refused | None
     max_token_id: int
     sha256: dict[str, str]
-    """Of the block's other files: `tokens`, and `minhash` where near duplicates are looked for."""
+    """SHA-256 of the block's other files: `tokens`, and `minhash` where near duplicates are searched for."""
     split: str | None = None
-    """The split that all documents are of; None where a hash decides."""
+    """The split that all documents belong to; None where the split hash decides."""
 
 
 def is_whole(folder: str, name: str) -> bool:
-    """Whether the block is complete and all its files are what was written; one that is damaged is named in the log."""
+    """Return whether the block is complete and its files match their checksums; damage is logged."""
     stem = paths.join(folder, "blocks", name)
     if not paths.exists(index_path(folder, name)):
         return False
@@ -290,10 +292,10 @@ def is_whole(folder: str, name: str) -> bool:
 
 
 def read_index(folder: str, name: str) -> BlockIndex:
-    """The index of a complete block.
+    """Read the index of a complete block.
 
     Raises:
-        DamagedFile: it is missing, not what was written, or another block's.
+        DamagedFile: the index is missing, fails its seal, or belongs to another block.
     """
     arrays, facts = _opened(folder, name)
     bad = facts["first_bad_row"]
@@ -312,26 +314,26 @@ def read_index(folder: str, name: str) -> BlockIndex:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Hashes of D documents, by which they are compared."""
+    """Hashes of D documents, for finding duplicates and assigning splits."""
 
     content_D2: NDArray[np.uint64]
-    """`content_key`."""
+    """`content_key` of each document."""
     prompts_D: NDArray[np.uint64]
-    """`prompt_key`."""
+    """`prompt_key` of each document."""
     exact_D2: NDArray[np.uint64] | None
-    """`exact_key`, where `duplicates.exact` is drop."""
+    """`exact_key` of each document, where `duplicates.exact` is drop."""
     groups_D: NDArray[np.uint64] | None
-    """`group_key`, where `split_by` is a field."""
+    """`group_key` of each document, where `split_by` is a field."""
 
 
 def read_keys(folder: str, name: str) -> Keys:
-    """The hashes of a block's documents; see `read_index`."""
+    """Read the hashes of a block's documents; raises as `read_index` does."""
     arrays, _ = _opened(folder, name)
     return Keys(arrays["keys"], arrays["prompts"], arrays.get("exact"), arrays.get("groups"))
 
 
 def joined(parts: Sequence[Keys]) -> Keys:
-    """The hashes of several blocks, in order."""
+    """Concatenate the hashes of several blocks, in order."""
     exact = [part.exact_D2 for part in parts if part.exact_D2 is not None]
     groups = [part.groups_D for part in parts if part.groups_D is not None]
     return Keys(
@@ -343,27 +345,27 @@ def joined(parts: Sequence[Keys]) -> Keys:
 
 
 def read_report(folder: str, name: str) -> tuple[list[str], list[Refused]]:
-    """Where each of a block's documents was read, and the rows that did not become one; see `read_index`."""
+    """Read the place of each document of a block, and its refused rows; raises as `read_index` does."""
     arrays, _ = _opened(folder, name)
     lines = arrays["reported"].tobytes().decode().split("\n")
     return json.loads(arrays["places"].tobytes()), [Refused(**json.loads(line)) for line in lines if line]
 
 
 def read_tokens(folder: str, name: str, *, sha256: str) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-    """Ids and flags of a block's documents, end to end.
+    """Read the ids (L,) and flags (L,) of a block's documents, concatenated.
 
     Raises:
-        DamagedFile: they are missing, or not those whose digest the index has.
+        DamagedFile: the file is missing, or its SHA-256 is not the one in the index.
     """
     arrays = load(read_whole(paths.join(folder, "blocks", f"{name}.{SUFFIX_OF['tokens']}"), sha256=sha256))
     return arrays["ids"], arrays["flags"]
 
 
 def read_whole(path: str, *, sha256: str) -> bytes:
-    """A file of a block.
+    """Read a file of a block and verify its checksum.
 
     Raises:
-        DamagedFile: it is missing, or has another digest.
+        DamagedFile: the file is missing, or has another SHA-256.
     """
     content = _read(path)
     require_sha256(content, sha256, path=path)
@@ -378,7 +380,7 @@ def _read(path: str) -> bytes:
 
 
 def _opened(folder: str, name: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Arrays and facts of an index."""
+    """Read and verify an index; return its arrays and its facts."""
     path = index_path(folder, name)
     content = _read(path)
     require_seal(content, path=path)
@@ -409,7 +411,7 @@ def _bytes_array(text: str) -> NDArray[np.uint8]:
 
 
 def _metadata(content: bytes) -> dict[str, Any]:
-    """The string values that `save` put into the header of a safetensors file (its first 8 bytes are the length)."""
+    """Return the metadata strings in a safetensors header; the first 8 bytes are the header's length."""
     size = int.from_bytes(content[:8], "little")
     facts: dict[str, Any] = json.loads(content[8 : 8 + size])["__metadata__"]
     return facts

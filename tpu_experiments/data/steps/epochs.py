@@ -1,4 +1,4 @@
-"""The written epochs of a stage: all its sources' rows in shuffled order, one folder an epoch, for reading in a row.
+"""Written epochs of a stage: the rows of all its sources in shuffled order, for sequential reading.
 
 <prepared>/stage-<name>-<key>/epoch-000/00000.npy, … , manifest.json (written last). The training opens them with
 `loader.order=written`, from a disk mounted read-only or from a bucket.
@@ -25,12 +25,12 @@ from tpu_experiments.storage.sealed import DamagedFile, require_sha256, write_se
 log = logging.getLogger(__name__)
 
 VERSION = 2
-"""Goes up when the same rows are written in another order."""
+"""Incremented when the same rows are written in another order."""
 
 
 @dataclass(frozen=True, eq=False)
 class WrittenEpoch:
-    """One epoch's N rows in their order, and each row's place in the stage's sources one after the other."""
+    """One epoch's N rows in order, with each row's index in the concatenated sources."""
 
     rows: RowStore
     origins_N: NDArray[np.int64]
@@ -39,7 +39,7 @@ class WrittenEpoch:
 def write_epochs(
     stage: Stage, *, sources: Mapping[str, PreparedSource], settings: PrepareConfig, seed: int, folder: str
 ) -> list[WrittenEpoch]:
-    """The first `prepare.written_epochs` epochs of a stage, made now or found as they are."""
+    """Write the first `prepare.written_epochs` epochs of a stage, or reuse intact ones."""
     seq_len = stage.geometry.seq_len
     chosen = [sources[name] for name in stage.sources]
     largest = max(source.max_token_id for source in chosen)
@@ -78,7 +78,7 @@ def write_epochs(
 
 
 def _is_whole(manifest: Mapping[str, Any], *, folder: str) -> bool:
-    """Whether shards and origins are what the manifest says; others are named in the log, and the epoch made again."""
+    """Return whether shards and origins match the manifest's checksums; damage is logged."""
     damaged = damaged_shards(folder, manifest["shards"], md5={s["name"]: s["md5"] for s in manifest["shards"]})
     for shard in manifest["shards"]:
         path = paths.join(folder, shard["origins"])

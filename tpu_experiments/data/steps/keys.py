@@ -1,4 +1,7 @@
-"""Names of prepared folders: a hash of everything that decides what is in them, so that nothing stale is ever read."""
+"""Cache keys of prepared folders: a hash of every input that affects their content.
+
+A changed input gives another key, so that no stale data is read.
+"""
 
 import hashlib
 import json
@@ -20,21 +23,22 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_sealed_json
 
 VERSION = 3
-"""Goes up when the same input gives other tokens or rows, or other files of them."""
+"""Incremented when the same input yields other tokens or rows, or another file layout."""
 
 CHAT_VERSION = 2
-"""Goes up when the same conversation gives other tokens, or others of them are learnt."""
+"""Incremented when the same conversation yields other tokens, or another loss mask."""
 
 RECOGNITION = 1
-"""Goes up when `format: auto` takes the same rows for another format."""
+"""Incremented when `format: auto` recognises the same rows as another format."""
 
 _EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
-"""As it is hashed: `folded` was called `drop` before there was another, and its folders stay valid."""
+"""Values of `duplicates.exact` as they are hashed: `folded` was once the only rule and called `drop`; its folders stay
+valid."""
 
 _LATER = ("context", "extras", "tools")
-"""What documents did not have at first, and most have not."""
+"""Fields added to `Document` later; they are hashed only where set, so that older keys stay valid."""
 
-REMEMBERED_BYTES = 64 * 2**20  # a file at least this large is not hashed again while size and time stay (0.1 s)
+REMEMBERED_BYTES = 64 * 2**20  # larger files are rehashed only when size or mtime change; hashing this much takes 0.1 s
 
 
 def tokens_key(
@@ -45,7 +49,12 @@ def tokens_key(
     tokenizer: PreTrainedTokenizerBase,
     has_tables: bool = False,
 ) -> str:
-    """Key of the tokenised documents of a source, whose content is `content`; `has_tables`: a .csv or .tsv is in it."""
+    """Return the cache key of a source's tokenised documents.
+
+    Args:
+        content: fingerprints of the source's files or documents.
+        has_tables: whether a .csv or .tsv file is among them, so that `quoting` matters.
+    """
     return short_hash(
         {
             "version": VERSION,
@@ -68,7 +77,7 @@ def tokens_key(
 
 
 def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, seq_len: int, pad_id: int) -> str:
-    """Key of the packed rows of one length."""
+    """Return the cache key of the packed rows of one length."""
     return short_hash(
         {
             "version": VERSION,
@@ -88,7 +97,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
 
 
 def content_of_files(files: list[SourceFile], *, spec: SourceSpec, folder: str) -> list[str]:
-    """Name and fingerprint of every file; `folder` remembers those of large local files."""
+    """Return name and fingerprint of every file; those of large local files are cached in `folder`."""
     if not files:
         return [fingerprint_of_hub(spec), str(spec.hub_config), spec.hub_split]
     known = _Fingerprints(_Memory(paths.join(folder, "fingerprints.json")))
@@ -96,10 +105,10 @@ def content_of_files(files: list[SourceFile], *, spec: SourceSpec, folder: str) 
 
 
 def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> list[str]:
-    """A hash of all that a reader of the user's own yields; nothing else says whether it changed."""
+    """Hash all documents of a user's reader; nothing else shows whether its data changed."""
     digest = hashlib.sha256()
     for document in read():
-        # Without what most of them do not have: it came later, and what was prepared before stays found.
+        # Later fields count only where set, so that data prepared before they existed is still found.
         later = _LATER if isinstance(document, Document) else ("text",)
         known = {name: value for name, value in vars(document).items() if name not in later or value}
         digest.update(json.dumps(known, ensure_ascii=False).encode(errors="surrogatepass"))
@@ -109,9 +118,10 @@ def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> li
 def format_of_content(
     spec: SourceSpec, *, content: list[str], folder: str, recognise: Callable[[], SourceSpec], is_lookup: bool
 ) -> SourceSpec:
-    """What `recognise` makes of a source of `format: auto`; `folder` remembers it for as long as the content stays.
+    """Resolve `format: auto` with `recognise`; the result is cached in `folder` by content.
 
-    So neither another length of rows nor a later start opens the source to look into it.
+    So neither another row length nor a restart opens the source again to recognise its format. A lookup
+    (`is_lookup`) does not write the cache.
     """
     if spec.format != "auto":
         return recognise()
@@ -128,26 +138,26 @@ def format_of_content(
 
 
 class _Memory:
-    """A sealed file of what is known by some key; a damaged one is forgotten."""
+    """A sealed JSON file used as a key-value cache; a damaged file counts as empty."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def read(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all entries."""
         try:
             return read_sealed_json(self.path)
         except (FileNotFoundError, DamagedFile):
             return {}
 
     def add(self, key: str, value: Any) -> None:
-        """Write one more entry."""
+        """Add an entry and rewrite the file."""
         paths.make_dirs(self.path.rpartition("/")[0])
         write_sealed_json(self.path, {**self.read(), key: value}, indent=1)
 
 
 class _Fingerprints:
-    """Fingerprints of large local files by path, size and time of change."""
+    """Fingerprints of files; those of large local files are cached by path, size and modification time."""
 
     def __init__(self, memory: _Memory) -> None:
         self.memory = memory
@@ -165,6 +175,6 @@ class _Fingerprints:
 
 
 def short_hash(values: dict[str, Any]) -> str:
-    """16 hex digits of the values as JSON."""
+    """Return 16 hex digits of the SHA-256 of the values as JSON."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,14 +1,14 @@
-"""Documents to rows of exactly T tokens: best-fit packing (arXiv 2404.10830), or one document a row.
+"""Packing of documents into rows of T tokens: best-fit (arXiv 2404.10830), or one document a row.
 
-Documents of any length -> pieces of at most T tokens -> rows. With `long_documents=split` no token is lost or doubled,
-except those of pieces in which nothing can be learnt, which are counted. The result depends on the documents and their
-order alone.
+Documents of any length are cut into pieces of at most T tokens, and pieces are placed into rows. With
+`long_documents=split` no token is lost or doubled, except those of pieces without a trainable token, which are counted.
+The result depends on the documents and their order alone.
 
-Fuller rows: some pieces of documents that are longer than a row are cut again, to fill the gaps of other rows.
-
-Best-fit packing leaves gaps where most pieces are a little longer than half a row. A document that is longer than a row
-is in pieces anyway, so a row of such pieces only can be taken apart: its tokens go, in order, into gaps of at least a
-sixteenth of a row, and the row is gone. The emptiest rows are taken apart first, as long as the others have room."""
+Best-fit packing leaves gaps where most pieces are a little longer than half a row. `fill_gaps` closes them: a document
+longer than a row is in pieces anyway, so a row that holds only such pieces can be dissolved. Its tokens move, in order,
+into gaps of at least a sixteenth of a row, and the row is dropped. The emptiest rows are dissolved first, as long as
+the others have room.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -22,12 +22,12 @@ from tpu_experiments.data.tokens.lengths import split_points, truncate
 from tpu_experiments.data.tokens.tokenize import CUT, LEARN, Tokens
 
 Index = NDArray[np.int64]
-SMALLEST_SHARE = 16  # of a row; a shorter piece teaches little
+SMALLEST_SHARE = 16  # smallest piece is 1/16 of a row; a shorter one has too little context to learn from
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """P pieces in N rows: their tokens, the documents they are of, and where each lies."""
+    """P pieces in N rows: the token range, document, row and column of each."""
 
     start_P: Index
     length_P: Index
@@ -42,7 +42,7 @@ Chunk = tuple[int, int, int, int, int]
 
 
 def fill_gaps(placed: Placed, *, is_split_D: NDArray[np.bool_], seq_len: int) -> Placed:
-    """The same tokens in fewer rows; only pieces of the documents in `is_split_D` are cut."""
+    """Dissolve rows into the gaps of others; only pieces of the documents in `is_split_D` are cut."""
     used_N = np.bincount(placed.row_P, weights=placed.length_P, minlength=placed.num_rows).astype(np.int64)
     is_whole_P = ~is_split_D[placed.document_P]
     is_fixed_N = np.bincount(placed.row_P, weights=is_whole_P, minlength=placed.num_rows) > 0
@@ -63,21 +63,21 @@ def fill_gaps(placed: Placed, *, is_split_D: NDArray[np.bool_], seq_len: int) ->
 
 
 class _Pouring:
-    """Rows are taken apart one after the other, until the gaps of the others are full."""
+    """Greedy dissolution of rows, one after the other, until the gaps of the remaining rows are full."""
 
     def __init__(self, placed: Placed, *, used_N: Index, is_fixed_N: NDArray[np.bool_], seq_len: int) -> None:
         self.placed, self.used_N, self.seq_len = placed, used_N, seq_len
         self.smallest = max(1, seq_len // SMALLEST_SHARE)
         by_use = np.argsort(used_N, kind="stable")
         self.donors = by_use[~is_fixed_N[by_use]]
-        # The gaps of rows that stay come first, the widest first; then those of the fullest rows that could go.
+        # Gaps of rows that cannot be dissolved come first, the widest first; then those of the fullest donor rows.
         gaps = np.concatenate([by_use[is_fixed_N[by_use]], self.donors[::-1]])
         self.gaps = gaps[seq_len - used_N[gaps] >= self.smallest].tolist()
         self.pieces = np.argsort(placed.row_P, kind="stable")
         self.firsts = np.searchsorted(placed.row_P[self.pieces], np.arange(placed.num_rows + 1))
 
     def run(self) -> tuple[list[int], list[Chunk]]:
-        """Rows that are gone, and the chunks that their pieces became."""
+        """Return the dissolved rows, and the chunks that their pieces became."""
         taken: list[int] = []
         chunks: list[Chunk] = []
         next_gap = 0
@@ -95,9 +95,9 @@ class _Pouring:
         return taken, chunks
 
     def _pour(self, row: int, next_gap: int) -> tuple[list[Chunk], int] | None:
-        """The row's chunks, and the first gap that is left; None when there is no room, or only in rows filled before.
+        """Return a row's chunks and the next open gap; None without room outside rows filled before.
 
-        A chunk shorter than `smallest` is left over only from a piece of less than two of them.
+        A chunk shorter than `smallest` only results from a piece of less than two of them.
         """
         chunks: list[Chunk] = []
         fresh = 0
@@ -121,7 +121,7 @@ class _Pouring:
 
 @dataclass(frozen=True, eq=False)
 class FlatTokens:
-    """L tokens of D documents end to end: 5 bytes a token."""
+    """L tokens of D documents, concatenated: 5 bytes a token."""
 
     ids_L: NDArray[np.int32]
     flags_L: NDArray[np.uint8]
@@ -132,27 +132,27 @@ class FlatTokens:
         return self.lengths_D.shape[0]
 
     def document(self, index: int, *, start: int) -> Tokens:
-        """Document `index`, whose first token is `start`."""
+        """Return document `index`, whose first token is at `start`."""
         part = slice(start, start + int(self.lengths_D[index]))
         return Tokens(self.ids_L[part], self.flags_L[part], str(index))
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows, and what packing did to the documents."""
+    """Packed rows, the documents in them, and counts of what was cut or dropped."""
 
     rows: Rows
     kept_D: NDArray[np.bool_]
-    """Which documents are in the rows, in part at least."""
+    """Documents that are in the rows, at least in part."""
     counts: Counter[str] = field(default_factory=Counter)
     """`documents_split`, `documents_truncated`, `documents_truncated_in_turn`; `tokens_dropped` by truncation and with
-    pieces in which nothing can be learnt; `too_long` and `nothing_to_learn`, the documents that are not kept;
-    `supervised_without_prompt`, tokens learnt in answers whose question does not begin in the row."""
+    pieces without a trainable token; `too_long` and `nothing_to_learn`, the documents that are not kept;
+    `supervised_without_prompt`, trainable tokens in answers whose question does not begin in the row."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Pieces:
-    """P runs of tokens, in document order."""
+    """P token ranges, in document order."""
 
     start_P: Index
     length_P: Index
@@ -163,7 +163,7 @@ class _Pieces:
 
 
 def flatten(tokens: Iterable[Tokens]) -> FlatTokens:
-    """Documents end to end."""
+    """Concatenate documents into flat arrays."""
     listed = list(tokens)
     empty = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)]
     return FlatTokens(
@@ -176,10 +176,13 @@ def flatten(tokens: Iterable[Tokens]) -> FlatTokens:
 def pack(
     flat: FlatTokens, *, seq_len: int, pad_id: int, packing: str = "best_fit", long_documents: str = "split"
 ) -> Packed:
-    """Rows of `seq_len` tokens; the choices are those of `prepare.packing` and `prepare.long_documents`."""
+    """Pack documents into rows of `seq_len` tokens.
+
+    `packing` and `long_documents` take the values of `prepare.packing` and `prepare.long_documents`.
+    """
     counts: Counter[str] = Counter()
     pieces = _pieces(flat, seq_len=seq_len, long_documents=long_documents, counts=counts)
-    # A piece's first token has nothing before it in its segment, so it cannot be predicted.
+    # A piece's first token has no context in its segment, so it is not predicted.
     learn_L = (flat.flags_L & LEARN).astype(np.bool_)
     learn_L[pieces.start_P[pieces.length_P > 0]] = False
     learnt_before = np.concatenate([np.zeros(1, np.int32), np.cumsum(learn_L, dtype=np.int32)])
@@ -201,7 +204,7 @@ def pack(
 
 
 def _without_prompt(flat: FlatTokens, learn_L: NDArray[np.bool_], *, placed: Placed) -> int:
-    """Learnt tokens of pieces that begin inside a turn, up to the next question."""
+    """Count the trainable tokens of pieces that begin inside a turn, up to the next question."""
     begins_D = np.cumsum(flat.lengths_D) - flat.lengths_D
     cuts = np.append(np.flatnonzero(flat.flags_L & CUT), len(flat.flags_L))
     is_inside_P = (placed.length_P > 0) & ~np.isin(placed.start_P, begins_D) & ~np.isin(placed.start_P, cuts)
@@ -221,7 +224,7 @@ def _place(pieces: _Pieces, *, seq_len: int, packing: str) -> Placed:
 
 
 def _pieces(flat: FlatTokens, *, seq_len: int, long_documents: str, counts: Counter[str]) -> _Pieces:
-    """What becomes of every document; only those longer than a row are looked at one by one."""
+    """Cut every document into pieces; only those longer than a row take a Python loop."""
     begin_D = np.cumsum(flat.lengths_D) - flat.lengths_D
     documents = np.arange(flat.num_documents)
     short = flat.lengths_D <= seq_len
@@ -243,7 +246,7 @@ def _pieces(flat: FlatTokens, *, seq_len: int, long_documents: str, counts: Coun
 def _ranges_of_long(
     tokens: Tokens, *, seq_len: int, long_documents: str, counts: Counter[str]
 ) -> list[tuple[int, int]]:
-    """(begin, end) of the pieces of a document longer than a row."""
+    """Return (begin, end) of each piece of a document longer than a row."""
     if long_documents == "drop":
         counts["too_long"] += 1
         return []
@@ -258,7 +261,7 @@ def _ranges_of_long(
 
 
 def _fill(rows: Rows, ids_L: NDArray[np.int32], learn_L: NDArray[np.bool_], *, placed: Placed) -> None:
-    """Write every piece into its place, all of them in one assignment an array."""
+    """Copy all pieces into the rows, with one vectorised assignment per array."""
     length_P = placed.length_P
     # Half the memory of int64; a window has some 2^23 tokens.
     index = np.int32 if max(rows.ids_NT.size, ids_L.size) < 2**31 else np.int64
@@ -273,7 +276,7 @@ def _fill(rows: Rows, ids_L: NDArray[np.int32], learn_L: NDArray[np.bool_], *, p
 
 
 def _rank_in_row(row_P: Index, column_P: Index) -> Index:
-    """1 for the leftmost piece of a row, 2 for the next."""
+    """Return each piece's rank in its row: 1 for the leftmost."""
     order = np.lexsort((column_P, row_P))
     first = np.searchsorted(row_P[order], row_P[order], side="left")
     rank_P = np.empty(len(order), np.int64)
@@ -282,7 +285,7 @@ def _rank_in_row(row_P: Index, column_P: Index) -> Index:
 
 
 def best_fit(length_P: Index, *, seq_len: int) -> tuple[Index, Index, int]:
-    """(row, column) of every piece and the number of rows: longest first, into the fullest row.
+    """Return row and column of every piece and the number of rows: longest first, into the fullest row.
 
     `open_rows[s]` are the rows with s tokens of space; bit s of `spaces` is set when there is one,
     so the least sufficient space is the lowest bit at or above the length: O(P * T / 64).

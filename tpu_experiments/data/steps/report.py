@@ -1,4 +1,4 @@
-"""Every row that is not in the prepared data, with its place and the reason: reported.jsonl, and counts by reason."""
+"""Report of every row that is not in the prepared data: reported.jsonl, and counts by reason."""
 
 import json
 import tempfile
@@ -29,9 +29,9 @@ def write_report(
     records: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Counter[str], Examples]:
-    """Write `<folder>/reported.jsonl`; returns counts and the first examples, by reason.
+    """Write `<folder>/reported.jsonl`; return the count and the first examples of each reason.
 
-    Documents are on disk as tokens only; how they begin is decoded for the examples.
+    Documents are on disk as tokens only, so their beginnings are decoded for the examples.
     """
     counts: Counter[str] = Counter()
     examples: Examples = {}
@@ -52,7 +52,7 @@ def write_report(
 
 
 def _decoded(block: str, index: int, *, folder: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """How a document of a block begins."""
+    """Decode the beginning of a document of a block."""
     about = read_index(folder, block)
     begin = int(about.lengths_D[:index].sum())
     ids, _ = read_tokens(folder, block, sha256=about.sha256["tokens"])
@@ -63,7 +63,7 @@ def _decoded(block: str, index: int, *, folder: str, tokenizer: PreTrainedTokeni
 def _reported(
     tokens: TokenizedSource, *, selection: Selection, records: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[Refused, tuple[str, int] | None]]:
-    """In reading order: rows that became no document, and documents that no row holds, with block and place in it."""
+    """Yield refused rows and unpacked documents in reading order, a document with its block and index."""
     unpacked = {index: reason for reason in ("too_long", "nothing_to_learn") for r in records for index in r[reason]}
     place_of = _places(tokens, wanted=np.unique(selection.first_D[selection.first_D >= 0]))
     first = 0
@@ -90,7 +90,7 @@ _MESSAGES = {
 
 
 def _places(tokens: TokenizedSource, *, wanted: "np.ndarray[Any, np.dtype[np.int64]]") -> dict[int, str]:
-    """Where the documents with these indices were read."""
+    """Return the places of the documents with these indices."""
     found: dict[int, str] = {}
     first = 0
     for name in tokens.block_names if len(wanted) else []:

@@ -1,4 +1,4 @@
-"""Which documents of a source go on, and to which split: duplicates and the hash, over all blocks at once."""
+"""Selection of documents: duplicates and splits, over all blocks of a source at once."""
 
 import tempfile
 from collections.abc import Sequence
@@ -20,27 +20,27 @@ BY_HASH = -1
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What happens to each of a source's D documents."""
+    """The split, or the earlier copy, of each of a source's D documents."""
 
     code_D: NDArray[np.int8]
     """Index into `SPLITS`, or `DROPPED`."""
     first_D: NDArray[np.int64]
-    """The earlier document that this one repeats, or -1."""
+    """The earlier document that this one duplicates, or -1."""
     is_near_D: NDArray[np.bool_]
-    """Whether it repeats it nearly, not exactly."""
+    """Whether it is a near duplicate, not an exact one."""
     is_own_D: NDArray[np.bool_]
-    """Whether it is of evaluation or test files of the user's own."""
+    """Whether it is from the user's own evaluation or test files."""
     groups_D: NDArray[np.uint64]
-    """Equal where `split_by` puts documents into one split."""
+    """Hash that decides the split: equal for documents that `split_by` keeps in one split."""
     overlaps: dict[str, int]
 
     def chosen(self, split: str) -> NDArray[np.bool_]:
-        """Mask of the split's documents."""
+        """Return the mask (D,) of the split's documents."""
         return self.code_D == SPLITS.index(split)
 
 
 def select(blocks: Sequence[BlockIndex], *, source: DataSourceConfig, tokens: TokenizedSource) -> Selection:
-    """Duplicates and splits of all documents; about 45 bytes of memory a document, 60 with near duplicates."""
+    """Find duplicates and assign splits; about 45 bytes of memory a document, 60 with near duplicates."""
     keys = joined([read_keys(tokens.folder, block.name) for block in blocks])
     codes = [SPLITS.index(block.split) if block.split else BY_HASH for block in blocks]
     own_D = np.repeat(np.array(codes, np.int8), [len(block.lengths_D) for block in blocks])
@@ -67,10 +67,11 @@ def _copies(
     source: DataSourceConfig,
     folder: str,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The document that each of D documents is left out for, or -1, and whether it is alike only.
+    """Return the document that each of D documents duplicates, or -1, and whether only nearly.
 
-    Documents of evaluation and test files of the user's own are all kept. Where those of `path` that repeat one of them
-    are to go, they come first, and are compared word for word, as the audit does.
+    All documents of the user's own evaluation and test files are kept. Where documents of `path` that duplicate one of
+    them are to be dropped, those files come first in the search, and are compared by `content_key`, as in the audit's
+    overlaps.
     """
     rules, is_own_D = source.duplicates, own_D != BY_HASH
     first_D, is_near_D = np.full(len(own_D), -1, np.int64), np.zeros(len(own_D), np.bool_)
@@ -94,7 +95,7 @@ def _copies(
 
 
 def _compared(keys: Keys, *, is_own_D: NDArray[np.bool_] | None) -> NDArray[np.uint64]:
-    """Keys (D, 2) that are equal for copies: `content_key` of `is_own_D` and of what repeats them, else `exact_key`."""
+    """Return comparison keys (D, 2): `content_key` of `is_own_D` and of their copies, else `exact_key`."""
     if keys.exact_D2 is None:
         return keys.content_D2
     if is_own_D is None:
@@ -109,7 +110,7 @@ def _compared(keys: Keys, *, is_own_D: NDArray[np.bool_] | None) -> NDArray[np.u
 
 
 def _groups(keys: Keys, *, source: DataSourceConfig) -> NDArray[np.uint64]:
-    """A hash (D,) of what decides each document's split, the same in every source."""
+    """Return the hash (D,) that decides each document's split, the same in every source."""
     if keys.groups_D is not None:
         return keys.groups_D
     is_by_turn = source.split_by == FIRST_TURN and source.kind == "chat"
@@ -117,9 +118,9 @@ def _groups(keys: Keys, *, source: DataSourceConfig) -> NDArray[np.uint64]:
 
 
 class _Signatures(Sequence[NDArray[np.uint32]]):
-    """The blocks' (D, P) signatures, each memory-mapped when it is asked for; remote ones are copied to `scratch`.
+    """The blocks' (D, P) signatures, each memory-mapped on access; remote ones are copied to `scratch`.
 
-    All are read once at the start, and compared with the digests of their indexes.
+    All are read once at construction, to verify their SHA-256 against the indexes.
     """
 
     def __init__(self, folder: str, blocks: Sequence[BlockIndex], *, scratch: str) -> None:
@@ -139,5 +140,5 @@ class _Signatures(Sequence[NDArray[np.uint32]]):
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        # numpy cannot map an array without a byte.
+        # numpy cannot memory-map an empty array.
         return np.load(self.files[index], mmap_mode="r" if self.lengths[index] else None)

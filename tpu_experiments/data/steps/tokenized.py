@@ -1,4 +1,4 @@
-"""A source to its blocks of tokens: the first half of the preparation, shared by every row length.
+"""Tokenisation of a source into blocks: the first half of the preparation, shared by every row length.
 
 <folder>/<source>-tokens-<key>/blocks/…      see data/steps/blocks.py
                                blocks.json   their names, in order; written last
@@ -54,21 +54,21 @@ class TokenizedSource:
     block_names: list[str] = field(repr=False)
     num_files: int
     own: frozenset[str]
-    """The splits that have files of their own."""
+    """Splits that have evaluation or test files of their own."""
     origins: dict[str, str]
-    """Where each split is from, in words, where not from the hash alone (data/reading/parts.py)."""
+    """Description of each split's origin, where it is not the split hash alone (data/reading/parts.py)."""
     seconds: float
-    """Of the process that finished the blocks."""
+    """Wall time of the process that finished the blocks."""
     peak_rss_gib: float
 
 
 @dataclass(frozen=True)
 class _Input:
-    """Where a source's rows come from."""
+    """A source's parts, with the readers of their rows."""
 
     parts: list[Part]
     rows: list[SourceRows]
-    """Of each part; none where `read` is set."""
+    """Readers, one per part; empty where `read` is set."""
     read: Read | None
 
     @property
@@ -87,11 +87,12 @@ def tokenize_source(
     is_lookup: bool = False,
     found: Found = "taken",
 ) -> TokenizedSource:
-    """The source's blocks, made now, completed, or found as they are; with `found="verified"` each is looked at, and
-    those that are damaged are made again.
+    """Return the source's blocks, made now, completed, or reused.
+
+    With `found="verified"` the checksums of existing blocks are verified, and damaged blocks are made again.
 
     Raises:
-        NotPrepared: they are not complete, and `is_lookup` says to make none.
+        NotPrepared: the blocks are not complete, and `is_lookup` forbids making any.
         ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
     """
     found_parts = list_parts(spec, has_reader=read is not None)
@@ -114,7 +115,7 @@ def tokenize_source(
     if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
         made = None
     if made is not None and documents_folder and not is_lookup and not are_kept(made["blocks"], documents_folder):
-        made = None  # the blocks were made without them
+        made = None  # the blocks were made without document files
     if made is None:
         maker = BlockSettings(
             folder=target,
@@ -144,12 +145,12 @@ def tokenize_source(
 
 
 def _with_format(part: Part, *, like: SourceSpec) -> Part:
-    """All parts are in the format of the first."""
+    """Give a part the format of the first one."""
     return replace(part, spec=replace(part.spec, format=like.format, fields=like.fields))
 
 
 def _content(part: Part, *, read: Read | None, folder: str) -> list[str]:
-    """What the rows of a part are known by."""
+    """Return the fingerprints of a part's rows, prefixed with its split if it has one."""
     if read is None:
         content = content_of_files(part.files, spec=part.spec, folder=folder)
     else:
@@ -158,7 +159,7 @@ def _content(part: Part, *, read: Read | None, folder: str) -> list[str]:
 
 
 def _make_all(given: _Input, *, maker: BlockSettings, settings: PrepareConfig) -> dict[str, Any]:
-    """Make the blocks that are missing; returns what blocks.json holds."""
+    """Make the missing blocks; return the content of blocks.json."""
     paths.make_dirs(paths.join(maker.folder, "blocks"))
     names: list[str] = []
     bad: Refused | None = None
@@ -178,7 +179,7 @@ def _make_all(given: _Input, *, maker: BlockSettings, settings: PrepareConfig) -
 
 
 def _require_parts(names: list[str], *, given: _Input, folder: str) -> None:
-    """Raise where a part has no row."""
+    """Raise unless every part has a row."""
     if not names:
         raise no_document(given.spec)
     found = {read_index(folder, name).split for name in names} if len(given.parts) > 1 else {None}
@@ -188,7 +189,10 @@ def _require_parts(names: list[str], *, given: _Input, folder: str) -> None:
 
 
 def _require_good_rows(first_bad_row: dict[str, Any] | None, *, spec: SourceSpec) -> None:
-    """Stop at the first bad row where `on_bad_row` says so; the blocks may have been made with the other setting."""
+    """Stop at the first bad row where `on_bad_row` says so.
+
+    Checked for reused blocks too, which may have been made under the other setting.
+    """
     if first_bad_row is not None:
         raise_if_bad(Refused(**first_bad_row), spec=spec)
 
@@ -196,7 +200,7 @@ def _require_good_rows(first_bad_row: dict[str, Any] | None, *, spec: SourceSpec
 def _make_blocks(
     given: _Input, *, maker: BlockSettings, settings: PrepareConfig
 ) -> Iterator[tuple[str, Refused | None]]:
-    """Names of all blocks, each once it is complete, with its first bad row."""
+    """Yield the name of each block once it is complete, with its first bad row."""
     engine, workers = settings.engine, settings.workers
     made: Iterator[list[str]]
     if engine == "ray" and all(part.files for part in given.parts) and given.spec.max_documents is None:
@@ -213,9 +217,12 @@ def _make_blocks(
 
 
 def _blocks(given: _Input) -> Iterator[Block]:
-    """All blocks of a source, at most `max_documents` rows of those that a hash divides."""
+    """Yield all blocks of a source.
+
+    `max_documents` limits the rows of the parts that the split hash divides.
+    """
     left = given.spec.max_documents
-    # Files of the Hub are counted from 1: 0 was the one stream that they came in before they were told apart.
+    # Files of the Hub are numbered from 1: block names with 0 are of earlier versions, which read one stream.
     first = 1 if given.read is None and not given.parts[0].files else 0
     for number, (part, items) in enumerate(_items_by_file(given), start=first):
         limit = left if part.split is None else None
@@ -233,13 +240,13 @@ def _items_by_file(given: _Input) -> Iterator[tuple[Part, Iterator[Item]]]:
 
 
 class FileMaker:
-    """Makes all blocks of one file: the independent shard of work that a cluster's worker takes."""
+    """Worker that makes all blocks of one file: the unit of work on a cluster."""
 
     def __init__(self, settings: BlockSettings) -> None:
         self.maker = BlockMaker(settings)
 
     def __call__(self, job: tuple[int, SourceFile]) -> list[str]:
-        """Names of the file's blocks, all complete."""
+        """Make the file's blocks; return their names."""
         number, file = job
         rows: Iterator[RawRow | Refused] = read_raw(file, spec=self.maker.settings.spec)
         return [self.maker(block) for block in cut_blocks(rows, file_number=number, split=file.split)]

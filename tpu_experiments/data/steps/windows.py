@@ -1,9 +1,9 @@
-"""Blocks of tokens to shards of packed rows: a window of documents is packed together and written as one shard.
+"""Shards of packed rows: a window of documents is packed together and written as one shard.
 
-A window is a run of one split's documents with about `prepare.window_tokens` tokens, so that packing needs little
-memory whatever the corpus, and windows can be worked on side by side. <split>/00012.npy holds its rows,
-<split>/00012.json what became of its documents; a window whose JSON is there, and whose shard is what the JSON says,
-is complete.
+A window is a run of one split's documents with about `prepare.window_tokens` tokens, so that packing takes little
+memory whatever the size of the corpus, and windows can be packed in parallel. <split>/00012.npy holds the rows of
+window 12, <split>/00012.json the outcome of its documents. A window is complete when its JSON exists and its shard
+matches the checksum there.
 """
 
 import logging
@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 Index = NDArray[np.int64]
 LENGTH_EDGES = (0, *(2**k for k in range(4, 21)))
-"""Borders of the histogram of document lengths, in tokens; the last bin is open."""
+"""Bin edges of the histogram of document lengths, in tokens; the last bin is open."""
 COUNTS = (
     *("documents", "rows", "tokens", "supervised_tokens", "tokens_dropped"),
     *("documents_split", "documents_truncated", "documents_truncated_in_turn"),
 )
 WITHOUT_PROMPT = "supervised_without_prompt"
-"""Counted of conversations."""
-MAX_TURNS = 16  # answers of a conversation counted one by one; later ones go with the last
+"""Counted for conversations only."""
+MAX_TURNS = 16  # answers of a conversation counted separately; later ones are added to the last
 
 
 @dataclass(frozen=True)
 class Window:
-    """Documents that are packed together: for each block, which of its documents."""
+    """Documents that are packed together: for each block, the chosen documents."""
 
     split: str
     number: int
@@ -51,7 +51,7 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """What a worker needs to pack windows; picklable."""
+    """Settings that a worker needs to pack windows; picklable."""
 
     tokens_folder: str
     folder: str
@@ -66,7 +66,7 @@ class WindowSettings:
 def cut_windows(
     blocks: Sequence[BlockIndex], *, split: str, chosen_D: NDArray[np.bool_], tokens: int
 ) -> Iterator[Window]:
-    """Windows of the chosen documents, in order, each with at least `tokens` tokens but the last."""
+    """Yield windows of the chosen documents, in order, each but the last with at least `tokens` tokens."""
     parts: list[tuple[str, str, Index, Index]] = []
     documents: list[Index] = []
     held = characters = first = number = 0
@@ -88,14 +88,14 @@ def cut_windows(
 
 
 class WindowMaker:
-    """Packs windows into shards; made once per process."""
+    """Worker that packs windows into shards; constructed once per process."""
 
     def __init__(self, settings: WindowSettings) -> None:
         self.settings = settings
         self.dtype = row_dtype(settings.seq_len, vocab_size=settings.vocab_size)
 
     def __call__(self, window: Window) -> dict[str, Any]:
-        """The window's record, made now, or by an earlier start if it and its shard are what was written then."""
+        """Return the window's record, reusing an earlier one if it and its shard are intact."""
         record = paths.join(self.settings.folder, window.split, f"{window.number:05d}.json")
         found = self._found(record, window)
         if found is not None:
@@ -160,7 +160,7 @@ class WindowMaker:
 
 
 def _runs(begin_D: Index, length_D: Index) -> Iterator[tuple[int, int]]:
-    """(begin, end) of documents that lie side by side, joined."""
+    """Yield (begin, end) of runs of adjacent documents."""
     end_D = begin_D + length_D
     breaks = np.flatnonzero(begin_D[1:] != end_D[:-1]) + 1
     for index in np.split(np.arange(len(begin_D)), breaks):
@@ -178,7 +178,7 @@ def _totals(packed: Packed) -> dict[str, int]:
 
 
 def _shape_of(flat: FlatTokens, *, kept_D: NDArray[np.bool_]) -> dict[str, list[int]]:
-    """Histogram of the lengths of the kept documents, and what is learnt in each of their answers."""
+    """Return the length histogram of the kept documents, and trainable tokens by answer number."""
     document_L = np.repeat(np.arange(flat.num_documents, dtype=np.int32), flat.lengths_D)
     learn_L = ((flat.flags_L & LEARN) > 0) & kept_D[document_L]
     begins_answer_L = learn_L & ~np.concatenate([[False], learn_L[:-1]])
@@ -200,13 +200,13 @@ def _shape_of(flat: FlatTokens, *, kept_D: NDArray[np.bool_]) -> dict[str, list[
 
 
 def merged(records: Sequence[dict[str, Any]], *, seq_len: int) -> dict[str, Any]:
-    """One split's numbers from those of its windows."""
+    """Merge the records of one split's windows into its totals."""
     counts: Counter[str] = Counter()
     for record in records:
         counts.update(record["counts"])
     lists = ("supervised_per_turn", "documents_per_turn", "length_histogram")
     sums = {name: _added([record[name] for record in records]) for name in lists}
-    # Without their MD5: a split's numbers go into the audit hash, which says what the data is and not where it lies.
+    # Without their MD5: these numbers are in the audit hash, which covers the data and not its storage.
     shards = [{k: v for k, v in r["shard"].items() if k != "md5"} for r in records if r["shard"]]
     slots = seq_len * sum(shard["rows"] for shard in shards)
     return {
@@ -222,7 +222,7 @@ def merged(records: Sequence[dict[str, Any]], *, seq_len: int) -> dict[str, Any]
 
 
 def _added(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Element-wise sum of lists of different lengths."""
+    """Return the element-wise sum of lists of different lengths."""
     total = [0] * max((len(values) for values in lists), default=0)
     for values in lists:
         for i, value in enumerate(values):

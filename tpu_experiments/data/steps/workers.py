@@ -1,7 +1,7 @@
-"""Jobs over processes of this machine or over a Ray cluster, results in the order of the jobs.
+"""Parallel map over local processes or a Ray cluster, with results in the order of the jobs.
 
-A worker is `make(settings)`, made once per process; it is called with one job after the other. Jobs write their output
-to files and return a summary, so little travels between processes.
+A worker is `make(settings)`, constructed once per process and called with one job after the other. Jobs write their
+output to files and return a summary, so that little travels between processes.
 """
 
 import contextlib
@@ -25,26 +25,29 @@ Settings = TypeVar("Settings")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-INLINE_JOBS = 3  # the first processes take about 3 s to start, importing transformers; as long as three blocks take
+INLINE_JOBS = 3  # processes take about 3 s to start (importing transformers), the time of three blocks
 PRELOADED = ["tpu_experiments.data.steps.tokenized", "tpu_experiments.data.steps.windows", "hydra"]
-FIRST_JOBS = 2  # per worker, to be there when they have started
+FIRST_JOBS = 2  # per worker, queued for when the processes have started
 JOBS_AHEAD = 3  # per worker; bounds the memory of jobs that carry rows
 
 _worker: Callable[[Any], Any] | None = None
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def start_server() -> None:
-    """Start the process that workers are forked from, unless it runs; it imports for 3 s while this one goes on."""
-    # This process is not forked: the tokenizer's threads and torch's would be copied in whatever state they are in. The
-    # server has no such threads; it imports once what every worker of this run needs, and shares it with them.
+    """Start the fork server that workers are forked from, unless it runs.
+
+    It imports `PRELOADED`, which takes 3 s, while this process goes on.
+    """
+    # This process is not forked: the threads of the tokenizer and of torch would be copied in an arbitrary state. The
+    # server has no such threads; it imports once what every worker of this run needs, and the forks share it.
     forkserver.set_forkserver_preload(PRELOADED)
-    # Ctrl-C is for this process, which ends the others; blocked here, it is blocked in all that the server starts.
-    resource_tracker.ensure_running()  # starting it unblocks the signal
+    # Only this process handles Ctrl-C, and ends the others; the server and its forks inherit the blocked signal.
+    resource_tracker.ensure_running()  # before the mask is set, since starting it unblocks the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -60,7 +63,9 @@ def map_jobs(
     engine: str,
     workers: int | None,
 ) -> Iterator[Result]:
-    """`make(settings)(job)` for every job, in order; in this process when there are `INLINE_JOBS` or fewer.
+    """Yield `make(settings)(job)` for every job, in order.
+
+    Runs in this process when there are `INLINE_JOBS` jobs or fewer, or one local worker. `workers` None uses all cores.
 
     Raises:
         ConfigError: `engine` is ray and Ray is not installed.
@@ -90,7 +95,7 @@ def _map_local(
 
 
 class _Pool:
-    """Processes of this machine; until the first of them has started, this one works too."""
+    """Local worker processes; until the first of them has started, this process works on jobs too."""
 
     def __init__(
         self, make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, *, workers: int
@@ -103,7 +108,7 @@ class _Pool:
         self._here = functools.cache(lambda: make(settings))
 
     def submit(self, job: Any) -> Future[Any]:
-        """The job's result, now or later."""
+        """Submit a job to the processes, or run it here while they are still starting."""
         if self._num_first > len(self._first) or any(future.done() for future in self._first):
             future = self._executor.submit(_run, job)
             if self._num_first > len(self._first):
@@ -112,12 +117,12 @@ class _Pool:
         future = Future()
         try:
             future.set_result(self._here()(job))
-        except Exception as error:  # raised in its place among the results
+        except Exception as error:  # raised when this job's result is due
             future.set_exception(error)
         return future
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """Shut the processes down and cancel pending jobs."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
@@ -129,7 +134,7 @@ def _start(parent: int, make: Callable[[Any], Callable[[Any], Any]], settings: A
 
 
 def _end_with(parent: int) -> None:
-    """End this process within a second of the one that asked for it; the kernel tells of the server's end only."""
+    """Exit within a second of the end of process `parent`; the kernel reports only the fork server's end."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(parent)
         while process.is_running():
@@ -154,7 +159,7 @@ def _map_ray(
         ) from error
     owns = not ray.is_initialized()
     if owns:
-        # RAY_ADDRESS names a cluster; without it Ray starts one of this machine's cores.
+        # RAY_ADDRESS names a cluster; without it Ray starts a local one on this machine's cores.
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -171,7 +176,7 @@ def _map_ray(
 def _in_order(
     jobs: Iterable[Job], *, submit: Callable[[Job], Any], result: Callable[[Any], Result], workers: int
 ) -> Iterator[Result]:
-    """Results in the order of the jobs, of which a few are always submitted ahead."""
+    """Yield results in the order of the jobs, with `JOBS_AHEAD` jobs per worker submitted ahead."""
     waiting: deque[Any] = deque()
     for job in jobs:
         waiting.append(submit(job))

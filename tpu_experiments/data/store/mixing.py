@@ -1,7 +1,7 @@
-"""How well an order of rows is mixed, as numbers; each is compared with a uniform random permutation.
+"""Measures of how well an order of rows is mixed, relative to a uniform random permutation.
 
-An order is `origins_N`: at each new place the row's old place, a permutation of 0 ... N - 1. Old places count
-through the sources one after the other. Of a uniform permutation all numbers but the correlations are near 1.
+An order is `origins_N`: the old index of the row at each new position, a permutation of 0 ... N - 1. Old indices count
+through the sources one after the other. Under a uniform permutation all measures but the correlations are near 1.
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,30 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Mixing:
-    """The numbers of one order; None where there are too few rows or sources to say."""
+    """Measures of one order; None where there are too few rows or sources."""
 
     displacement: float | None
-    """Mean of |new - old| / N over its expectation (N^2 - 1) / (3 N^2): 0 for the old order, 1 for chance."""
+    """Mean of |new - old| / N over its expectation (N^2 - 1) / (3 N^2): 0 for the old order, 1 for a random one."""
     rank_correlation: float | None
-    """Spearman's 1 - 6 sum (new - old)^2 / (N (N^2 - 1)): 1 for the old order, 0 +- 1/sqrt(N - 1) for chance."""
+    """Spearman's 1 - 6 sum (new - old)^2 / (N (N^2 - 1)): 1 for the old order, 0 +- 1/sqrt(N - 1) for a random one."""
     source_correlation: float | None
-    """Spearman's correlation within each source, by places among its own rows; mean weighted by rows."""
+    """Spearman's correlation within each source, by ranks among its own rows; mean weighted by rows."""
     near_pairs: float | None
-    """Share of new neighbours with |old - old'| <= near_rows over its chance k (2N - k - 1) / (N (N - 1))."""
+    """Share of new neighbours with |old - old'| <= near_rows over its expectation k (2N - k - 1) / (N (N - 1))."""
     source_spread: float | None
     """sqrt(sum of squared deviations of a source's rows in a batch from w p / sum of the variances of drawing without
-    replacement, w p (1 - p) (N - w) / (N - 1)), over whole batches of w rows; 0 is an even mix, 1 chance."""
+    replacement, w p (1 - p) (N - w) / (N - 1)), over whole batches of w rows; 0 is an even mix, 1 a random one."""
     neighbours_together: float | None
-    """Share of old neighbours of one source that are in the same whole batch over its chance:
+    """Share of old neighbours of one source that are in the same whole batch over its expectation:
     whole batches * w (w - 1) / (N (N - 1))."""
 
 
 def measure_mixing(
     origins_N: NDArray[np.int64], *, sizes: Sequence[int], batch_rows: int = 256, near_rows: int
 ) -> Mixing:
-    """The numbers for `origins_N`, of sources with `sizes` rows, whose sum is N. Memory is about 10 arrays of N int64.
+    """Return the measures of `origins_N`, an order of sources with `sizes` rows, whose sum is N.
+
+    Memory is about 10 arrays of N int64.
 
     Raises:
         ValueError: `origins_N` is not a permutation of the rows.

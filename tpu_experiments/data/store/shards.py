@@ -1,8 +1,8 @@
-"""Rows on disk: a shard is one .npy file of records of one width, so that row i is found by arithmetic.
+"""Row storage: a shard is one .npy file of fixed-width records, so that row i is found by arithmetic.
 
 A record of T tokens holds ids (2 or 4 bytes each), two bit masks (learn, and the first token of every segment) and the
-number of tokens before the padding; positions and segments follow from those: 2.25 bytes a token for 16-bit ids where
-`Rows` takes 13. `numpy.load(path, mmap_mode="r")` opens a shard without this package.
+number of tokens before the padding. Positions and segments are derived from those: 2.25 bytes a token for 16-bit ids,
+where `Rows` takes 13. `numpy.load(path, mmap_mode="r")` opens a shard without this package.
 """
 
 import base64
@@ -33,26 +33,26 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile
 
 LARGEST_16_BIT_VOCABULARY = 2**16
-ENCODED_ROWS = 256  # few megabytes at a time, where a shard of 16 Mi tokens would take 600
-DECODED_ROWS = 1024  # at a time, so that a large take does not need its scratch arrays whole
+ENCODED_ROWS = 256  # encoded at a time: a few MB of scratch arrays, where a shard of 16 Mi tokens would take 600 MB
+DECODED_ROWS = 1024  # decoded at a time, to bound the scratch arrays of a large take
 PIECE_BYTES = 2**20  # read and hashed at a time: stays in the core's cache
-CHECKS_AT_ONCE = min(16, os.cpu_count() or 1)  # a disk gives no more to more readers
+CHECKS_AT_ONCE = min(16, os.cpu_count() or 1)  # disk throughput does not grow with more readers
 HEADER_BYTES = 4096  # numpy's header of a shard takes 256
 
 
 class ShardRecord(TypedDict):
-    """What a manifest says of a shard."""
+    """A shard's entry in a manifest."""
 
     name: str
     rows: int
     bytes: int
     sha256: str
     md5: NotRequired[str]
-    """Hexadecimal; what a bucket knows of an object without reading it."""
+    """Hexadecimal; object stores report it, so that a remote shard is verified without reading it."""
 
 
 def row_dtype(seq_len: int, *, vocab_size: int) -> np.dtype[np.void]:
-    """Record of one row of `seq_len` tokens whose ids are below `vocab_size`."""
+    """Return the record type of a row of `seq_len` tokens whose ids are below `vocab_size`."""
     ids = "<u2" if vocab_size <= LARGEST_16_BIT_VOCABULARY else "<u4"
     mask_bytes = -(-seq_len // 8)
     return np.dtype(
@@ -66,11 +66,11 @@ def row_dtype(seq_len: int, *, vocab_size: int) -> np.dtype[np.void]:
 
 
 def encode_rows(rows: Rows, *, dtype: np.dtype[np.void]) -> Records:
-    """Records of shape (N,); ids of padding become 0.
+    """Encode rows as records of shape (N,); ids of padding become 0.
 
     Raises:
-        ValueError: the records could not give the same rows back (ids too large for `dtype`, padding before a token,
-            segments or positions that do not count up, a learnt token that is padding or a segment's first).
+        ValueError: the rows would not survive a round trip (ids too large for `dtype`, padding before a token,
+            segments or positions that do not count up, a trained token that is padding or a segment's first).
     """
     records = np.zeros(rows.num_rows, dtype)
     for start in range(0, rows.num_rows, ENCODED_ROWS):
@@ -101,7 +101,7 @@ def _encode_into(records: Records, rows: Rows, *, first_row: int) -> None:
 
 
 def decode_rows(records: Records, *, pad_id: int) -> Rows:
-    """The rows of records of shape (N,): `encode_rows` undone."""
+    """Decode records of shape (N,) into rows; the inverse of `encode_rows`."""
     seq_len = records.dtype["ids"].shape[0]
     ids_NT = records["ids"].astype(np.int32)
     learn_NT = np.unpackbits(records["learn"], axis=1, count=seq_len).view(np.bool_)
@@ -112,8 +112,8 @@ def decode_rows(records: Records, *, pad_id: int) -> Rows:
         np.copyto(ids_NT, np.int32(pad_id), where=~tokens_NT)
     segments_NT = np.cumsum(starts_NT, axis=1, dtype=np.int32)
     segments_NT *= tokens_NT
-    # The column where a token's segment starts is a running sum of the distances between starts; as a running
-    # maximum, decoding took 14 microseconds a row of 1,024 tokens instead of 4.4.
+    # The start column of a token's segment is a running sum of the distances between starts: 4.4 microseconds to
+    # decode a row of 1,024 tokens, against 14 with a running maximum.
     first_S = np.flatnonzero(starts_NT)
     column_S = first_S % seq_len
     distance_NT = np.zeros(ids_NT.shape, np.int32)
@@ -124,10 +124,10 @@ def decode_rows(records: Records, *, pad_id: int) -> Rows:
 
 
 def write_shard(path: str, rows: Rows, *, dtype: np.dtype[np.void]) -> ShardRecord:
-    """Write a shard to a path or URL, whole or not at all; the same rows give the same bytes.
+    """Write a shard to a path or URL atomically; the same rows yield the same bytes.
 
     Raises:
-        ValueError: `rows` are not valid, as `encode_rows` says.
+        ValueError: `rows` are not valid, see `encode_rows`.
     """
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, encode_rows(rows, dtype=dtype), version=(1, 0), allow_pickle=False)
@@ -137,16 +137,16 @@ def write_shard(path: str, rows: Rows, *, dtype: np.dtype[np.void]) -> ShardReco
 
 
 def record_of(name: str, data: bytes, *, rows: int) -> ShardRecord:
-    """What a manifest says of a file."""
+    """Return a file's manifest record."""
     sha256, md5 = hashlib.sha256(data).hexdigest(), hashlib.md5(data, usedforsecurity=False).hexdigest()
     return ShardRecord(name=name, rows=rows, bytes=len(data), sha256=sha256, md5=md5)
 
 
 def read_header(data: bytes) -> tuple[np.dtype[np.void], int, int]:
-    """(record, rows, bytes before the first record) from the first bytes of a shard.
+    """Return (record type, rows, bytes before the first record) from the first bytes of a shard.
 
     Raises:
-        ValueError: `data` is not the beginning of such a file.
+        ValueError: `data` is not the beginning of a shard.
     """
     file = io.BytesIO(data)
     if np.lib.format.read_magic(file) != (1, 0):
@@ -158,10 +158,10 @@ def read_header(data: bytes) -> tuple[np.dtype[np.void], int, int]:
 
 
 def verify_shard(path: str, record: Mapping[str, Any]) -> None:
-    """Read the shard at a path or URL and compare its size and hash with its record in the manifest.
+    """Verify the size and SHA-256 of the shard at a path or URL against its manifest record.
 
     Raises:
-        DamagedFile: it is missing, or size or hash differ.
+        DamagedFile: the shard is missing, or size or hash differ.
         ConfigError: it cannot be read.
     """
     size = paths.size_of(path)
@@ -177,16 +177,16 @@ def verify_shard(path: str, record: Mapping[str, Any]) -> None:
 
 
 def damaged_shards(folder: str, records: Sequence[ShardRecord], *, md5: Mapping[str, str]) -> list[str]:
-    """A sentence for every shard of the folder that is missing or not what its record says, in order.
+    """Return a sentence for every shard of the folder that is missing or damaged, in order.
 
-    Several are read at once: hashing leaves Python's lock to others. Of a bucket that knows the MD5 of its objects
-    nothing is read but what it says of them, one request a shard.
+    Shards are verified in parallel threads: hashing releases the GIL. Where a bucket reports the MD5 of its objects,
+    only that metadata is read, one request a shard.
 
     Args:
-        md5: by name, hexadecimal, where it is known.
+        md5: hexadecimal MD5 by name, where known.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a shard cannot be read.
     """
 
     def complaint(record: ShardRecord) -> str | None:
@@ -203,7 +203,7 @@ def damaged_shards(folder: str, records: Sequence[ShardRecord], *, md5: Mapping[
 
 
 def _has_md5(path: str, md5: str, *, num_bytes: int) -> bool:
-    """Whether storage itself says that the object has this MD5; False where it does not say (gcsfs: `md5Hash`)."""
+    """Return whether the store reports this MD5 for the object (gcsfs: `md5Hash`); False without one."""
     try:
         about = paths.remote_info(path)
     except FileNotFoundError as error:
@@ -213,12 +213,12 @@ def _has_md5(path: str, md5: str, *, num_bytes: int) -> bool:
 
 
 class RowStore:
-    """Rows of the shards of a folder, one shard after the other; a `rows.RowSource`.
+    """Rows of a folder's shards, concatenated; a `rows.RowSource`.
 
-    Nothing is opened before the first `take` of each process, so a store can be pickled; several threads may take.
-    Locally shards are memory-mapped. In a remote folder a slice (or positions that count up by one) is read as a
-    stream with read-ahead; other positions are read row by row, or from a local copy of the shards where
-    `cache.folder` is given and `cache.max_bytes` hold all of them.
+    Nothing is opened before the first `take` of each process, so a store can be pickled. Several threads may call
+    `take`. Local shards are memory-mapped. In a remote folder a slice (or positions that count up by one) is streamed
+    with read-ahead; other positions are read row by row, or from local copies of the shards where `cache.folder` is set
+    and all of them fit into `cache.max_bytes`.
     """
 
     _opened: LocalShards | RemoteShards | None
@@ -234,8 +234,13 @@ class RowStore:
         sha256: Mapping[str, str] | None = None,
         check: Check = "none",
     ) -> None:
-        """`shards` are (name, rows) in order. `sha256` by name: checked when a shard is copied to the cache, and of a
-        local one when it is opened where `check` says so."""
+        """Describe a store; no file is opened.
+
+        Args:
+            shards: (name, rows) of each, in order.
+            sha256: by name; verified when a shard is copied to the cache, and for a local shard when it is opened if
+                `check` is `at_open`.
+        """
         hashes = sha256 or {}
         self._files = tuple(ShardFile(paths.join(folder, name), rows, hashes.get(name)) for name, rows in shards)
         self._ends_S = np.cumsum([file.num_rows for file in self._files], dtype=np.int64)
@@ -247,7 +252,7 @@ class RowStore:
 
     @classmethod
     def of_records(cls, folder: str, records: Sequence[ShardRecord], **others: Any) -> "RowStore":
-        """The store of shards as `write_shard` describes them; `others` as for the class."""
+        """Return the store of shards described by `write_shard`; `others` as for the class."""
         sha256 = {record["name"]: record["sha256"] for record in records}
         return cls(folder, shards=[(r["name"], r["rows"]) for r in records], sha256=sha256, **others)
 
@@ -260,11 +265,11 @@ class RowStore:
         return self._seq_len
 
     def take(self, index_M: NDArray[np.int64] | slice) -> Rows:
-        """The rows at `index_M`, shape (M, T), in that order.
+        """Return the rows at `index_M`, shape (M, T), in that order.
 
         Raises:
             IndexError: a position is outside the rows.
-            ConfigError: a shard is missing, cannot be read, or is not what the manifest says.
+            ConfigError: a shard is missing, cannot be read, or does not match the manifest.
         """
         parts = self._records(index_M)
         pieces = [part[i : i + DECODED_ROWS] for part in parts for i in range(0, len(part), DECODED_ROWS)]
@@ -273,7 +278,7 @@ class RowStore:
         return Rows.concatenate([decode_rows(piece, pad_id=self._pad_id) for piece in pieces])
 
     def close(self) -> None:
-        """Let go of files and threads; a later `take` opens them again."""
+        """Release files and threads; a later `take` opens them again."""
         with self._lock:
             if self._opened is not None:
                 self._opened.close()
@@ -308,7 +313,7 @@ class RowStore:
         return parts
 
     def _source(self) -> LocalShards | RemoteShards:
-        if self._process != os.getpid():  # a fork: the parent's threads and connections are not here
+        if self._process != os.getpid():  # forked: the parent's threads and connections do not exist here
             self._forget()
         with self._lock:
             if self._opened is None:

@@ -1,13 +1,13 @@
-"""Rows of several sources to one new set of shards for each epoch: shuffled in bounded memory, read in runs.
+"""Shuffled epochs: the rows of several sources as one new set of shards, in bounded memory.
 
-A pass fills a block of B rows: again and again an input is chosen at random, with probability proportional to the rows
-left in it, and gives its next row; the block is shuffled and written. How many rows each input gives to a block is then
-a multivariate hypergeometric draw, so the counts are drawn and each input is read from start to end, one run for each
-block. The inputs of the first pass are the sources; those of every later pass are the blocks of the pass before.
+A pass fills a block of B rows: repeatedly an input is drawn at random, with probability proportional to the rows left
+in it, and its next row is taken; the block is shuffled and written. The number of rows that each input contributes to a
+block is then a multivariate hypergeometric draw, so the counts are drawn and each input is read sequentially, one run
+per block. The inputs of the first pass are the sources; those of every later pass are the blocks of the pass before.
 
 How far a row moves, of N rows of which its source has the share p:
 - In one pass: the sources follow one another as in a uniform permutation, but within a source the order stays rough.
-  The row at the fraction x of its source comes to x N, give or take sqrt(N x (1 - x) (1 - p) / p) and, within its
+  The row at the fraction x of its source moves to x N, give or take sqrt(N x (1 - x) (1 - p) / p) and, within its
   block, B rows. A single source moves within its blocks only.
 - In two passes: anywhere. The inputs are now uniformly shuffled blocks, and drawing in proportion to what is left
   makes every way of interleaving them equally likely; so is then each of the N! orders (this merge is MergeShuffle's,
@@ -38,14 +38,14 @@ READ_TOKENS = 2**20  # decoded at once on the way into a block: 13 MiB
 
 
 class EpochShard(ShardRecord):
-    """A shard of a written epoch, and the .npy file beside it with each row's place in the sources, int64 (rows,)."""
+    """Record of a written epoch's shard, and of the .npy file with its rows' origins, int64 (rows,)."""
 
     origins: str
     origins_sha256: str
 
 
 class ShardWriter(Protocol):
-    """`shards.write_shard`, or what writes rows in its place."""
+    """Signature of `shards.write_shard`."""
 
     def __call__(self, path: str, rows: Rows, *, dtype: np.dtype[np.void]) -> ShardRecord: ...
 
@@ -64,12 +64,12 @@ def write_epoch(
     write: ShardWriter = write_shard,
     scratch: str | None = None,
 ) -> list[EpochShard]:
-    """Write all rows of `parts` once, in an order that (seed, stage_index, epoch) decide; the shards in order.
+    """Write all rows of `parts` once, in a random order; return the shards' records in order.
 
-    `folder` is a path or URL. No shard spans two blocks, so it has at most `rows_per_shard` and `block_rows` rows.
-    In memory are `block_rows` rows as on disk and one shard's as `Rows`. Two or more passes need local disk for a copy
-    of the epoch, three or more for two, in `scratch` (by default in a local `folder`, else in Python's temporary
-    folder); these files have no name and vanish with the process.
+    The order is a function of (seed, stage_index, epoch). `folder` is a path or URL. No shard spans two blocks, so it
+    has at most `rows_per_shard` and `block_rows` rows. Memory holds `block_rows` encoded rows and one shard's decoded
+    `Rows`. Two or more passes need local disk for a copy of the epoch, three or more for two, in `scratch` (by default
+    in a local `folder`, else in Python's temporary folder); these files are unnamed and vanish with the process.
 
     Raises:
         OSError: no room on the disk.
@@ -91,13 +91,13 @@ def write_epoch(
 
 
 def read_origins(folder: str, *, shards: Sequence[EpochShard]) -> NDArray[np.int64]:
-    """Each written row's place in the sources one after the other, shape (rows of all `shards`,)."""
+    """Return each written row's index in the concatenated sources, shape (rows of all `shards`,)."""
     arrays = [np.load(io.BytesIO(paths.read_bytes(paths.join(folder, shard["origins"])))) for shard in shards]
     return np.concatenate([np.empty(0, np.int64), *arrays])
 
 
 class _Input(Protocol):
-    """Rows that a pass reads from start to end; they come with their origin, in pieces."""
+    """An input of a pass, read sequentially: records with their origins, in pieces."""
 
     @property
     def num_rows(self) -> int: ...
@@ -106,7 +106,7 @@ class _Input(Protocol):
 
 
 class _Source:
-    """Rows of a source; `first` is the origin of the first."""
+    """Rows of a source; `first` is the origin of its first row."""
 
     def __init__(self, part: RowSource, *, first: int, dtype: np.dtype[np.void]) -> None:
         self.part = part
@@ -124,7 +124,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """`num_rows` records of a scratch file, after its first `first`."""
+    """`num_rows` records of a scratch file, from record `first`."""
 
     file: IO[bytes]
     first: int
@@ -157,7 +157,10 @@ class _Shuffle:
     dtype: np.dtype[np.void]
 
     def blocks(self, inputs: Sequence[_Input], *, number: int) -> Iterator[Records]:
-        """The blocks of pass `number`, from 1. Each is the same memory: it holds only until the next is asked for."""
+        """Yield the blocks of pass `number`, from 1.
+
+        All share one buffer: a block is valid only until the next is requested.
+        """
         generator = self._generator(number)
         left_K = np.array([part.num_rows for part in inputs], np.int64)
         taken_K = np.zeros_like(left_K)
@@ -177,7 +180,10 @@ class _Shuffle:
             yield block
 
     def rewrite(self, inputs: Sequence[_Input], *, number: int, file: IO[bytes]) -> list[_Input]:
-        """Pass `number` into `file`; its blocks as inputs of the next, several as one where they are too many."""
+        """Write pass `number` into `file`; return its blocks as inputs of the next pass.
+
+        Several blocks form one input where there are more than `MAX_INPUTS`.
+        """
         sizes = []
         for block in self.blocks(inputs, number=number):
             file.write(block.data)
@@ -188,7 +194,7 @@ class _Shuffle:
         return [_Stretch(file, start, min(step, sum(sizes) - start), self.dtype) for start in starts]
 
     def _generator(self, number: int) -> np.random.Generator:
-        # The key of `StageRows.order`. The pass is the counter's top word, which counting up does not reach.
+        # The key of `StageRows.order`. The pass is the counter's top word, which incrementing never reaches.
         seed, stage_index, epoch = self.key
         key = np.array([seed % 2**64, stage_index << 32 | epoch], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, number], np.uint64)))

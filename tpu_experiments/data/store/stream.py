@@ -1,4 +1,4 @@
-"""Records of shards: mapped where the folder is local; streamed, copied or fetched one by one where it is remote."""
+"""Records of shards: memory-mapped locally; streamed, copied or fetched row by row from a URL."""
 
 import hashlib
 import logging
@@ -20,13 +20,13 @@ from tpu_experiments.storage.cache import FileCache
 
 ADVICE = "remove the folder it lies in and run task=prepare again."
 OPEN_MAPS = 512  # a map holds a file descriptor, of which a process often has 1,024
-BLOCKS_AHEAD = 8  # fetched side by side: one stream from a bucket is slower than the network
+BLOCKS_AHEAD = 8  # fetched in parallel: one stream from a bucket is slower than the network
 LARGEST_BLOCK_BYTES = 8 * 2**20
 COPIED_PIECE_BYTES = 16 * 2**20
 COPY_AGAIN_SECONDS = 30.0
 
 Check = Literal["at_open", "none"]
-"""`at_open`: a local shard is hashed when a process opens it. `none`: it was looked at before, or need not be."""
+"""`at_open`: a local shard is hashed when a process opens it. `none`: it was verified before, or need not be."""
 Records = NDArray[np.void]
 Index = NDArray[np.int64]
 
@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How much of a remote folder is held here; a local folder needs none of it."""
+    """Limits on local copies and buffers of a remote folder; a local folder needs none."""
 
     folder: str | None = None
-    """Local folder for copies of whole shards (`io.cache.default_folder()`); None keeps none."""
+    """Local folder for copies of whole shards (`io.cache.default_folder()`); None makes no copies."""
     max_bytes: int = 20 * 2**30
-    """Most bytes in that folder. Shards that are larger together are not copied: rows are fetched one by one."""
+    """Size limit of that folder. If the shards exceed it together, none is copied and rows are fetched one by one."""
     read_ahead_bytes: int = 64 * 2**20
-    """Bytes of a stream in memory."""
+    """Buffer of a stream, in bytes of memory."""
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """Where a shard lies, and what its manifest says of it."""
+    """Path of a shard, with its row count and SHA-256 from the manifest."""
 
     path: str
     num_rows: int
@@ -56,24 +56,24 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Shards:
-    """Files of records of one width."""
+    """Shard files with records of one width."""
 
     files: tuple[ShardFile, ...]
     dtype: np.dtype[np.void]
     header_bytes: int
 
     def size(self, shard: int) -> int:
-        """Bytes of the file."""
+        """Return the size of a shard's file in bytes."""
         return self.extent(0, self.files[shard].num_rows)[1]
 
     def extent(self, start: int, stop: int) -> tuple[int, int]:
-        """Byte of row `start` in its file, and of row `stop`."""
+        """Return the byte offsets of row `start` and of row `stop` in a shard's file."""
         width = self.dtype.itemsize
         return self.header_bytes + start * width, self.header_bytes + stop * width
 
 
 def by_shard(shard_M: Index) -> Iterator[tuple[int, Index]]:
-    """Each shard that occurs, and where."""
+    """Yield each shard that occurs in `shard_M`, and its indices there."""
     order = np.argsort(shard_M, kind="stable")
     for at in np.split(order, np.flatnonzero(np.diff(shard_M[order])) + 1):
         yield int(shard_M[at[0]]), at
@@ -88,19 +88,19 @@ class LocalShards:
         self._lock = threading.Lock()
 
     def read(self, shard: int, start: int, stop: int) -> list[Records]:
-        """Records `start` to `stop` of one shard: a view."""
+        """Return records `start` to `stop` of one shard, as a view."""
         return [self._map(shard)[start:stop]]
 
     def gather(self, shard_M: Index, row_M: Index) -> Records:
-        """Records of shape (M,)."""
+        """Return the records at (shard, row), shape (M,)."""
         records = np.empty(len(row_M), self._shards.dtype)
-        opaque = np.dtype((np.void, records.itemsize))  # copied whole; field by field takes twice as long
+        opaque = np.dtype((np.void, records.itemsize))  # copies whole records; field by field takes twice as long
         for shard, at in by_shard(shard_M):
             records.view(opaque)[at] = self._map(shard).view(opaque)[row_M[at]]
         return records
 
     def close(self) -> None:
-        """Unmap what nobody holds a view of."""
+        """Drop the maps; memory is unmapped once no view refers to it."""
         with self._lock:
             self._maps.clear()
 
@@ -127,10 +127,10 @@ class LocalShards:
 
 
 def require_sha256_of(path: str, sha256: str, *, size: int) -> None:
-    """Read a file and compare its digest.
+    """Verify a file's SHA-256.
 
     Raises:
-        ConfigError: it has another, or cannot be read.
+        ConfigError: the digest differs, or the file cannot be read.
     """
     digest = hashlib.sha256()
     for start in range(0, size, COPIED_PIECE_BYTES):
@@ -152,18 +152,18 @@ class RemoteShards:
         self._lock = threading.Lock()
         self._copying: threading.Thread | None = None
         self._failure: ConfigError | None = None
-        self._whole: set[int] = set()  # shards whose copy this process has looked at
+        self._whole: set[int] = set()  # shards whose copy this process has verified
         self._copies: FileCache | None = None
         total_bytes = sum(shards.size(shard) for shard in range(len(shards.files)))
         if settings.folder is not None and total_bytes <= settings.max_bytes:
             self._copies = FileCache(settings.folder, max_bytes=settings.max_bytes)
 
     def read(self, shard: int, start: int, stop: int) -> list[Records]:
-        """Records `start` to `stop` of one shard, in parts; those after them are fetched ahead."""
+        """Return records `start` to `stop` of one shard, in parts, and fetch those after them ahead."""
         return self._ahead.read(shard, start, stop)
 
     def gather(self, shard_M: Index, row_M: Index) -> Records:
-        """Records of shape (M,): from local copies, and by parallel requests where there is none yet."""
+        """Return records (M,): from verified local copies, else by parallel requests."""
         if self._copies is not None:
             self._start_copying()
         if self._failure is not None:
@@ -176,7 +176,7 @@ class RemoteShards:
         return np.frombuffer(b"".join(found[i] for i in range(len(extents))), self._shards.dtype)
 
     def close(self) -> None:
-        """Threads end by themselves, after the read they are in; nobody waits for them."""
+        """Ask the threads to stop; each ends after its current read and is not joined."""
         self._closed.set()
         self._ahead.clear()
 
@@ -200,14 +200,14 @@ class RemoteShards:
 
     def _copy_all(self) -> None:
         missing = list(range(len(self._shards.files)))
-        # Another order in each process, so that they share the work.
+        # A different order in each process, so that processes share the work.
         random.Random(f"{os.getpid()} {id(self)}").shuffle(missing)
         while missing and self._failure is None and not self._closed.is_set():
             missing = [shard for shard in missing if not self._copy(shard)]
             self._closed.wait(COPY_AGAIN_SECONDS if missing else 0)
 
     def _copy(self, shard: int) -> bool:
-        """Whether it need not be tried again."""
+        """Copy a shard; return False if it has to be tried again."""
         assert self._copies is not None
         if self._closed.is_set() or self._failure is not None:
             return True
@@ -219,7 +219,7 @@ class RemoteShards:
                     return True
                 log.warning("the local copy of %s is damaged; it is fetched again", file.path)
             return False
-        except (ConfigError, OSError) as error:  # the network, or the disk: rows can be fetched one by one meanwhile
+        except (ConfigError, OSError) as error:  # network or disk; rows are fetched one by one meanwhile
             if not self._closed.is_set():
                 log.warning("no local copy of %s for now: %s", file.path, error)
             return False
@@ -238,16 +238,16 @@ class RemoteShards:
 
 
 def copy_name(file: ShardFile) -> str:
-    """Name of a shard's local copy: another one for another place or content."""
+    """Return the file name of a shard's local copy, unique to its path and content."""
     identity = hashlib.sha256(f"{file.path} {file.num_rows} {file.sha256}".encode()).hexdigest()
     return f"{identity[:32]}.npy"
 
 
 class ReadAhead:
-    """Blocks of rows in memory, at most `num_bytes` and what one read asks for; those that follow are on their way.
+    """Buffer of row blocks with read-ahead: at most `num_bytes`, or the blocks of one larger read.
 
-    Blocks are kept by last use, so that several readers of one stream, and a process that takes every eighth part of
-    it, need no other arrangement.
+    Blocks are evicted by last use, so several readers of one stream, and a process that reads every eighth part of it,
+    need no special handling.
     """
 
     def __init__(self, shards: Shards, *, num_bytes: int, stop: Callable[[float], object]) -> None:
@@ -262,7 +262,7 @@ class ReadAhead:
         self._lock = threading.Lock()
 
     def read(self, shard: int, start: int, stop: int) -> list[Records]:
-        """Records `start` to `stop` of one shard, in one part for each block."""
+        """Return records `start` to `stop` of one shard, in one part per block."""
         first = int(self._first_S[shard]) + start // self._block_rows
         last = int(self._first_S[shard]) + (stop - 1) // self._block_rows
         parts = []
@@ -272,13 +272,13 @@ class ReadAhead:
         return parts
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Drop all blocks."""
         with self._lock:
             self._blocks.clear()
 
     def _wanted(self, first: int, last: int) -> list[Future[Records]]:
         with self._lock:
-            # The first read of a stream is only looked at: nobody knows yet that there will be another.
+            # No read-ahead on the first read of a stream: it may be the only one.
             goes_on = first in self._blocks or first - 1 in self._blocks
             ahead = last + self._max_blocks - 2 if goes_on else last
             for block in range(first, min(ahead + 1, int(self._first_S[-1]))):
@@ -293,7 +293,7 @@ class ReadAhead:
 
     def _start(self, block: int) -> Future[Records]:
         future: Future[Records] = Future()
-        # A thread of its own, 50 microseconds for megabytes: a pool would be joined when Python exits.
+        # A new thread costs 50 microseconds per several MB; the threads of a pool would be joined when Python exits.
         threading.Thread(target=self._fetch, args=(block, future), name="read_ahead", daemon=True).start()
         return future
 

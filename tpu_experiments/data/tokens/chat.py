@@ -1,19 +1,16 @@
-"""Conversations in which an assistant calls tools, rendered with the tokenizer's own template.
+"""Rendering of conversations with the tokenizer's own chat template, and the spans of the answers.
 
-An assistant's turn is learnt with its calls and its end-of-turn marker, as transformers' `return_assistant_tokens_mask`
-and TRL's training templates have it: the calls are what it writes. What a tool answers is read and never learnt.
+A span is found by rendering prefixes of the conversation as text, which works for any template that renders a turn the
+same whatever follows it. A template that does not is refused, so that no wrong token is trained on.
 
-Conversations rendered once each, from what was learnt about their sequence of roles.
+Structure cache. In the templates of today the positions of contents and answers depend on the roles alone. So each
+sequence of roles is rendered by prefixes once, with placeholders. A conversation is then rendered once, and its text
+compared, character for character, with the cached pieces and its own contents; where they differ it is rendered by
+prefixes itself.
 
-Where a template puts the contents and the answers' borders depends on the roles alone, for the
-templates of today. So each sequence of roles is rendered by prefixes once, with placeholders. A
-conversation is then rendered once, and its text compared, character for character, with the pieces
-found and its own contents; where they differ it is rendered by prefixes itself.
-
-Conversations rendered with a tokenizer's own template, and where the answers lie in the text.
-
-A span is found by rendering prefixes of the conversation as text, so that it holds for any template
-that renders a turn the same whatever follows it; one that does not is refused, not mislearnt."""
+Tools. An assistant's turn is trained on with its calls and its end-of-turn marker, since the assistant writes them, as
+in transformers' `return_assistant_tokens_mask` and TRL's training templates. Tool results are context only.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +26,7 @@ from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
 Messages = tuple[tuple[str, str], ...]
 """(role, content) pairs; the roles are system, user and assistant."""
 FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What the expressions of a template raise, as those of Python do."""
+"""Exceptions that the expressions of a template raise, as Python's do."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,11 @@ class RenderedChat:
     answers: list[tuple[int, int]]
     """(begin, end) of every assistant turn with its end-of-turn marker, in order."""
     cuts: list[int]
-    """Where a user or system turn begins after an answer."""
+    """Starts of user and system turns that follow an answer."""
 
 
 class TemplateRefusal(Exception):
-    """The template does not render a conversation as it is; the message goes on from `line 3 of a.jsonl has`."""
+    """The template cannot render a conversation faithfully; the message continues `line 3 of a.jsonl has`."""
 
 
 def render(
@@ -53,11 +50,11 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     ends_with: Literal["turn", "generation_prompt"],
 ) -> str:
-    """Render a conversation, as the tokenizer's `apply_chat_template` makes it, within limits (sandbox.py).
+    """Render a conversation as the tokenizer's `apply_chat_template` does, within limits (sandbox.py).
 
     Raises:
-        TemplateError: of jinja2, when the template refuses it or fails over it.
-        ConfigError: the template does more than any chat needs.
+        TemplateError: of jinja2, when the template refuses the conversation or fails on it.
+        ConfigError: the template exceeds the limits.
     """
     turns = [{"role": role, "content": content} for role, content in messages]
     return render_turns(turns, tools=None, tokenizer=tokenizer, ends_with=ends_with)
@@ -70,11 +67,11 @@ def render_turns(
     tokenizer: PreTrainedTokenizerBase,
     ends_with: Literal["turn", "generation_prompt"],
 ) -> str:
-    """As `render`, of turns with whatever a template may read of them, and of the tools that it may tell of.
+    """Render turns with all fields that a template may read, and the tools offered; see `render`.
 
     Raises:
-        TemplateError: of jinja2, when the template refuses it or fails over it.
-        ConfigError: the template does more than any chat needs.
+        TemplateError: of jinja2, when the template refuses the conversation or fails on it.
+        ConfigError: the template exceeds the limits.
     """
     try:
         return rendered(
@@ -95,7 +92,7 @@ def render_turns(
 
 
 def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text after which an answer follows, in the first form that the template renders with its system text.
+    """Render the text that an answer follows, in the first form that keeps the system text.
 
     Raises:
         TemplateRefusal: the template refuses the conversation.
@@ -113,7 +110,7 @@ def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def render_by_prefixes(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> RenderedChat:
-    """Render a conversation, and 2 prefixes of it for every answer.
+    """Render a conversation, and two prefixes of it for every answer.
 
     Raises:
         TemplateRefusal: the template refuses the conversation, or rewrites earlier turns.
@@ -142,17 +139,17 @@ def render_by_prefixes(messages: Messages, *, tokenizer: PreTrainedTokenizerBase
 def _answer_with_blanks(
     messages: Messages, i: int, *, text: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, int]:
-    """(begin, end) of turn `i` in the text of all, from the generation prompt to the next turn.
+    """Return (begin, end) of turn `i` in the full text, from the generation prompt to the next turn.
 
-    From its content where there is no prompt, since it is the first, or another one: what a template writes before an
-    answer, a system text of its own or the turn's header, is not the assistant's.
+    It begins at its content where the generation prompt is no prefix of the text, or the turn is the first: what a
+    template writes before an answer, such as a default system text or the turn's header, is not the assistant's.
     """
     prompt = render(messages[:i], tokenizer=tokenizer, ends_with="generation_prompt") if i else None
     begin = None if prompt is None or not text.startswith(prompt) else len(prompt)
     if begin is None:
         begin = _content_begin(messages, i, text=text, tokenizer=tokenizer)
     if begin is None:
-        # The template rewrites it. The caller refuses it where it is not found after the turns before it.
+        # The template rewrites the content. The caller refuses it unless it is found after the turns before it.
         asked = render(messages[:i], tokenizer=tokenizer, ends_with="turn") if i else text
         begin = shared_end(asked, text, tokenizer=tokenizer)
     answered = render(messages[: i + 1], tokenizer=tokenizer, ends_with="turn")
@@ -160,19 +157,19 @@ def _answer_with_blanks(
 
 
 def _content_begin(messages: Messages, i: int, *, text: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Where the content of turn `i` begins in the text of all; None where the template does not keep it."""
+    """Return the start of turn `i`'s content in the full text; None if the template does not keep it."""
     marked = (*messages[:i], (messages[i][0], placeholder(i)), *messages[i + 1 :])
     return begin_of(placeholder(i), marked=render(marked, tokenizer=tokenizer, ends_with="turn"), text=text)
 
 
 def begin_of(mark: str, *, marked: str, text: str) -> int | None:
-    """Where in a text that stands for which `marked` has the mark; None where they differ before it."""
+    """Return the position in `text` of the mark in `marked`; None if the two differ before it."""
     before, found, _ = marked.partition(mark)
     return len(before) if found and text.startswith(before) else None
 
 
 def shared_length(prefix: str, text: str) -> int:
-    """Characters that both begin with."""
+    """Return the length of the common prefix."""
     if text.startswith(prefix):
         return len(prefix)
     pairs = enumerate(zip(prefix, text, strict=False))
@@ -180,7 +177,7 @@ def shared_length(prefix: str, text: str) -> int:
 
 
 def shared_end(prefix: str, text: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
-    """`shared_length`, or the start of the added token inside which the two begin to differ.
+    """Return `shared_length`, or the start of the added token within which the two first differ.
 
     Phi-3 closes a conversation with `<|endoftext|>`, which shares its `<|` with the `<|user|>` of a next turn.
     """
@@ -192,12 +189,12 @@ def shared_end(prefix: str, text: str, *, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def without_blanks(text: str, *, begin: int, end: int) -> int:
-    """End of an answer: the white space after an end-of-turn marker is never generated."""
+    """Return the end of an answer without trailing white space, which is never generated after a marker."""
     return begin + len(text[begin:end].rstrip())
 
 
 def _accepted(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> tuple[Messages, str]:
-    """The conversation in the first form that the template renders without losing a system text."""
+    """Return the conversation in the first form that renders without losing a system text, and its text."""
     refusal: TemplateError | None = None
     for form in FORMS:
         changed = form(messages)
@@ -222,7 +219,10 @@ def _refused(
 
 
 def _keeps_system_texts(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Seen from placeholders, since a system text may also be part of another turn."""
+    """Return whether all system texts are rendered.
+
+    Placeholders are rendered instead, since a system text may also occur in another turn.
+    """
     marked = tuple((role, placeholder(i) if role == "system" else text) for i, (role, text) in enumerate(messages))
     if marked == messages:
         return True
@@ -231,7 +231,7 @@ def _keeps_system_texts(messages: Messages, *, tokenizer: PreTrainedTokenizerBas
 
 
 def placeholder(turn: int) -> str:
-    """What the content of a turn is found by: Unicode non-characters, in no template and no vocabulary."""
+    """Return a marker for a turn's content: Unicode non-characters, in no template and no vocabulary."""
     return f"\ufdd0{turn}\ufdd1"
 
 
@@ -240,7 +240,7 @@ def _as_they_are(messages: Messages) -> Messages:
 
 
 def _merged(messages: Messages) -> Messages:
-    """Neighbouring turns of one role joined by an empty line, without those that are blank."""
+    """Join adjacent turns of one role with an empty line, dropping blank ones."""
     merged: list[tuple[str, str]] = []
     for role, content in messages:
         if merged and merged[-1][0] == role:
@@ -250,43 +250,43 @@ def _merged(messages: Messages) -> Messages:
 
 
 def _folded(messages: Messages) -> Messages:
-    """System turns become user turns, so that merging puts their text before the question."""
+    """Turn system turns into user turns, so that merging puts their text before the question."""
     return _merged(tuple(("user" if role == "system" else role, content) for role, content in messages))
 
 
 FORMS: tuple[Callable[[Messages], Messages], ...] = (_as_they_are, _merged, _folded)
-"""Tried in turn. Mistral v0.1 and v0.2 refuse a system role and turns that do not alternate; the
+"""Tried in order. Mistral v0.1 and v0.2 refuse a system role and turns that do not alternate; the
 v0.3 template drops the system text of a conversation that ends with an answer."""
 
 
 _BLANK = "\u2003"
-"""White space around a placeholder shows whether it is trimmed; no template writes an em space itself."""
+"""White space around a placeholder, to detect trimming; no template writes an em space itself."""
 
 
 @dataclass(frozen=True)
 class _Answer:
     turn: int
     begin: int
-    """Characters from the end of the content before it."""
+    """Characters from the end of the preceding content."""
     end: int
-    """Characters from the end of its own content; white space included."""
+    """Characters from the end of its own content, white space included."""
     is_cut: bool
-    """Whether another role's turn follows."""
+    """Whether a turn of another role follows."""
 
 
 @dataclass(frozen=True)
 class _Structure:
-    """What a template makes of one sequence of n roles."""
+    """Rendering of one sequence of n roles by a template."""
 
     form: Callable[[Messages], Messages]
     literals: tuple[str, ...]
     """The n + 1 pieces around the contents."""
     trims: tuple[Callable[[str], str], ...]
-    """What becomes of each content."""
+    """Trimming of each content."""
     answers: tuple[_Answer, ...]
 
     def place(self, messages: Messages, *, text: str) -> RenderedChat | None:
-        """The borders in `text`, or None when it is not made of these pieces and contents."""
+        """Return the spans in `text`, or None if it is not composed of these pieces and contents."""
         parts, ends, length = [self.literals[0]], [0], len(self.literals[0])
         for (_, content), trim, literal in zip(messages, self.trims, self.literals[1:], strict=True):
             trimmed = trim(content)
@@ -305,14 +305,14 @@ class _Structure:
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's template; remembers the sequences of roles it saw."""
+    """Renderer of conversations with one tokenizer's template; caches the structure of each role sequence."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._structures: dict[tuple[str, ...], _Structure | None] = {}
 
     def __call__(self, messages: Messages) -> RenderedChat:
-        """The same as `render_by_prefixes`.
+        """Return the same as `render_by_prefixes`, usually with a single rendering.
 
         Raises:
             TemplateRefusal: the template refuses the conversation, or rewrites earlier turns.
@@ -320,7 +320,7 @@ class ChatRenderer:
         return self.from_structure(messages) or render_by_prefixes(messages, tokenizer=self.tokenizer)
 
     def from_structure(self, messages: Messages) -> RenderedChat | None:
-        """Rendered once; None when that is not enough."""
+        """Render once, by the cached structure; None if that is not possible."""
         roles = tuple(role for role, _ in messages)
         if roles not in self._structures:
             self._structures[roles] = _structure_of(messages, tokenizer=self.tokenizer)
@@ -336,7 +336,7 @@ class ChatRenderer:
 
 
 def _structure_of(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> _Structure | None:
-    """What the template makes of these roles; None when that cannot be told from placeholders."""
+    """Return the template's structure for these roles; None if placeholders cannot reveal it."""
     for form in FORMS:
         roles = [role for role, _ in form(messages)]
         placeholders = tuple((role, f"{_BLANK}{placeholder(i)}{_BLANK}") for i, role in enumerate(roles))
@@ -381,9 +381,9 @@ def _taken_apart(
 def _fixed_borders(
     placeholders: Messages, turn: int, *, text: str, limits: tuple[int, int], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, int] | None:
-    """(begin, end) of an answer as `render_by_prefixes` finds them; None where other contents could move them.
+    """Return (begin, end) of an answer as in `render_by_prefixes`; None if other contents could move them.
 
-    They cannot where a prefix is a whole one, or differs from the text before `limits`, the starts of
+    They are fixed where a prefix is a whole one, or differs from the text before `limits`, the starts of
     this content and of the next.
     """
     first_limit, last_limit = limits
@@ -397,7 +397,7 @@ def _fixed_borders(
                     return None
                 begin = first_limit
         answered = render(placeholders[: turn + 1], tokenizer=tokenizer, ends_with="turn")
-    except TemplateError:  # the prefix alone is refused; said where it is rendered by prefixes
+    except TemplateError:  # the prefix alone is refused; reported when it is rendered by prefixes
         return None
     end = shared_length(answered, text)
     if begin > first_limit or (end == last_limit and end < len(answered)) or end > last_limit:
@@ -415,7 +415,7 @@ _TRIMS: dict[tuple[bool, bool], Callable[[str], str]] = {
     (False, True): str.lstrip,
     (False, False): str.strip,
 }
-"""By whether the white space before and after a placeholder was kept."""
+"""By whether white space was kept before and after a placeholder."""
 
 
 REMEDY = "set model.chat_template_path=FILE to a template with tools, or leave the row out."
@@ -423,7 +423,7 @@ REMEDY = "set model.chat_template_path=FILE to a template with tools, or leave t
 
 @dataclass(frozen=True)
 class ToolChat:
-    """A conversation with what its turns have beside their contents; see `Document`."""
+    """A conversation with the template fields of its turns beside content; see `Document`."""
 
     messages: Messages
     extras: tuple[str, ...]
@@ -431,7 +431,7 @@ class ToolChat:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The turns as a template reads them."""
+        """The turns as dictionaries for a template."""
         extras = self.extras or ("",) * len(self.messages)
         return [
             {"role": role, "content": content, **(json.loads(extra) if extra else {})}
@@ -440,11 +440,11 @@ class ToolChat:
 
 
 def render_tool_chat(chat: ToolChat, *, tokenizer: PreTrainedTokenizerBase) -> RenderedChat:
-    """Render a conversation, and 2 prefixes of it for every answer.
+    """Render a conversation with tools, and two prefixes of it for every answer.
 
     Raises:
-        TemplateRefusal: the template refuses the conversation, rewrites earlier turns, or leaves out tools, calls or
-            what a tool answered.
+        TemplateRefusal: the template refuses the conversation, rewrites earlier turns, or drops tools, calls or tool
+            results.
     """
     turns, tools = chat.turns, json.loads(chat.tools) if chat.tools else None
 

@@ -1,4 +1,4 @@
-"""Documents longer than a row: where they are split, or where they end when they are truncated."""
+"""Splitting and truncation of documents longer than a row."""
 
 from typing import Literal
 
@@ -10,11 +10,11 @@ Kind = Literal["whole", "whole_turns", "in_turn"]
 
 
 def truncate(tokens: Tokens, *, max_tokens: int) -> tuple[Tokens, Kind]:
-    """The first tokens of a document, at most `max_tokens`, and where they end.
+    """Truncate a document to at most `max_tokens`; return it and the kind of its end.
 
-    `whole`: all of them. `whole_turns`: a conversation's, up to the end of the last answer that fits.
-    `in_turn`: cut at `max_tokens`, as a text always is; of a conversation whose question alone is
-    longer, no learnt token is left.
+    `whole`: not truncated. `whole_turns`: a conversation, up to the end of the last answer that fits.
+    `in_turn`: cut at `max_tokens`, as a text always is; a conversation whose question alone is
+    longer has no trainable token left.
     """
     if len(tokens.ids) <= max_tokens:
         return tokens, "whole"
@@ -26,9 +26,9 @@ def truncate(tokens: Tokens, *, max_tokens: int) -> tuple[Tokens, Kind]:
 
 
 def split_points(tokens: Tokens, *, max_tokens: int) -> list[tuple[int, int]]:
-    """(begin, end) of pieces of at most `max_tokens`, which together are the document.
+    """Return (begin, end) of consecutive pieces of at most `max_tokens` that cover the document.
 
-    A piece ends before the last turn that does not fit, and so holds as many whole turns as it can; a
+    A piece ends before the last turn that does not fit, and so contains as many whole turns as it can; a
     turn longer than a piece is cut inside, as a text is everywhere.
     """
     borders = np.append(np.flatnonzero(tokens.flags & CUT), len(tokens.ids))

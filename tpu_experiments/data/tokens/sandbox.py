@@ -1,12 +1,13 @@
-"""Chat templates in jinja2's immutable sandbox, with limits on work and size: a template comes with a tokenizer.
+"""Chat templates in jinja2's immutable sandbox, with limits on work and size.
 
-The sandbox keeps a template from Python's internals and from `range(10**9)`, not from nested loops, `2**10**10`,
-`'a' * 10**10`, `'%999999999d' % 1`, or a text that doubles itself. So that one rendering ends:
+A template comes with a tokenizer and is untrusted code. The sandbox blocks Python's internals and `range(10**9)`, but
+not nested loops, `2**10**10`, `'a' * 10**10`, `'%999999999d' % 1`, or a text that doubles itself. So that every
+rendering terminates:
 
-- each iteration, call, filter and test counts as a step, and every `STEPS_PER_LOOK` of them the CPU time is looked at;
-- no text is longer than the limit and no list or mapping has more text and entries in it, written out. Operators,
-  filters and methods whose result can be longer than what goes in are looked at before they are called;
-- what is printed is counted, in loops also what stands there literally.
+- each iteration, call, filter and test counts as a step, and the CPU time is checked every `STEPS_PER_LOOK` steps;
+- no text is longer than the limit, and no list or mapping has more text and entries, nested values counted each time
+  they occur. Operators, filters and methods whose result can be longer than their input are checked before the call;
+- printed characters are counted, in loops also those of literal text.
 
 Tags, filters and variables are those of `transformers.utils.chat_template_utils`; tests compare the texts.
 """
@@ -32,33 +33,34 @@ from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 500_000
 MAX_CHARS = 2**20
-"""Of one text, beside `CHARS_PER_INPUT` for each character of the conversation. A template repeats its input rarely."""
+"""Limit on one text, plus `CHARS_PER_INPUT` for each character of the conversation; templates rarely repeat their
+input."""
 CHARS_PER_INPUT = 8
 CHARS_PER_ENTRY = 16
-"""What an entry of a list or mapping counts as, for the memory that it takes."""
+"""Characters that an entry of a list or mapping counts as, for its memory."""
 MAX_SECONDS = 2.0
-"""Of CPU time in one rendering; those of real templates take 20 to 200 microseconds."""
+"""CPU time of one rendering; real templates take 20 to 200 microseconds."""
 STEPS_PER_LOOK = 256
 MAX_BITS = 4096
 MAX_TEMPLATE_CHARS = 2**17
 LEFT_OUT = ("urlize", "wordwrap", "pprint", "striptags", "filesizeformat", "random")
-"""Filters whose time grows faster than their text, or that no chat needs."""
+"""Filters that are removed: their time grows faster than their text, or no chat needs them."""
 GROWING = re.compile(
     r"replace|translate|join|[lr]just|center|zfill|expandtabs|encode|to_bytes|_tojson"
     r"|do_(replace|join|center|indent|batch|slice|xmlattr|round|sum)"
 )
-"""Methods and filters that can make more of their value than goes in: they pad, repeat, or put text between."""
+"""Methods and filters whose result can be larger than their input: they pad, repeat, or insert text."""
 WIDE = re.compile(r"\d{4}|\*|\{[^{}]*\{")
-"""A width or precision of four digits in a format, or one that another value gives."""
+"""A format width or precision of four digits, or one taken from another value."""
 
 
 class TemplateLimit(Exception):
-    """A template does or makes more than any chat needs; the message says what."""
+    """A template exceeds a limit; the message says which."""
 
 
 @dataclass
 class Budget:
-    """What one rendering may still do."""
+    """Remaining steps, characters and CPU time of one rendering."""
 
     max_chars: int
     steps: int = field(default_factory=lambda: MAX_STEPS)
@@ -77,7 +79,7 @@ class Budget:
             raise TemplateLimit(f"takes more than {MAX_SECONDS:g} s")
 
     def require(self, chars: int) -> None:
-        """Check the size of a value, before it is made where that can be told."""
+        """Raise if a value of `chars` characters is too large; called before it is made where possible."""
         if chars > self.max_chars:
             raise TemplateLimit(f"makes a value of more than {self.max_chars:,} characters")
 
@@ -93,11 +95,11 @@ def rendered(
     more: Mapping[str, Any],
     tools: list[Any] | None = None,
 ) -> str:
-    """The text of a conversation; `more` are the special tokens by name, `tools` the schemas of functions.
+    """Render a conversation; `more` are the special tokens by name, `tools` the schemas of functions.
 
     Raises:
         TemplateError: the template refuses the conversation, or fails on it.
-        TemplateLimit: it does more than any chat needs.
+        TemplateLimit: it exceeds a limit.
     """
     values = [value for message in messages for value in message.values()]
     size = sum(len(value) if isinstance(value, str) else len(json.dumps(value)) for value in [*values, tools or ""])
@@ -118,10 +120,10 @@ def rendered(
 
 @functools.lru_cache(maxsize=16)
 def _compiled(text: str) -> Template:
-    """The template with its steps counted.
+    """Compile a template with step counting.
 
     Raises:
-        TemplateError: it is no template.
+        TemplateError: it is not a template.
         TemplateLimit: it is too long, or nested too deeply.
     """
     if len(text) > MAX_TEMPLATE_CHARS:
@@ -137,19 +139,19 @@ def _compiled(text: str) -> Template:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks answers for transformers; here its body alone counts."""
+    """`{% generation %}`, which marks answers for transformers; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's name and type)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The body as a scope of its own."""
+        """Return the body as a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
 
 
 class _ChatNamespace(Namespace):
-    """Takes no name with an underscore in front, as transformers' does, and is not printed."""
+    """Namespace without names that start with an underscore, as in transformers; printing it is opaque."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -179,7 +181,7 @@ class _ChatDict:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with the budget of the current rendering."""
+    """The sandbox, charging the budget of the current rendering."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -189,7 +191,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
             finalize=_printed,
-            optimized=False,  # `2**10**10` would be worked out at compile time
+            optimized=False,  # constant folding would evaluate `2**10**10` at compile time
         )
         self.filters["tojson"] = _tojson
         self.filters = {name: _counted(call) for name, call in self.filters.items() if name not in LEFT_OUT}
@@ -203,7 +205,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The operators whose result can be longer than what goes in."""
+        """Apply an operator whose result can be longer than its operands."""
         if operator == "+":
             return _sized(left + right)
         if operator == "**":
@@ -215,7 +217,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _sized(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __called: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (jinja2's)
-        """A function, macro or method."""
+        """Call a function, macro or method."""
         method = getattr(__called, "__wrapped__", __called)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if owner is __self:  # `tick` and `sized`, which the template cannot name
@@ -226,20 +228,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _sized(super().call(__context, __called, *args, **kwargs))
 
     def tick(self, chars: int) -> str:
-        """An iteration or a macro whose body prints `chars` characters as they stand."""
+        """Count an iteration or macro call whose body prints `chars` literal characters."""
         _budget.get().step(chars)
         return ""
 
     def sized(self, value: Any) -> Any:
-        """A value that the template puts together."""
+        """Check the size of a value that the template constructs."""
         return _sized(value)
 
 
 class _Counting(NodeTransformer):
-    """Puts `tick` into each body that can run more than once, and `sized` around what is put together."""
+    """Transformer that inserts `tick` into each repeatable body, and wraps constructed values in `sized`."""
 
     def visit_body(self, node: Any) -> Any:
-        """A loop, macro or call block."""
+        """Insert `tick` into a loop, macro or call block."""
         self.generic_visit(node)
         data = [part.data for output in node.body for part in output.find_all(nodes.TemplateData)]
         call = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.Const(sum(map(len, data)))], [], None, None)
@@ -249,7 +251,7 @@ class _Counting(NodeTransformer):
     visit_For = visit_Macro = visit_CallBlock = visit_body
 
     def visit_made(self, node: Any) -> Any:
-        """A concatenation, list, tuple or mapping."""
+        """Wrap a concatenation, list, tuple or mapping in `sized`."""
         self.generic_visit(node)
         if getattr(node, "ctx", "load") != "load":  # `for a, b in pairs`
             return node
@@ -259,9 +261,9 @@ class _Counting(NodeTransformer):
 
 
 def _counted(call: Any) -> Callable[..., Any]:
-    """A filter or test, which takes the value first, or behind the context that jinja2 gives it."""
+    """Wrap a filter or test, which takes its value first, or after the context that jinja2 passes."""
 
-    @functools.wraps(call)  # with jinja2's mark of who wants the context
+    @functools.wraps(call)  # keeps jinja2's attribute that requests the context
     def counted(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.step()
@@ -274,7 +276,7 @@ def _counted(call: Any) -> Callable[..., Any]:
 
 
 def _sized(value: Any) -> Any:
-    """The same value, after a look at its size written out."""
+    """Return the value after checking its size, nested values counted each time they occur."""
     if isinstance(value, str | bytes):
         if len(value) > MAX_CHARS:
             _budget.get().require(len(value))
@@ -287,7 +289,7 @@ def _sized(value: Any) -> Any:
 
 
 def _written_size(value: Any, *, most: float) -> float:
-    """Characters and entries of a value, each as often as it is there; no more are counted than `most`."""
+    """Return the characters and entries of a value, with repeats; counting stops above `most`."""
     total, left = 0, [value]
     while left and total <= most:
         one = left.pop()
@@ -302,8 +304,10 @@ def _written_size(value: Any, *, most: float) -> float:
 
 
 def _require_growth(name: str, value: Any, arguments: list[Any]) -> None:
-    """Before a filter or method is called that can make more of its value than goes in: text for each character,
-    entry or line of it, widths, numbers of copies, formats."""
+    """Check the size of a result before calling a filter or method that can enlarge its value.
+
+    It may add text for each character, entry or line, or take widths, numbers of copies, or formats.
+    """
     if name in ("format", "format_map", "do_format", "strftime"):
         for text in (value, *arguments):
             if isinstance(text, str | bytes):
@@ -318,11 +322,11 @@ def _require_growth(name: str, value: Any, arguments: list[Any]) -> None:
 
 
 def _extent(value: Any) -> int:
-    """A number's own value, the length of text, and the size of a collection written out."""
+    """Return a number's absolute value, the length of a text, or the size of a collection with repeats."""
     if isinstance(value, int | float):
         return int(min(abs(value), 2**62)) if value == value else 0
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | list | tuple | set | frozenset):
-        return 1  # a generator: what is made of it is looked at afterwards
+        return 1  # a generator: its result is checked afterwards
     return int(_written_size(value, most=2**40))
 
 
@@ -345,7 +349,7 @@ def _require_narrow(text: str | bytes) -> None:
 
 @pass_context
 def _printed(context: Context, value: Any) -> str:
-    """What `{{ value }}` prints."""
+    """Return the text that `{{ value }}` prints."""
     text = value if type(value) is str else str(_sized(value))
     _budget.get().step(len(text))
     return text
@@ -358,7 +362,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes for HTML of jinja2's own."""
+    """Encode as JSON, without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,14 +1,14 @@
-"""Documents to token ids, and which of them are learnt.
+"""Tokenisation of documents, with the loss mask.
 
-Text: every token but BOS, closed by EOS. Chat: the conversation is rendered with the tokenizer's own
-template and tokenised once; a token is learnt when it overlaps an assistant's turn, from the first
+Text: every token but BOS is trained on, and EOS closes the text. Chat: the conversation is rendered with the
+tokenizer's own template and tokenised once; a token is trained on when it overlaps an assistant's turn, from the first
 character of the answer to the end-of-turn marker (data/tokens/chat.py finds the spans).
 
-Strings of special tokens that a document's author wrote: read as plain text, never as control tokens.
-
-`<|im_end|>` in a question would otherwise end the turn. The template's own control tokens stay what
-they are, and the text around is tokenised as if the strings were any other text. Only tokens that the
-tokenizer calls special count: `<think>` or `<tool_call>`, which are not, are the author's to write."""
+Special-token strings written by a document's author are read as plain text, never as control tokens: `<|im_end|>` in a
+question would otherwise end the turn. The template's own control tokens are kept, and the text around is tokenised as
+if the strings were any other text. Only tokens that the tokenizer calls special count: `<think>` or `<tool_call>`,
+which are not, may be written by the author.
+"""
 
 import re
 import secrets
@@ -35,7 +35,7 @@ from tpu_experiments.data.tokens.words import WordEncoding, backend_of, words_of
 
 
 class ControlTokens:
-    """The special tokens of one tokenizer, and how text that has their strings is encoded."""
+    """Special tokens of one tokenizer, and encoding of text that contains their strings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -43,10 +43,10 @@ class ControlTokens:
         self._tokens: list[AddedToken] = [token for token in added.values() if token.special]
         self._ids: list[int] = [token_id for token_id, token in added.items() if token.special]
         self._index = {token.content: i for i, token in enumerate(self._tokens)}
-        # Longest first, so that a token that another begins with does not hide it.
+        # Longest first, so that a token does not shadow a longer one that begins with it.
         strings = sorted(self._index, key=len, reverse=True)
         self._written = re.compile("|".join(map(re.escape, strings)) or r"(?!)")
-        # No author can guess these.
+        # A random nonce, so that no author can write these strings.
         nonce = secrets.token_hex(16)
         self._hidden = [f"\ufdd2{nonce}-{i}\ufdd3" for i in range(len(self._tokens))]
         self._stand_ins = [f"\ufdd4{nonce}-{i}\ufdd5" for i in range(len(self._tokens))]
@@ -55,28 +55,32 @@ class ControlTokens:
         self._id_of: dict[int, int] = {}
 
     def are_in(self, text: str) -> bool:
-        """Whether the string of a special token occurs."""
+        """Return whether the string of a special token occurs."""
         return self._written.search(text) is not None
 
     def hide(self, messages: Messages) -> Messages:
-        """The conversation with their strings replaced, so that those in its rendered text are the template's."""
+        """Replace special-token strings in a conversation; those in its rendered text are then the template's."""
         return tuple((role, self._replaced(content)) for role, content in messages)
 
     def hide_in_tools(self, chat: ToolChat) -> ToolChat:
-        """The same of a conversation with tools, in their descriptions, calls and answers too."""
+        """Do the same for a conversation with tools, in their descriptions, calls and answers too."""
         return ToolChat(self.hide(chat.messages), tuple(map(self._replaced, chat.extras)), self._replaced(chat.tools))
 
     def _replaced(self, text: str) -> str:
         return self._written.sub(lambda match: self._hidden[self._index[match[0]]], text)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is a control token."""
+        """Return the ids of a text in which no string is a control token."""
         return list(self._plain().encode(text, add_special_tokens=False).ids)
 
     def encode_chat(self, rendered: RenderedChat) -> tuple[list[int], Encoding, RenderedChat]:
-        """Ids of a conversation that `hide` changed, their encoding, and the conversation with its own strings."""
+        """Encode a rendered conversation changed by `hide`, with its own strings restored.
+
+        Returns:
+            Its ids, their encoding, and the restored conversation, whose spans match the encoding.
+        """
         parts: list[str] = []
-        # Characters replaced up to here -> what that adds to every later position.
+        # Position in the rendered text, and the shift of all later positions by the replacements so far.
         starts, shifts = [0], [0]
         last = 0
         for match in self._either.finditer(rendered.text):
@@ -97,7 +101,7 @@ class ControlTokens:
         return ids, encoding, RenderedChat(text, answers, [moved(cut) for cut in rendered.cuts])
 
     def _plain(self) -> Tokenizer:
-        """A copy that reads special tokens as text, and knows a secret stand-in for each."""
+        """Return a copy of the tokenizer that reads special tokens as text, with a secret stand-in for each."""
         if self._backend is None:
             backend = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
             backend.no_truncation()
@@ -115,15 +119,15 @@ class ControlTokens:
 
 
 LEARN, CUT = 1, 2
-"""Flags of a token: it is learnt; a piece may begin here, at a user or system turn after an answer."""
+"""Flags of a token: it is trained on; a piece may begin here, at a user or system turn after an answer."""
 
 _CALL_CHARACTERS = 2**20
-"""Given to the tokenizer at once: an encoding with offsets takes some 150 bytes a token."""
+"""Characters per call of the tokenizer: an encoding with offsets takes some 150 bytes a token."""
 
 
 @dataclass(eq=False)
 class Tokens:
-    """One document of L tokens: ids, and `LEARN` and `CUT` of each."""
+    """One document of L tokens: ids, and the flags `LEARN` and `CUT` of each."""
 
     ids: NDArray[np.int32]
     flags: NDArray[np.uint8]
@@ -131,11 +135,14 @@ class Tokens:
 
 
 class DocumentTokenizer:
-    """Tokenises documents in batches; made once per process, since it remembers what the template does."""
+    """Batched tokenisation of documents; constructed once per process.
+
+    One instance caches what it found out about the chat template.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.counts: Counter[str] = Counter()
-        """`special_tokens_in_text`: documents with strings of special tokens, which were read as plain text. Of
+        """`special_tokens_in_text`: documents with strings of special tokens, which were read as plain text. For
         conversations, up to their last answer: `begins_with_answer`, documents; `blank_answer_not_learnt` and
         `answer_as_context`, turns."""
         self._tokenizer = tokenizer
@@ -145,7 +152,7 @@ class DocumentTokenizer:
         self._is_marker: dict[int, bool] = {}
 
     def tokenize(self, documents: Sequence[Document]) -> list[Tokens | Refused]:
-        """The tokens of each document, or why it has none, in order; the same for any division into batches."""
+        """Return the tokens of each document, or the reason for none, in order; independent of batching."""
         done: list[Tokens | Refused] = []
         for batch in _batches(documents):
             arrays: dict[int, _Arrays | Refused] = {}
@@ -204,7 +211,7 @@ class DocumentTokenizer:
             done[i] = self._closed_chat(encoded.ids, flags_of(encoded, rendered=plain[i]))
 
     def _taught(self, rendered: RenderedChat, document: Document, *, num_turns: int) -> RenderedChat:
-        """Without the answers that are not learnt, which are counted."""
+        """Drop, and count, the spans of answers that are not trained on."""
         messages = (document.messages or ())[:num_turns]
         answers = [turn for turn, (role, _) in enumerate(messages) if role == "assistant"]
         self.counts["begins_with_answer"] += next((role == "assistant" for role, _ in messages if role != "system"))
@@ -214,17 +221,17 @@ class DocumentTokenizer:
         self.counts["blank_answer_not_learnt"] += sum(is_blank.values())
         self.counts["answer_as_context"] += sum(turn in document.context and not is_blank[turn] for turn in answers)
         turns = [[turn] for turn in answers]
-        if len(turns) != len(rendered.answers):  # the template takes neighbouring turns of one role as one (chat.py)
+        if len(turns) != len(rendered.answers):  # the template needed adjacent turns of one role merged (chat.py)
             turns = [[t + i for i in range(n)] for t, n in _runs(answers)]
         assert len(turns) == len(rendered.answers), f"{len(rendered.answers)} spans of {len(turns)} answers"
-        # One that was joined is learnt when all of it is that says something.
+        # A joined answer is trained on when all of its turns that are not blank are.
         said = [[turn for turn in run if not is_blank[turn]] for run in turns]
         is_learnt = [bool(run) and all(map(document.is_taught, run)) for run in said]
         spans = [span for span, learnt in zip(rendered.answers, is_learnt, strict=True) if learnt]
         return RenderedChat(rendered.text, spans, rendered.cuts)
 
     def _encoded(self, texts: dict[int, str], *, with_offsets: bool) -> Iterator[tuple[int, Encoding | WordEncoding]]:
-        """Word by word where that is exact, and the others together."""
+        """Encode word by word where that is exact, and the remaining texts in one batch."""
         others: dict[int, str] = {}
         for i, text in texts.items():
             encoding = self._words.encode(text) if self._words else None
@@ -237,7 +244,7 @@ class DocumentTokenizer:
         yield from zip(others, encode_batch(list(others.values()), add_special_tokens=False), strict=True)
 
     def _without_ends(self, text: str) -> str:
-        """Without the BOS it begins with and the EOS it ends with: they are set again, and never doubled."""
+        """Strip a leading BOS and a trailing EOS, which are added again later, so that they are not doubled."""
         return text.removeprefix(self._tokenizer.bos_token or "").removesuffix(self._tokenizer.eos_token or "")
 
     def _closed_text(self, ids: "_Ids") -> "_Arrays":
@@ -249,7 +256,7 @@ class DocumentTokenizer:
         return closed, flags
 
     def _closed_chat(self, ids: "_Ids", flags: NDArray[np.uint8]) -> "_Arrays":
-        """Learn EOS after the last answer when the template has no end-of-turn marker of its own."""
+        """Train on EOS after the last answer if the template has no end-of-turn marker of its own."""
         learnt = np.flatnonzero(flags & LEARN)
         num_kept = int(learnt[-1]) + 1 if len(learnt) else len(flags)
         eos = self._tokenizer.eos_token_id
@@ -270,7 +277,7 @@ _Ids = list[int] | NDArray[np.int32]
 
 
 def flags_of(encoding: Encoding | WordEncoding, *, rendered: RenderedChat) -> NDArray[np.uint8]:
-    """The flags (L,) of a conversation's tokens; `encoding` is that of its text."""
+    """Return the flags (L,) of a conversation's tokens; `encoding` is that of its text."""
     flags = np.zeros(len(encoding), np.uint8)
     for begin, end in rendered.answers:
         first = _first_overlapping(encoding, begin=begin, end=end)
@@ -278,7 +285,7 @@ def flags_of(encoding: Encoding | WordEncoding, *, rendered: RenderedChat) -> ND
             flags[first : _last_overlapping(encoding, begin=begin, end=end) + 1] = LEARN
     for cut in rendered.cuts:
         token = _first_overlapping(encoding, begin=cut, end=len(rendered.text))
-        # A token that an answer's end shares with the next turn stays with the answer.
+        # A token shared by the end of an answer and the next turn belongs to the answer.
         while token is not None and token < len(flags) and flags[token]:
             token += 1
         if token is not None and token < len(flags):
@@ -287,20 +294,20 @@ def flags_of(encoding: Encoding | WordEncoding, *, rendered: RenderedChat) -> ND
 
 
 def _first_overlapping(encoding: Encoding | WordEncoding, *, begin: int, end: int) -> int | None:
-    """Index of the first token with characters in [begin, end); looked up in Rust, 1 ns a token."""
+    """Return the first token with characters in [begin, end); looked up in Rust, 1 ns a token."""
     tokens = (encoding.char_to_token(character) for character in range(begin, end))
     token = next((token for token in tokens if token is not None), None)
-    # Blanks may be in no token's characters though they have a token: one without width.
+    # Blanks may belong to a token of zero width, which char_to_token does not find.
     while token and _characters(encoding, token - 1)[1] > begin:
         token -= 1
     return token
 
 
 def _last_overlapping(encoding: Encoding | WordEncoding, *, begin: int, end: int) -> int:
-    """Index of the last token with characters in [begin, end), which has one."""
+    """Return the last token with characters in [begin, end), which must have one."""
     tokens = (encoding.char_to_token(character) for character in range(end - 1, begin - 1, -1))
     token = next(token for token in tokens if token is not None)
-    # Several tokens share a character that takes several bytes.
+    # A character of several bytes may be shared by several tokens.
     while token + 1 < len(encoding) and _characters(encoding, token + 1)[0] < end:
         token += 1
     return token
@@ -322,13 +329,13 @@ def _checked(document: Document, arrays: "_Arrays | Refused") -> Tokens | Refuse
 
 
 def _up_to_last_answer(document: Document) -> Messages:
-    """Turns after the last answer that is learnt are never learnt and never looked back at."""
+    """Return the turns up to the last trained answer; later turns do not affect the loss."""
     messages = document.messages or ()
     return messages[: max((i + 1 for i in range(len(messages)) if document.is_taught(i)), default=0)]
 
 
 def _runs(turns: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, number) of each run of successive numbers.
+    """Return (first, number) of each run of consecutive numbers.
 
     >>> _runs([0, 1, 3])
     [(0, 2), (3, 1)]
@@ -358,7 +365,7 @@ def _place(document: Document) -> str:
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[Sequence[Document]]:
-    """Runs of documents of about `_CALL_CHARACTERS` characters."""
+    """Yield runs of documents of about `_CALL_CHARACTERS` characters."""
     begin = length = 0
     for i, document in enumerate(documents):
         length += len(document.text or "") + sum(len(content) for _, content in document.messages or ())

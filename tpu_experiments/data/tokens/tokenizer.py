@@ -1,4 +1,4 @@
-"""The tokenizer of a run, from a local folder or the Hub; never imports torch_xla."""
+"""Loading of a run's tokenizer, from a local folder or the Hub; never imports torch_xla."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
 from tpu_experiments.storage.paths import find_local, near_misses
 
 CHAT_FORMATS = Path(__file__).with_name("chat_formats")
-"""Jinja templates of `model.chat_format`."""
+"""Folder of the Jinja templates of `model.chat_format`."""
 
 
 def load_tokenizer(
@@ -24,14 +24,14 @@ def load_tokenizer(
     chat_format: str = "tokenizer",
     remote_code: str = "refuse",
 ) -> PreTrainedTokenizerBase:
-    """Tokenizer of a folder or Hub id, with the chat template of a file or of a named format if one is given.
+    """Load the tokenizer of a folder or Hub id, with the chat template of a file or named format if set.
 
     Args:
-        remote_code: `model.remote_code`, what happens where it brings Python code of its own.
+        remote_code: `model.remote_code`, the policy for a tokenizer with Python code of its own.
 
     Raises:
-        ConfigError: no tokenizer there, one without character offsets, no such template file, a file
-            and a named format, a format that needs an EOS which the tokenizer lacks, or one with code of its own.
+        ConfigError: there is no tokenizer, or one without character offsets, no such template file, both a file
+            and a named format, a format that needs an EOS which the tokenizer lacks, or code that is refused.
     """
     if chat_template_path is not None and chat_format != "tokenizer":
         raise ConfigError(
@@ -77,7 +77,7 @@ def load_tokenizer(
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase, *, source: str) -> None:
-    """Raise when the tokenizer cannot render the conversations of `source`.
+    """Raise if the tokenizer cannot render the conversations of `source`.
 
     Raises:
         ConfigError: it has no chat template.
@@ -90,7 +90,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, *, source: str) ->
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id that fills rows up: padding, else end of sequence, else 0; it is never attended to."""
+    """Return the id that pads rows: padding, else end of sequence, else 0; it is never attended to."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
@@ -98,9 +98,9 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits that differ when the same text could get other ids; the chat template has its own."""
+    """Return 16 hex digits that change if any text could get other ids; excludes the chat template."""
     backend = tokenizer.backend_tokenizer
-    # Options of the last call, which its JSON would have.
+    # Reset the options of the last call, which would be part of the JSON.
     backend.no_truncation()
     backend.no_padding()
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -108,7 +108,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits of the chat template, or `none`."""
+    """Return 16 hex digits of the chat template's SHA-256, or `none`."""
     template = tokenizer.chat_template
     if not template:
         return "none"
@@ -132,16 +132,16 @@ def _format_template(chat_format: str, *, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase, *, place: str) -> None:
-    """Render a small conversation, so that a template without an end is named with the place that it comes from.
+    """Render a small conversation, so that an endless template is reported with its config key.
 
     Raises:
-        ConfigError: it does more than any chat needs.
+        ConfigError: it exceeds the limits of the sandbox.
     """
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
         template = tokenizer.get_chat_template()
         rendered(template, messages=turns, add_generation_prompt=False, more=tokenizer.special_tokens_map)
-    except (TemplateError, ValueError):  # it may refuse these turns; ValueError: several templates and none is named
+    except (TemplateError, ValueError):  # it may refuse these turns; ValueError: several templates, none the default
         return
     except TemplateLimit as error:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""How many bytes of text each token stands for, so that losses can be told per byte and compared across tokenizers.
+"""Bytes of text per token, so that losses can be reported per byte and compared across tokenizers.
 
-Read from the vocabulary, not by decoding: a token may be half of a character. Byte-level BPE (GPT-2, Llama 3, Qwen)
-writes every byte as one character. SentencePiece (Mistral, Llama 2, Gemma) writes a blank as U+2581 and a byte as
-<0xNN>; Mistral sets a blank before a text that the text does not have. Special tokens stand for no text.
+Read from the vocabulary, not by decoding, since a token may be part of a character. Byte-level BPE (GPT-2, Llama 3,
+Qwen) writes every byte as one character. SentencePiece (Mistral, Llama 2, Gemma) writes a blank as U+2581 and a byte as
+<0xNN>; Mistral prepends a blank that the text does not have. Special tokens have no text.
 """
 
 import json
@@ -22,31 +22,32 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclass(frozen=True, eq=False)
 class Widths:
-    """Bytes of V tokens."""
+    """Bytes of text of each of V tokens."""
 
     bytes_V: NDArray[np.int32]
     """UTF-8 bytes of the text, as the tokenizer normalises it (Qwen: NFC)."""
     is_opened_V: NDArray[np.bool_]
-    """Tokens whose first blank is the tokenizer's own at the start of a text; all false where it sets none."""
+    """Tokens whose leading blank is prepended by the tokenizer at the start of a text; all False if it prepends
+    none."""
     is_added_V: NDArray[np.bool_]
-    """Added tokens, after which a text starts anew."""
+    """Added tokens, after which the tokenizer starts a new text."""
 
     def of(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Bytes of each token of one document (L,) or of rows (N, T).
+        """Return the bytes of each token of one document (L,) or of rows (N, T).
 
-        A document inside a row begins after an added token too, or with a token that is not predicted.
+        A document inside a row begins after an added token, or with a token that is not predicted.
         """
         starts = np.ones(ids.shape, np.bool_)
         starts[..., 1:] = self.is_added_V[ids[..., :-1]]
         return self.bytes_V[ids] - (self.is_opened_V[ids] & starts)
 
     def stands_for_text(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether each token is of a text, not the end of a document or turn."""
+        """Return whether each token has text, unlike the end of a document or turn."""
         return self.bytes_V[ids] > 0
 
 
 def widths_of(tokenizer: PreTrainedTokenizerBase) -> Widths | None:
-    """The widths of a tokenizer's tokens; None for one that is neither byte-level nor has SentencePiece's blanks."""
+    """Return the widths of a tokenizer's tokens; None unless it is byte-level or SentencePiece-like."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     width: Callable[[str], int]
     kinds = set(_types(state["decoder"]))
@@ -80,7 +81,7 @@ def _width_with_blanks(token: str) -> int:
 
 
 def _sets_blank(state: dict[str, Any]) -> bool:
-    """Whether a text gets a blank in front."""
+    """Return whether the tokenizer prepends a blank to a text."""
     if "Prepend" in _types(state["normalizer"]):
         return True
     steps = _steps(state["pre_tokenizer"]) if state["pre_tokenizer"] else ()
@@ -92,7 +93,7 @@ def _types(part: dict[str, Any] | None) -> list[str]:
 
 
 def _steps(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, sequences laid open."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, with sequences flattened."""
     inner = next((part[name] for name in ("normalizers", "pretokenizers", "decoders") if name in part), None)
     if inner is None:
         yield part

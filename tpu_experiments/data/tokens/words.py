@@ -1,11 +1,12 @@
-"""The ids of words, remembered: what the tokenizer would say, at more than twice its speed.
+"""Memoised tokenisation word by word: the ids of the tokenizer, at more than twice its speed.
 
-A BPE merges nothing across the borders of its pre-tokenizer's words, so the ids of a text are those of
-its words in turn. Done for the pipelines of GPT-2, Llama 3, Qwen 2 and 3 (byte-level), and of Mistral
-and Gemma (blanks as U+2581). Words are found with Python's `re`; how the tokenizer reads a character is
-looked at when it is first met, and texts with one that it reads differently are left to the tokenizer.
+A BPE merges nothing across the borders of its pre-tokenizer's words, so the ids of a text are those of its words,
+concatenated. Implemented for the pipelines of GPT-2, Llama 3, Qwen 2 and 3 (byte-level), and of Mistral and Gemma
+(blanks as U+2581). Words are found with Python's `re`. The first time a character occurs it is verified that `re` and
+the tokenizer classify it alike; texts with a character that they do not are left to the tokenizer.
 
-How a tokenizer divides a text into words, where what it makes of a text is what it makes of its words in turn."""
+`Pipeline` describes how a tokenizer divides a text into words, where its ids are known to be those of the words.
+"""
 
 import json
 import re
@@ -23,7 +24,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""That of tokenizers' ByteLevel."""
+"""The pattern of tokenizers' ByteLevel."""
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -31,28 +32,28 @@ _LLAMA3_WORDS = (
 _QWEN2_WORDS = _LLAMA3_WORDS.replace("{1,3}", "")
 BLANK, _BLANK_WORDS = "\u2581", re.compile(" *[^ ]+| +")
 LETTER = "x"
-"""After which a word with blanks is like any other: only the first may get another blank."""
+"""Text before a word when it is encoded: only the first word of a text may get a prepended blank."""
 _SPACES = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 """Unicode's White_Space. Python's own class has U+001C to U+001F too."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a tokenizer divides a text into words."""
+    """Division of a text into words by a tokenizer."""
 
     words: re.Pattern[str]
     has_blanks: bool
-    """Blanks become U+2581, and a word begins with them."""
+    """Whether blanks become U+2581 and lead their word."""
     is_nfc: bool = False
 
 
 def pipeline_of(state: dict[str, Any]) -> Pipeline | None:
-    """The pipeline of a tokenizer by its tokenizer.json; None when its ids are not certain to be those of its words."""
+    """Return a tokenizer's pipeline by its tokenizer.json; None unless its ids are surely word by word."""
     return (_byte_level(state) or _with_blanks(state)) if _is_plain(state) else None
 
 
 def _is_plain(state: dict[str, Any]) -> bool:
-    """Whether it is a BPE that makes the same of a word every time, with added tokens that are only their strings."""
+    """Return whether it is a deterministic BPE whose added tokens match their strings only."""
     model, added = state["model"], state["added_tokens"]
     if model["type"] != "BPE" or any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))):
         return False
@@ -64,7 +65,7 @@ def _is_plain(state: dict[str, Any]) -> bool:
 
 
 def _byte_level(state: dict[str, Any]) -> Pipeline | None:
-    """The pipeline of a byte-level BPE; None for another."""
+    """Return the pipeline of a byte-level BPE; None for another tokenizer."""
     words, is_nfc = state["pre_tokenizer"], (state["normalizer"] or {}).get("type") == "NFC"
     if (state["normalizer"] and not is_nfc) or words is None:
         return None
@@ -81,9 +82,9 @@ def _byte_level(state: dict[str, Any]) -> Pipeline | None:
 
 
 def _with_blanks(state: dict[str, Any]) -> Pipeline | None:
-    """The pipeline of a BPE of SentencePiece; None for another, or when a token goes on after a blank."""
+    """Return the pipeline of a SentencePiece BPE; None for another, or if a token has an inner blank."""
     model, vocab = state["model"], state["model"]["vocab"]
-    # Without all bytes, unknown neighbours may become one token.
+    # Without all byte tokens, neighbouring unknown characters may become one token.
     if not model["byte_fallback"] or any(f"<0x{byte:02X}>" not in vocab for byte in range(256)):
         return None
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": BLANK}
@@ -99,7 +100,7 @@ def _with_blanks(state: dict[str, Any]) -> Pipeline | None:
 
 
 def _python_pattern(pattern: str) -> re.Pattern[str]:
-    r"""With \p{L}, \p{N} and white space spelled out up to U+FFFF: `re` looks those up in one step."""
+    r"""Compile with \p{L}, \p{N} and white space expanded up to U+FFFF, which `re` looks up in one step."""
     classes = {r"\p{L}": _characters_of("L"), r"\p{N}": _characters_of("N"), r"\s": _SPACES}
     groups = {r"\S": f"[^{_SPACES}]"} | {name: f"[{characters}]" for name, characters in classes.items()}
 
@@ -112,18 +113,18 @@ def _python_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _characters_of(category: str) -> str:
-    """The characters up to U+FFFF of one of Unicode's main categories, as the ranges of a class."""
+    """Return the characters up to U+FFFF of one of Unicode's main categories, as ranges of a class."""
     of_it = [code for code in range(2**16) if unicodedata.category(chr(code))[0] == category]
     runs = [list(run) for _, run in groupby(enumerate(of_it), key=lambda pair: pair[1] - pair[0])]
     return "".join(f"\\u{run[0][1]:04x}-\\u{run[-1][1]:04x}" for run in runs)
 
 
 _MAX_WORDS, _MAX_CHARACTERS = 2**18, 64
-"""Remembered, some 200 bytes each; and the longest of them, since longer ones seldom come back."""
+"""Words in the memo, some 200 bytes each; and the length of the longest, since longer ones seldom recur."""
 _MAX_ADDED = 100
-"""Characters of an added token: a pattern has a group for each, one inside the other, and `re` 1,000 calls."""
+"""Characters of an added token: a pattern nests a group for each, and `re` is limited to 1,000 nested calls."""
 _CONTEXT = "a{0}a1{0}1!{0}! {0}  {0}\n{0}\n{0}{0}{0} '{0}x '{0}e '{0}l 'r{0} 'v{0} 'l{0}"
-"""A text whose words tell letters, numbers, white space and the rest apart, and what `(?i:'s)` takes for an s."""
+"""A text whose words distinguish letters, numbers, white space and the rest, and whatever `(?i:'s)` takes for an s."""
 _MARKS = "{0} a\u0345{0} {0}\u0334"
 """A text in which canonical order moves a combining mark: the classes of U+0345 and U+0334 are 240 and 1."""
 _CHECKED = (
@@ -133,7 +134,7 @@ _CHECKED = (
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> "WordMemo | None":
-    """A memo of the words of this tokenizer; None when its ids are not certain to be those of its words."""
+    """Return a memo of this tokenizer's words; None unless its ids are surely those of its words."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     pipeline = pipeline_of(state)
     if pipeline is None:
@@ -147,7 +148,7 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> "WordMemo | None":
 
 
 def backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The Rust tokenizer, as transformers sets it for a call without options."""
+    """Return the Rust tokenizer, in the state in which transformers sets it for a call without options."""
     backend: Tokenizer = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -156,7 +157,7 @@ def backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 class WordEncoding:
-    """The tokens of one text; its methods are those of tokenizers' Encoding."""
+    """Tokens of one text, with the interface of tokenizers' Encoding."""
 
     def __init__(self, words: list[str], encoded: list[bytes], *, firsts: "dict[int, _Words]", other: "_Words") -> None:
         self._words, self._encoded = words, encoded
@@ -168,7 +169,7 @@ class WordEncoding:
         return len(self.ids)
 
     def char_to_token(self, character: int) -> int | None:
-        """The first token with this character of the text."""
+        """Return the first token that contains this character of the text."""
         word = bisect_right(self._characters, character) - 1
         position = character - self._characters[word]
         for i, (begin, end) in enumerate(self._offsets(word)):
@@ -177,7 +178,7 @@ class WordEncoding:
         return None
 
     def token_to_chars(self, token: int) -> tuple[int, int]:
-        """(begin, end) of a token in the text."""
+        """Return (begin, end) of a token in the text."""
         word = bisect_right(self._bytes, token * 4) - 1
         begin, end = self._offsets(word)[token - self._bytes[word] // 4]
         return self._characters[word] + begin, self._characters[word] + end
@@ -187,21 +188,21 @@ class WordEncoding:
 
     @cached_property
     def _characters(self) -> list[int]:
-        """Where each word begins."""
+        """Start of each word in the text, in characters."""
         return list(accumulate(map(len, self._words), initial=0))
 
     @cached_property
     def _bytes(self) -> list[int]:
-        """Where the ids of each word begin, 4 bytes each."""
+        """Start of each word's ids, in bytes (4 per id)."""
         return list(accumulate(map(len, self._encoded), initial=0))
 
 
 class _Unfamiliar(Exception):
-    """A character that the tokenizer does not read as Python does."""
+    """A character that the tokenizer and Python classify differently."""
 
 
 class _Words(dict[str, bytes]):
-    """The ids (int32) of words at one kind of place, which the text before it stands for."""
+    """Memo from word to ids (int32), for words in one context, represented by the text `before` them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, before: str, check: Callable[[str], None]) -> None:
         self._tokenizer = tokenizer
@@ -217,9 +218,9 @@ class _Words(dict[str, bytes]):
         return ids
 
     def learn(self, words: Iterable[str]) -> None:
-        """Remember those that are new, in one call of the tokenizer: half the time of a call for each.
+        """Add the new words in one call of the tokenizer: half the time of a call for each.
 
-        Only where `before` is an added token, which nothing is merged across.
+        Only valid where `before` is an added token, across which nothing is merged.
         """
         new = [word for word in set(words) if word not in self and len(word) <= _MAX_CHARACTERS]
         if len(new) < 2:
@@ -228,12 +229,12 @@ class _Words(dict[str, bytes]):
             self._check(word)
         ids = np.array(self._encode(self._before.join(new)).ids, np.int32)
         bounds = [*np.flatnonzero(ids == ids[0]).tolist(), len(ids)]
-        if len(bounds) == len(new) + 1:  # else the end of a word and the added token after it began another one
+        if len(bounds) == len(new) + 1:  # else the end of a word and the next added token formed another added token
             for word, begin, end in zip(new, bounds, bounds[1:], strict=False):
                 _keep(self, word, ids[begin + 1 : end].tobytes())
 
     def offsets(self, word: str) -> tuple[tuple[int, int], ...]:
-        """(begin, end) of its tokens, in characters of the word."""
+        """Return (begin, end) of a word's tokens, in characters of the word."""
         if (offsets := self._offsets.get(word)) is None:
             shift, of_all = len(self._before), self._encode(word).offsets
             offsets = tuple((begin - shift, end - shift) for begin, end in of_all[self._num_before :])
@@ -252,14 +253,14 @@ def _keep(memo: dict[str, Any], word: str, value: object) -> None:
 
 
 class WordMemo:
-    """Encodes texts word by word."""
+    """Encoder of texts, word by word."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, pipeline: Pipeline, added: list[str]) -> None:
         self._tokenizer = tokenizer
         self._pipeline = pipeline
         self._added = re.compile(f"({_any_of(added)})")
         self._familiar: set[str] = set()
-        # The longest is part of no other, whatever follows it.
+        # The longest added token is part of no other, whatever follows it.
         longest = max(added, key=len)
         places = ("", longest, LETTER if pipeline.has_blanks else longest)
         self._first, self._first_of_part, self._other = (
@@ -267,7 +268,7 @@ class WordMemo:
         )
 
     def encode(self, text: str) -> WordEncoding | None:
-        """The tokens of a text without special tokens around it; None when only the tokenizer can tell."""
+        """Return the tokens of a text without special tokens around it; None if the tokenizer must encode it."""
         if self._pipeline.is_nfc and not unicodedata.is_normalized("NFC", text):
             return None
         words: list[str] = []
@@ -275,7 +276,7 @@ class WordMemo:
         firsts: dict[int, _Words] = {}
         find = self._pipeline.words.findall
         try:
-            # Texts and added tokens by turns.
+            # The split alternates between texts and added tokens.
             parts = [find(part) if i % 2 == 0 else [part] for i, part in enumerate(self._added.split(text)) if part]
             if not self._pipeline.has_blanks:
                 self._other.learn(chain.from_iterable(found[1:] for found in parts))
@@ -295,7 +296,7 @@ class WordMemo:
             self._familiar.add(character)
 
     def _is_familiar(self, character: str) -> bool:
-        """Whether the tokenizer reads a character as `re` and unicodedata do."""
+        """Return whether the tokenizer classifies a character as `re` and unicodedata do."""
         backend = backend_of(self._tokenizer)
         if self._pipeline.has_blanks:
             return character != BLANK
@@ -310,7 +311,7 @@ class WordMemo:
 
 
 def _any_of(strings: list[str]) -> str:
-    """A pattern that matches the longest of them at a place, and looks at each character once."""
+    """Return a pattern that matches the longest of the strings, and reads each character once."""
     if strings == [""]:
         return ""
     nexts: dict[str, list[str]] = {}
@@ -321,7 +322,7 @@ def _any_of(strings: list[str]) -> str:
 
 
 def _is_right(memo: WordMemo, text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether ids and offsets are the tokenizer's own, where the memo gives any."""
+    """Return whether the memo's ids and offsets equal the tokenizer's; True where it has none."""
     mine, expected = memo.encode(text), backend_of(tokenizer).encode(text, add_special_tokens=False)
     if mine is None or mine.ids.tolist() != expected.ids:
         return mine is None
