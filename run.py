@@ -64,7 +64,9 @@ def main(composed: DictConfig) -> None:
 
 @contextmanager
 def ending_in_words(config: Config | None = None) -> Iterator[None]:
-    """Report any error of the block in one sentence and exit: code 2 for user errors, 1 for storage failures and bugs.
+    """Report an error of the block in one sentence, and exit.
+
+    Exit codes: 2 for errors that the user can fix, 1 for storage failures and bugs, and that of Ctrl-C.
 
     Args:
         config: names the run folder whose run.log takes the traceback of a bug; None before the config is composed.
@@ -124,7 +126,10 @@ def run(config: Config) -> None:
 
 
 def check_plan(config: Config) -> None:
-    """Refuse a run that is known not to fit the chips' memory; imports the planner, so only with `hw.chip` set."""
+    """Refuse a run that is known not to fit the chips' memory; call it only with `hw.chip` set.
+
+    The planner is imported here, so that machines without such a chip never load it.
+    """
     from tpu_experiments.planning.check import check_memory
     from tpu_experiments.planning.tuned import tuned
 
@@ -133,7 +138,9 @@ def check_plan(config: Config) -> None:
 
 
 def laid_under(arguments: list[str]) -> list[str]:
-    """Return the command line with the overrides of the file in `+plan=FILE` inserted below the given ones.
+    """Return the command line with `+plan=FILE` replaced by that file's overrides.
+
+    Keys that are also on the command line keep its values.
 
     Raises:
         ConfigError: the file does not exist, cannot be read, or is not an overlay.

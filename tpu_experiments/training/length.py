@@ -87,9 +87,9 @@ def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLengt
 
 
 def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
-    """Convert the run folder to the new length; if killed midway, the same command completes the conversion.
+    """Convert the run folder to the new length.
 
-    Moves the shorter run's result to `result_of_step_<its last>.json` and removes checkpoints after `length.step`. The
+    If killed midway, the same command completes it. Moves the shorter run's result to `result_of_step_<its last>.json` and removes checkpoints after `length.step`. The
     shorter run's export remains until the next one replaces it.
     """
     log.info(

@@ -1,4 +1,4 @@
-"""Warm start of a new run from a checkpoint or an export of another run, or from a LoRA adapter in PEFT's layout.
+"""Warm start of a new run from another run's checkpoint or export, or from an adapter in PEFT's layout.
 
 The source is verified against its checksums (COMMIT.json of a checkpoint, result.json of an export) and compared with
 the new run before anything is created. The new run's own checkpoints record it; once one exists, the source is not read
@@ -316,8 +316,7 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
 
 
 def _same(key: str, theirs: Any, ours: Any) -> bool:
-    """Return whether two values of a key mean the same weights; of `model.path`, a folder that may have moved, only
-    the last part counts."""
+    """Return whether two values of a key mean the same; of `model.path` the last part, since folders move."""
     if key == "model.path" and isinstance(theirs, str) and isinstance(ours, str):
         return _last(theirs) == _last(ours)
     return bool(theirs == ours)
