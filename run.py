@@ -163,7 +163,9 @@ def laid_under(arguments: list[str]) -> list[str]:
 
 
 def check_yaml(arguments: list[str]) -> None:
-    """Refuse YAML whose aliases expand beyond memory, before Hydra reads conf/ and the folders of `arguments`.
+    """Refuse YAML whose aliases expand beyond memory, before Hydra reads it.
+
+    Checked are conf/ and the config folders named in `arguments`.
 
     Raises:
         ConfigError: a file is too large once its aliases are expanded.

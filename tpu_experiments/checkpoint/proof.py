@@ -190,7 +190,10 @@ class Export:
     def __init__(
         self, folder: str, *, digests: Mapping[str, str], model: BuiltModel, start: Start, max_held_bytes: float
     ) -> None:
-        """`digests` is the SHA-256 of each file of tensors as it was written; empty on processes that wrote none."""
+        """Create a verification of the files in `digests`, the SHA-256 of each file of tensors as written.
+
+        `digests` is empty on processes that wrote none.
+        """
         self._folder, self._digests, self._model, self._start = folder, digests, model, start
         self._max_held_bytes = max_held_bytes
 

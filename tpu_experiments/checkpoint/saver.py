@@ -1,4 +1,4 @@
-"""When and how a run saves checkpoints: blocking the training loop, or in a background thread from a host copy.
+"""When and how a run saves checkpoints: blocking the loop, or in a background thread from a host copy.
 
 The first save of a process and those that end a stage or the run block training: before they count, the model evaluates
 held-out rows with the parameters read back, which must happen on the loop's own thread. Saves in between are written,
@@ -106,7 +106,7 @@ class Saver:
         self._saved: Progress | None = None
 
     def begins_with(self, marks: Mapping[str, str]) -> None:
-        """Set the initial fingerprints of a warm-started run, against which saves are verified; empty changes nothing."""
+        """Verify saves against the initial fingerprints of a warm start; empty `marks` change nothing."""
         if marks:
             self.start = replace(self.start, fingerprints=dict(marks))
 

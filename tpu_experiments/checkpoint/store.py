@@ -1,8 +1,9 @@
 """Checkpoints of a run folder: safetensors and JSON, committed atomically.
 
-`checkpoints/step_00000120/` holds the safetensors files of each group of tensors (storage/tensors.py) and `progress.json`;
-`COMMIT.json`, with the size and SHA-256 of each, is written last. A folder without it, or whose files differ from it,
-does not count. A save needs memory for the bytes of one file besides the tensors that it is given.
+`checkpoints/step_00000120/` holds `progress.json` and the safetensors files of each group of tensors, named as in
+storage/tensors.py; `COMMIT.json`, with the size and SHA-256 of each, is written last. A folder without it, or whose
+files differ from it, does not count. A save needs memory for the bytes of one file besides the tensors that it is
+given.
 """
 
 import hashlib
@@ -166,7 +167,7 @@ def read_latest(
 def read_step(
     folder: str, step: int, use: Callable[[dict[str, Any], Groups], Result], *, max_held_bytes: float = math.inf
 ) -> Result:
-    """Return `use(progress, tensors by group)` of the checkpoint of one step; arguments as for `read_latest`.
+    """Return `use(progress, tensors by group)` of one step's checkpoint; arguments as for `read_latest`.
 
     Raises:
         FileNotFoundError: the checkpoint or one of its files is missing.

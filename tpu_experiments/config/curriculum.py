@@ -1,4 +1,4 @@
-"""Resolution of the configured curriculum into stages with all values set, and the batch geometry of each.
+"""Resolution of the configured curriculum into stages with all values set, with their batch geometry.
 
 Pure arithmetic, so that the checks, the trainer and the plan all use the same stages.
 """

@@ -1,8 +1,9 @@
-"""The device mesh of `hw.parallel: spmd`: number of devices along each axis, and their order. Imports no torch.
+"""The device mesh of `hw.parallel: spmd`: number of devices along each axis, and their order.
 
-Devices are numbered as libtpu numbers them, with `data` varying slowest and `tensor` fastest, so that devices that
-exchange the most data are neighbours: activations are summed along `tensor`, whole weights are fetched along `fsdp`,
-and only gradients are summed along `data`. jax's mesh_utils, which MaxText calls, orders the axes in the same way.
+Imports no torch. Devices are numbered as libtpu numbers them, with `data` varying slowest and `tensor` fastest, so that
+devices that exchange the most data are neighbours: activations are summed along `tensor`, whole weights are fetched
+along `fsdp`, and only gradients are summed along `data`. jax's mesh_utils, which MaxText calls, orders the axes in the
+same way.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Limits for YAML that somebody else may have written, checked before anything is built of it.
+"""Size limits of untrusted YAML, checked before it is constructed.
 
-Ten lists of ten aliases each, one inside the other, are 400 bytes and ten thousand million nodes. libyaml's events are
-counted, with what each alias stands for, and nothing is expanded.
+Ten nested lists of ten aliases each are 400 bytes of text and ten thousand million nodes. The check counts libyaml's
+events, including the nodes that each alias refers to, without expanding them.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ MAX_DEPTH = 40
 MAX_DIGITS = 4_000
 """Characters of a number; PyYAML's `1:00:00` to base 60 takes time with their square."""
 OF_VALUES = (ValueError, KeyError, IndexError, AttributeError)
-"""What PyYAML raises beside its own errors for values that it cannot make: the 31st of February, `!!timestamp x`."""
+"""Errors, besides its own, that PyYAML raises for values it cannot construct: the 31st of February, `!!timestamp x`."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -45,7 +45,7 @@ def require_bounded(text: str, *, place: str) -> None:
     try:
         _count(yaml.parse(text, Loader=LOADER), place=place)
     except yaml.YAMLError:
-        return  # who reads it says what is wrong
+        return  # the reader reports the error
 
 
 def require_bounded_folder(folder: Path) -> None:
@@ -59,7 +59,7 @@ def require_bounded_folder(folder: Path) -> None:
             require_bounded(file.read_text(encoding="utf-8"), place=str(file))
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}; it is not UTF-8 ({error.reason}); write it as text.") from error
-        except (FileNotFoundError, IsADirectoryError):  # a link to nowhere, or a folder of that name: Hydra's matter
+        except (FileNotFoundError, IsADirectoryError):  # a dangling link, or a folder of that name: left to Hydra
             continue
 
 

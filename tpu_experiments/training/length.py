@@ -89,8 +89,8 @@ def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLengt
 def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
     """Convert the run folder to the new length.
 
-    If killed midway, the same command completes it. Moves the shorter run's result to `result_of_step_<its last>.json` and removes checkpoints after `length.step`. The
-    shorter run's export remains until the next one replaces it.
+    If killed midway, the same command completes it. Moves the shorter run's result to `result_of_step_<its last>.json`
+    and removes checkpoints after `length.step`. The shorter run's export remains until the next one replaces it.
     """
     log.info(
         "name=%s has %d steps now; it goes on from its checkpoint of step %d%s",

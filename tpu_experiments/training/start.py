@@ -1,4 +1,4 @@
-"""Warm start of a new run from another run's checkpoint or export, or from an adapter in PEFT's layout.
+"""Warm start of a new run from another run's checkpoint or export, or from a PEFT LoRA adapter.
 
 The source is verified against its checksums (COMMIT.json of a checkpoint, result.json of an export) and compared with
 the new run before anything is created. The new run's own checkpoints record it; once one exists, the source is not read

@@ -33,7 +33,7 @@ TRAINS = "trains"
 
 
 def choice_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
-    """Return the tensors to add to a stage's batches: the trainable mask, or nothing if no stage has patterns."""
+    """Return the tensors to add to a stage's batches: the trainable mask, if any stage has patterns."""
     trains = trains_of(patterns, names, stages=stages)
     return {} if trains is None else {TRAINS: trains}
 
@@ -96,7 +96,8 @@ class StepOutput:
     num_supervised: Tensor
     """Supervised tokens of the global batch, shape ()."""
     norms: Tensor | None = None
-    """Norms of gradient (before clipping) and update by group of parameters, shape (2, groups); None if not computed."""
+    """Norms of gradient (before clipping) and update by group of parameters, shape (2, groups); None if not
+    computed."""
 
 
 # ---- loss ---------------------------------------------------------------------------------------------------
@@ -188,8 +189,8 @@ class TrainStep:
             new_parameters, new_state = self.optimizer.update(
                 parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
             )
-            # Loss and norm are sums over all processes and devices, so either all of them update or none does. XLA fuses
-            # the `where` into the update's loops, so it costs no pass over memory.
+            # Loss and norm are sums over all processes and devices, so either all of them update or none does. XLA
+            # fuses the `where` into the update's loops, so it costs no pass over memory.
             is_finite = finite(loss) & finite(norm)
             where = {name: chosen[name] & is_finite if name in chosen else is_finite for name in state}
             new_parameters = {n: torch.where(where[n], new_parameters[n], p) for n, p in parameters.items()}
@@ -213,8 +214,8 @@ class TrainStep:
 
         def micro(weights: Sequence[Tensor], tensors: Sequence[Tensor], total: Tensor) -> tuple[list[Tensor], Tensor]:
             rows = dict(zip(names, tensors, strict=True))
-            # On autograd's device thread, gradients may briefly outlive the call. Every tensor alive when torch_xla takes
-            # the graph becomes an output of the program, so the next step would be a different program.
+            # On autograd's device thread, gradients may briefly outlive the call. Every tensor alive when torch_xla
+            # takes the graph becomes an output of the program, so the next step would be a different program.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 leaves = {n: w.detach().requires_grad_() for n, w in zip(parameters, weights, strict=True)}
                 sums_R, _ = self.row_loss(self.module, leaves, rows)
