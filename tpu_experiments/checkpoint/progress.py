@@ -90,7 +90,7 @@ class AnswersRecord:
     right: int
     """Answers whose first sentence is the expected one."""
     whole: int
-    """Those that are it as a whole."""
+    """Answers that equal the expected one as a whole."""
     shown: list[str]
     """The first few answers."""
 

@@ -1,4 +1,4 @@
-"""Cross-field checks: every problem of a config is collected and reported together, before any device is touched."""
+"""Checks of the whole config, before any device is used; all problems are reported together."""
 
 import dataclasses
 import json

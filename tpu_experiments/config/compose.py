@@ -61,7 +61,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _default_name(model: str, sources: list[str], hw: str) -> str:
-    """Join the selected names; too many sources are shortened to the first, the number of others, and a hash."""
+    """Return the selected names, joined; many sources become the first, the number of others and a hash."""
     name = "_".join([model, *sources, hw])
     if len(name) <= MAX_NAME_LENGTH:
         return name
@@ -76,7 +76,9 @@ def _prompt(config: Config) -> str:
 
 
 def require_single_choices(selected: Mapping[str, Any]) -> None:
-    """Check the groups that take one choice; `selected` is Hydra's `runtime.choices`, which leaves lists out.
+    """Check the groups that take a single choice.
+
+    `selected` is Hydra's `runtime.choices`, which leaves lists out.
 
     Raises:
         ConfigError: `model=[tiny,qwen05b]`, which Hydra would merge, or a `local` file that is not there.

@@ -26,8 +26,8 @@ from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
 from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, PrepareConfig, TrainerConfig
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
-# None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
-# `trainer.guard` does once a step went wrong, and then its settings are what somebody changes to go on.
+# Keys, or prefixes of keys, that do not change what is computed: batches are global, and a row's position in the data
+# does not depend on them. `trainer.guard` matters only after a bad step, when its settings must be changeable.
 MAY_CHANGE = (
     "hw.",
     "sharding.",
@@ -120,7 +120,7 @@ def job_hash(config: Config) -> str:
 
 
 def changes(stored: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the keys in which a config differs from a run folder's stored identity, with the config's values."""
+    """Return the config's values, by key, that differ from a run folder's stored identity."""
     now = json.loads(json.dumps(identity(config), default=str))
     return {key: now.get(key) for key in sorted(stored.keys() | now.keys()) if stored.get(key) != now.get(key)}
 

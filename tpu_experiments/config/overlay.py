@@ -1,4 +1,4 @@
-"""Rewriting of the command line for Hydra: overlays of `+plan=FILE`, and new keys of a source's mappings."""
+"""Rewriting of the command line for Hydra: overlays (`+plan=FILE`), and new keys in data mappings."""
 
 import dataclasses
 import re

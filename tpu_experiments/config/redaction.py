@@ -1,4 +1,4 @@
-"""Redaction of values that look like secrets, wherever a config, a command line or a log line is written."""
+"""Redaction of values that look like secrets, in written configs, command lines and log lines."""
 
 import re
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ SECRET_WORD = re.compile(
     r"|(api|access|secret|private)keys?|(auth|access|api|hf|session)tokens?"
 )
 KEY_OWNER = re.compile(r"api|access|private|secret|account|signing|encryption|ssh|service|deploy|auth")
-"""`api_key` is a secret; `sort_key` and `key` alone are not."""
+"""Words before `key` in names of secrets: `api_key` is a secret; `sort_key` and `key` alone are not."""
 TOKENS_OWNER = re.compile(r"auth|access|api|refresh|bearer|session|security|hf|hub")
-"""`access_tokens` are secrets; `tokens`, `max_new_tokens` and `loss_chunk_tokens` are counts."""
+"""Words that make `tokens` secret: `access_tokens` are secrets; `tokens`, `max_new_tokens` and `loss_chunk_tokens` are
+counts."""
 OF_TEXT = re.compile(
     r"bos|eos|pad|unk|mask|sep|cls|special|added|control|begin|start|end|stop|first|last|next|prev|max|min|num|per|new"
     r"|image|audio|video|boi|eoi|think|tool|turn|text|prompt|blank|id"

@@ -394,8 +394,9 @@ class TrainerConfig:
     """Comparison of the first gradients on several devices with a host reference."""
     trace_every_steps: int | None = number(default=None, at_least=1)
     """Mean number of calls between two traces of a program (xla runtime); the other calls replay its recorded graph. 1
-    traces every call. null chooses 1 with a trainer, optimizer, model or plugin from outside this project, and for
-    folded layers on a TPU; 200 for unrolled layers and on the CPU device."""
+    traces every call, and no call waits for the reading of values (replaying ones run at most one ahead of it). null
+    chooses 1 with a trainer, optimizer, model or plugin from outside this project, and for folded layers on a TPU; 200
+    for unrolled layers and on the CPU device."""
     on_recompile: str = choice("error", "warn", default="error")
     """Reaction to an unexpected compilation (xla runtime): `error` saves a checkpoint and stops, naming what changed;
     `warn` logs it once and continues."""
@@ -510,7 +511,7 @@ GROUPS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Put every schema into Hydra's ConfigStore, so that a YAML file can extend it by `defaults: [base, _self_]`."""
+    """Put every schema into Hydra's ConfigStore, where YAML files extend it (`defaults: [base, _self_]`)."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config, provider="tpu_experiments")
     launcher = {"_target_": "hydra_plugins.points.PointLauncher"}

@@ -15,10 +15,11 @@ from tpu_experiments.config.errors import ConfigError
 
 MAX_BYTES = 2**19
 MAX_NODES = 10_000
-"""Keys, values, lists and mappings; a config of this project has some 1,000. PyYAML reads so many in a second."""
+"""Limit of keys, values, lists and mappings, which PyYAML reads in a second; a config of this project has some
+1,000."""
 MAX_DEPTH = 40
 MAX_DIGITS = 4_000
-"""Characters of a number; PyYAML's `1:00:00` to base 60 takes time with their square."""
+"""Limit of the characters of a number: PyYAML's time for base-60 numbers (`1:00:00`) grows with their square."""
 OF_VALUES = (ValueError, KeyError, IndexError, AttributeError)
 """Errors, besides its own, that PyYAML raises for values it cannot construct: the 31st of February, `!!timestamp x`."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
