@@ -28,7 +28,6 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.spool import Spool
 
-
 # ---- background thread --------------------------------------------------------------------------------------
 
 
@@ -41,12 +40,12 @@ class Background:
 
     @property
     def is_running(self) -> bool:
-        """Whether a job is under way."""
+        """Return whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a job failed and its error has not been raised yet."""
+        """Return whether a job failed and its error has not been raised yet."""
         return self._error is not None
 
     def start(self, job: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Schema of the group `hw`: the machine, how its chips are used, and what it costs.
 
-Only conf/hw/*.yaml names TPU generations. The hardware never changes the results of training: batches are global, and
-the micro-batch and its accumulation are derived from the hardware.
+Only conf/hw/*.yaml names TPU generations. The hardware never changes the mathematics of training: batches are global,
+and the micro-batch and its accumulation are derived from the hardware.
 """
 
 from dataclasses import dataclass, field

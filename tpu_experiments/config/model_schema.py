@@ -124,7 +124,7 @@ class ModelConfig:
 class CleanConfig:
     """Cleaning rules for documents, applied in the order of the keys; all are off by default.
 
-    The audit counts the documents that each rule rejects. With `scope: paragraph` (texts only), rules apply to one
+    The audit counts the effects of each rule. With `scope: paragraph` (texts only), rules apply to one
     paragraph at a time, and a document is rejected when no paragraph is left; otherwise they apply to the whole text,
     or to every turn of a conversation. Turns are never removed: a turn that breaks a rule rejects its conversation.
     """

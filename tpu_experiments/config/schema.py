@@ -25,7 +25,6 @@ from tpu_experiments.config.task_schema import (
     TaskConfig,
 )
 
-
 # ---- guard and canary ---------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ from tpu_experiments.metrics.flops import FlopsPerToken, utilisation
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.step import StepOutput
 
-
 # ---- step reports -------------------------------------------------------------------------------------------
 
 
