@@ -1,6 +1,6 @@
-"""The one entry point: compose and check the config, set the environment, then run the task.
+"""Entry point of every command: compose and check the config, set the environment, then run the task.
 
-Nothing here or in tpu_experiments/config imports torch: torch_xla fixes its flags when it is imported.
+Neither this file nor tpu_experiments/config imports torch, because torch_xla reads its flags once, when imported.
 """
 
 from tpu_experiments.runtime.processes.interrupts import INTERRUPTED, INTERRUPTED_EXIT_CODE  # isort: split
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors arrive here as exceptions, to become one sentence
-# Hydra takes launchers from a namespace of its own alone; ours is the portion that lies there.
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of exiting; ending_in_words reports them
+# Hydra only finds launchers in the namespace package `hydra_plugins`; this folder holds this project's portion of it.
 sys.path.append(str(Path(__file__).parent / "tpu_experiments" / "sweeping" / "plugin"))
 
 import hydra
@@ -46,7 +46,7 @@ from tpu_experiments.sweeping.launcher import PointLauncher
 
 log = logging.getLogger(__name__)
 LOADING = ("train", "evaluate", "generate", "resume_check")
-"""Tasks that import torch, torch_xla and transformers, 8 s on one core, before they say anything."""
+"""Tasks that import torch, torch_xla and transformers, which takes 8 s on one core, before their first log line."""
 
 register()
 REPOSITORY = Path(__file__).parent
@@ -54,8 +54,8 @@ REPOSITORY = Path(__file__).parent
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> None:
-    """Check the composed config and run it; a sweep's points come here in processes of their own."""
-    with ending_in_words():  # as SystemExit it passes through Hydra, which would print a report of its own
+    """Check the composed config and run it; each point of a sweep calls this in a process of its own."""
+    with ending_in_words():  # Hydra passes SystemExit through, but prints its own report of other exceptions
         require_single_choices(HydraConfig.get().runtime.choices)
         config = to_config(composed)
         with ending_in_words(config):
@@ -64,10 +64,12 @@ def main(composed: DictConfig) -> None:
 
 @contextmanager
 def ending_in_words(config: Config | None = None) -> Iterator[None]:
-    """End with one sentence: exit code 2 for what the user can mend, 1 for what nobody foresaw.
+    """Report an error of the block in one sentence, and exit.
+
+    Exit codes: 2 for errors that the user can fix, 1 for storage failures and bugs, and that of Ctrl-C.
 
     Args:
-        config: of the run, whose log takes the traceback.
+        config: names the run folder whose run.log takes the traceback of a bug; None before the config is composed.
     """
     try:
         yield
@@ -91,26 +93,30 @@ def ending_in_words(config: Config | None = None) -> Iterator[None]:
 
 
 def refuse(problems: str) -> NoReturn:
-    """End with exit code 2 and one message, a line for every problem."""
+    """Exit with code 2 after printing one message with a line for each problem."""
     print("error: " + redacted_text(problems).replace("\n", "\n       "), file=sys.stderr)
     sys.exit(2)
 
 
 def run(config: Config) -> None:
-    """Set the environment and run the task."""
+    """Set the environment and run the task.
+
+    Raises:
+        ConfigError: a sweep uses a launcher that would run its points in this process.
+    """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
     if config.task.name == "train" and config.hw.num_hosts == 1 and told_finished(config):
         return
     is_planned = config.task.name == "plan"
-    needs_device = config.task.name not in ("report", "doctor")  # a doctor looks at the environment as it is
-    if needs_device and config.hw.device == "cuda":  # before anything is asked of the Hub
+    needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
+    if needs_device and config.hw.device == "cuda":  # before the first request to the Hub
         prepare_environment(config.hw, is_planned=is_planned)
     if needs_device:
         go_offline_if_unreachable(config)
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
-    if needs_device and config.hw.device != "cuda":  # that a run would not fit a TPU is known without one
+    if needs_device and config.hw.device != "cuda":  # after check_plan, which needs no TPU
         prepare_environment(config.hw, is_planned=is_planned)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
@@ -120,7 +126,10 @@ def run(config: Config) -> None:
 
 
 def check_plan(config: Config) -> None:
-    """Refuse a run that is known not to fit; a machine without a chip to plan for never loads this."""
+    """Refuse a run that is known not to fit the chips' memory; call it only with `hw.chip` set.
+
+    The planner is imported here, so that machines without such a chip never load it.
+    """
     from tpu_experiments.planning.check import check_memory
     from tpu_experiments.planning.tuned import tuned
 
@@ -129,10 +138,12 @@ def check_plan(config: Config) -> None:
 
 
 def laid_under(arguments: list[str]) -> list[str]:
-    """The command line with the overrides of the overlay that `+plan=FILE` names.
+    """Return the command line with `+plan=FILE` replaced by that file's overrides.
+
+    Keys that are also on the command line keep its values.
 
     Raises:
-        ConfigError: there is no such file, or it is no overlay.
+        ConfigError: the file does not exist, cannot be read, or is not an overlay.
     """
     file = overlay_file(arguments)
     if file is None:
@@ -146,16 +157,18 @@ def laid_under(arguments: list[str]) -> list[str]:
         )
     try:
         text = paths.read_text(file)
-    except (OSError, UnicodeDecodeError) as error:  # a folder, bytes of anything
+    except (OSError, UnicodeDecodeError) as error:  # a folder, or not UTF-8
         raise ConfigError(f"+plan={file}; it cannot be read ({error}); give a plan's best.yaml.") from error
     return with_overlay(arguments, text=text, file=file)
 
 
 def check_yaml(arguments: list[str]) -> None:
-    """Refuse YAML that would fill the memory, before Hydra reads the files of conf/ and of folders named here.
+    """Refuse YAML whose aliases expand beyond memory, before Hydra reads it.
+
+    Checked are conf/ and the config folders named in `arguments`.
 
     Raises:
-        ConfigError: a file is too large, written out.
+        ConfigError: a file is too large once its aliases are expanded.
     """
     options = {"--config-dir", "-cd", "--config-path", "-cp"}
     folders = [REPOSITORY / "conf"]

@@ -1,4 +1,4 @@
-"""What ends a run instead of a save, and the same end for all of its processes."""
+"""Errors of a failed save, and how they end all processes of a run together."""
 
 from collections.abc import Callable
 from typing import TypeVar

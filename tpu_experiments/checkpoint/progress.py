@@ -1,4 +1,4 @@
-"""Where a run is, as plain values: what a checkpoint stores beside the tensors."""
+"""Progress of a run as plain values, which a checkpoint stores as progress.json beside the tensors."""
 
 import math
 import types
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 REQUIRED = ("stage", "stage_step", "step", "peak_lr", "stages", "data")
-"""Keys without which nobody knows where the run was; the others begin as they do in a fresh run."""
+"""Keys that progress.json must have; missing others get the values of a fresh run."""
 
 
 @dataclass
@@ -15,19 +15,19 @@ class EpochRecord:
     """Losses of one pass over the rows of a stage (training/epochs.py)."""
 
     epoch: int
-    """From 1."""
+    """Number of the pass, from 1."""
     steps: int = 0
-    """That updated something."""
+    """Steps with an update."""
     supervised: float = 0.0
-    """Their supervised tokens."""
+    """Supervised tokens of these steps."""
     loss_sum: float = 0.0
-    """Their loss over these, in nats."""
+    """Loss sum over these tokens, in nats."""
     is_over: bool = False
-    """Whether all its rows were trained on."""
+    """Whether all rows of the pass were trained on."""
 
     @property
     def loss(self) -> float:
-        """Mean per supervised token."""
+        """Return the mean loss in nats per supervised token; NaN without any."""
         return self.loss_sum / self.supervised if self.supervised else math.nan
 
 
@@ -41,22 +41,22 @@ class StageRecord:
     first_train_loss: float | None = None
     last_train_loss: float | None = None
     eval_loss: float | None = None
-    """Held-out loss over all sources behind its last step, of the best evaluation where it ended with that."""
+    """Held-out loss over all sources after its last step, or that of the best evaluation if it ended with that."""
     eval_sources: dict[str, float] = field(default_factory=dict)
     best_loss: float | None = None
-    """Lowest loss of its exit test so far."""
+    """Lowest loss of the exit test so far."""
     goal_loss: float | None = None
-    """Of its exit test: the loss that the next is measured against, which only a loss lower by `min_delta` replaces."""
+    """Loss that the exit test's patience compares with; replaced only by a loss lower by more than `min_delta`."""
     num_worse: int = 0
-    """Evaluations in a row that were not lower than that."""
+    """Consecutive evaluations that were not lower than `goal_loss` by more than `min_delta`."""
     held_step: int | None = None
-    """Step of the run with the lowest one, whose checkpoint is kept until the stage ends with it."""
+    """Step of the run with `best_loss`, whose checkpoint is kept until the stage ends with it."""
     restored_step: int | None = None
     """Step of the run whose parameters and optimizer state the stage ended with; None is its last."""
     ended_by: str | None = None
     """Why it ended before its last step."""
     epochs: list[EpochRecord] | None = None
-    """Its passes over its rows; None where some of its steps were not counted, by a version that did not."""
+    """Passes over the stage's rows; None if an older version, which did not count them, trained some of its steps."""
 
 
 @dataclass
@@ -64,18 +64,18 @@ class GuardState:
     """State of the guard (training/guard.py); steps are numbered from 1 over the run."""
 
     seen: int = 0
-    """The last step whose report was looked at."""
+    """Last step whose report the guard has processed."""
     streak: list[int] = field(default_factory=list)
     """Steps without an update, up to `seen`; empty once a step after them was finite."""
     spikes: list[int] = field(default_factory=list)
-    """Steps whose loss jumped, since values were read for a log record."""
+    """Steps with a loss spike since the last log record."""
     recent: list[float] = field(default_factory=list)
     """The last finite losses of this stage."""
     skipped: int = 0
     """Steps without an update so far."""
     rollbacks: int = 0
     passed_over: list[list[int]] = field(default_factory=list)
-    """First and last of steps whose batches are left out; they count as steps all the same."""
+    """First and last step of each range whose batches are skipped; the steps still count."""
 
     def passes_over(self, step: int) -> bool:
         """Return whether this step's batch is skipped."""
@@ -90,7 +90,7 @@ class AnswersRecord:
     right: int
     """Answers whose first sentence is the expected one."""
     whole: int
-    """Those that are it as a whole."""
+    """Answers that equal the expected one as a whole."""
     shown: list[str]
     """The first few answers."""
 
@@ -115,24 +115,24 @@ class Progress:
     eval_source_measures_before: dict[str, dict[str, float]] = field(default_factory=dict)
     eval_loss: float | None = None
     eval_step: int = -1
-    """Latest held-out loss, and after how many steps it was."""
+    """Step of `eval_loss`, the latest held-out loss; -1 before the first."""
     sample_before: str | None = None
     skill_before: dict[str, AnswersRecord] = field(default_factory=dict)
-    """What became of each set of questions before training; empty where none are asked."""
+    """Results of each set of questions before training; empty without questions."""
     open_losses: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss) of the steps since the last log record, which the next record is a mean over as well."""
+    """(step, loss) of the steps since the last log record; the next record's mean includes them."""
     open_supervised: list[float] = field(default_factory=list)
     """Supervised tokens of each of these steps."""
     data: dict[str, str] = field(default_factory=dict)
-    """`<source>@<row length>` to the audit hash of what was trained on."""
+    """Audit hash of the training data by `<source>@<row length>`."""
 
     start: dict[str, Any] | None = None
-    """What the run started from (training/start.py); None where that was no other run."""
+    """Lineage of the warm start (training/start.py); None without one."""
     start_marks: dict[str, str] = field(default_factory=dict)
-    """Of every tensor that was taken from there, its fingerprint (models/lora.py)."""
+    """Fingerprint (models/lora.py) of every tensor taken from the warm start's source."""
     guard: GuardState = field(default_factory=GuardState)
     canary: dict[str, Any] | None = None
-    """What the layout canary found; None where it was not asked."""
+    """Findings of the layout canary; None if it did not run."""
 
     @property
     def held_step(self) -> int | None:
@@ -150,7 +150,10 @@ class Progress:
         self.stages[-1].steps = stage_step
 
     def reopen(self, stages: Mapping[str, int]) -> None:
-        """Be inside the last stage that is done where it has more steps now (training/length.py)."""
+        """Reopen the last, completed stage if it has more steps now (training/length.py).
+
+        `stages` has the steps of each stage by name.
+        """
         if not 0 < self.stage == len(self.stages):
             return
         last = self.stages[-1]
@@ -211,7 +214,7 @@ class Progress:
         done = sum(record.steps for record in self.stages)
         if done != self.step:
             raise ValueError(f"step={self.step}, and the steps of its stages are {done} together")
-        # A stage has a record from its first step on; one that was left before the first was done has an empty one.
+        # A stage has a record from the start of its first step; it is empty if the run stopped before that was done.
         if not self.stage <= len(self.stages) <= self.stage + 1:
             raise ValueError(f"stage={self.stage}, and there are records of {len(self.stages)} stages")
         begun = self.stages[self.stage].steps if len(self.stages) > self.stage else 0

@@ -1,8 +1,9 @@
-"""Proof of a save before it counts: trained parameters, an adapter with an effect, and the live model's answer.
+"""Verification of a checkpoint or export before it counts.
 
-A checkpoint and an export (`adapter/` or `model/`) are read back from storage, compared with what was trained, and
-have to answer held-out rows as the live model does. A whole model is read here for tasks too; an adapter is by
-export/reading.py."""
+It is read back from storage and compared with what was trained: parameters must have changed, an adapter must have an
+effect, and held-out rows must have the same loss as with the live model. `read_model` also serves tasks that read an
+exported model; adapters are read by export/reading.py.
+"""
 
 import hashlib
 import logging
@@ -30,8 +31,8 @@ from tpu_experiments.storage.tensors import described, not_finite, unequal
 
 log = logging.getLogger(__name__)
 NUM_TRIES = 3
-"""Answers that are compared at most: several threads of XLA's CPU device add in an order of their own, so that on a
-busy machine a program now and then differs from itself by an ulp."""
+"""Largest number of comparisons: XLA's CPU device sums in several threads in no fixed order, so on a busy machine two
+runs of one program occasionally differ by an ulp."""
 Tensors = Mapping[str, Tensor]
 
 
@@ -40,9 +41,9 @@ class Start:
     """Initial state that trained tensors are compared with."""
 
     fingerprints: Mapping[str, str]
-    """Of every trained tensor at its start (models/lora.py)."""
+    """Fingerprint of every trained tensor's initial value (models/lora.py)."""
     adapters: Tensors = field(default_factory=dict)
-    """PiSSA's A and B at their start; empty otherwise."""
+    """PiSSA's initial A and B; empty for other initialisations."""
     is_adapter: bool = True
 
     def verdict(self, tensors: Tensors, progress: Progress) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Look:
         self._num_tensors = self._num_changed = 0
         self._norms: dict[str, float] = {}
         self._halves: dict[str, Tensor] = {}
-        """A or B of modules whose other one is in a file to come."""
+        """A or B of modules whose other half is in a later file."""
 
     def at(self, tensors: Tensors) -> None:
         """Add the tensors of one file."""
@@ -124,7 +125,7 @@ def _other_half(name: str) -> str:
 
 
 class Evaluator(Protocol):
-    """What `Answers` asks; training/evaluation.py has it."""
+    """Evaluation that `Answers` uses (implemented in training/evaluation.py)."""
 
     def sums_of(self, batch: Batch) -> tuple[float, float]:
         """Loss sum in nats and number of supervised tokens of a batch."""
@@ -132,22 +133,23 @@ class Evaluator(Protocol):
 
 
 class Answers:
-    """Model outputs on one batch of held-out rows, by evaluation's program, so nothing more is compiled.
+    """Comparison of stored and live parameters by the loss on one batch of held-out rows.
 
-    Only on the training loop's thread: a device tensor created by another thread while a step is traced would become
-    part of that step's program.
+    It runs evaluation's program, so it compiles nothing. Use it on the training loop's thread only: a device tensor
+    that another thread creates while a step is traced would become part of that step's program.
     """
 
     def __init__(self, evaluator: Evaluator, batch: Batch | None, *, runtime: Runtime, parameters: dict[str, Tensor]):
         self._evaluator, self._batch, self._runtime, self._parameters = evaluator, batch, runtime, parameters
 
     def compared(self, read: Callable[[], Tensors]) -> dict[str, Any]:
-        """Require stored tensors to give the live parameters' loss; every process takes part.
+        """Require stored tensors to have the live parameters' loss; every process takes part.
 
-        The host tensors have Hugging Face's names. Return the loss and whether it was equal bit for bit.
+        `read` returns host tensors under Hugging Face's names. Returns the loss in nats per token, and whether the loss
+        sums were equal bit for bit.
 
         Raises:
-            UnprovenError: the losses differ, though the live parameters gave the same loss every time.
+            UnprovenError: the losses differ, although the live parameters' loss was the same every time.
         """
         if self._batch is None:
             return {"note": "there are no held-out rows to answer"}
@@ -188,7 +190,10 @@ class Export:
     def __init__(
         self, folder: str, *, digests: Mapping[str, str], model: BuiltModel, start: Start, max_held_bytes: float
     ) -> None:
-        """`digests` is the SHA-256 of each file of tensors as it was written; empty on processes that wrote none."""
+        """Create a verification of the files in `digests`, the SHA-256 of each file of tensors as written.
+
+        `digests` is empty on processes that wrote none.
+        """
         self._folder, self._digests, self._model, self._start = folder, digests, model, start
         self._max_held_bytes = max_held_bytes
 
@@ -236,7 +241,7 @@ class Export:
             if complaint is not None:
                 raise UnprovenError(f"{place}, read back, {complaint}")
             look.at(found)
-            del found  # else it stands beside the next file
+            del found  # free before the next file is read
         if not self._start.is_adapter and expected:
             raise UnprovenError(f"{self._folder}, read back, lacks {len(expected)} of the tensors that were trained")
         digests = list(self._digests.values())
@@ -247,10 +252,10 @@ class Export:
 def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
     """Return the tensors of a whole model that this program exported.
 
-    Above `max_held_bytes`, each is read when it is accessed.
+    Above `max_held_bytes`, each tensor is read when it is accessed.
 
     Raises:
-        ConfigError: there are none, or a file there cannot be read.
+        ConfigError: the folder holds no tensors of a model, or a file cannot be read.
     """
     try:
         found = tensors_below(folder, MODEL, max_held_bytes=max_held_bytes)

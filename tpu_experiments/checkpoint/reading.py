@@ -28,7 +28,7 @@ class Stored:
     place: str
     span: Span
     sha256: str | None = None
-    """Of its bytes, taken when the whole file was verified; None where it was not."""
+    """SHA-256 of its bytes, taken when the whole file was verified; None for a file that was not."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""When and how a run saves: in the training loop, or in a thread beside it from a copy in the host's memory.
+"""When and how a run saves checkpoints: blocking the loop, or in a background thread from a host copy.
 
-The first save of a process and those that end a stage or the run block training: they have the model answer held-out
-rows from what was read back, on the loop's own thread, before they count. Saves in between are written, read back and
-verified by another thread, one at a time. A state that is too large to be copied as a whole always blocks training
-and is streamed file by file: copied from the device, written, read back, verified, dropped."""
+The first save of a process and those that end a stage or the run block training: before they count, the model evaluates
+held-out rows with the parameters read back, which must happen on the loop's own thread. Saves in between are written,
+read back and verified by a background thread, one at a time. A state too large to be copied as a whole always blocks
+training and is streamed file by file: copied from the device, written, read back, verified, dropped.
+"""
 
 import logging
 import threading
@@ -27,6 +28,8 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.spool import Spool
 
+# ---- background thread --------------------------------------------------------------------------------------
+
 
 class Background:
     """Runs jobs in a background thread, in order, never two at once."""
@@ -37,12 +40,12 @@ class Background:
 
     @property
     def is_running(self) -> bool:
-        """Whether a job is under way."""
+        """Return whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a job failed and its error has not been raised yet."""
+        """Return whether a job failed and its error has not been raised yet."""
         return self._error is not None
 
     def start(self, job: Callable[[], None]) -> None:
@@ -76,11 +79,13 @@ class Background:
             self._error = error
 
 
+# ---- saver --------------------------------------------------------------------------------------------------
+
 log = logging.getLogger(__name__)
 GIB = 2**30
 Result = TypeVar("Result")
 Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
-"""What is saved, where, and what was looked at."""
+"""Saved state, its uncommitted checkpoint, and the results of the verification (None without `prove`)."""
 
 
 class Saver:
@@ -100,11 +105,11 @@ class Saver:
         self._saved: Progress | None = None
 
     def begins_with(self, marks: Mapping[str, str]) -> None:
-        """Hold what is saved against these fingerprints, where the run started from another one's tensors."""
+        """Verify saves against the initial fingerprints of a warm start; empty `marks` change nothing."""
         if marks:
             self.start = replace(self.start, fingerprints=dict(marks))
 
-    # ---- when -----------------------------------------------------------------------------------------------
+    # ---- when to save ---------------------------------------------------------------------------------------
 
     def is_due(self, step: int, *, is_evaluated: bool, agrees: bool, is_best: bool = False) -> bool:
         """Return whether to save a checkpoint after this step.
@@ -144,7 +149,7 @@ class Saver:
         except Exception as error:
             log.error("the last checkpoint was not completed: %s", error)
 
-    # ---- how ------------------------------------------------------------------------------------------------
+    # ---- saving ---------------------------------------------------------------------------------------------
 
     def save(self, take: Callable[[], Snapshot], *, step: int, is_interval: bool, ends_stage: bool = False) -> None:
         """Save what `take` returns (on rank 0); return once copied, if it may be written in the background.
@@ -208,8 +213,6 @@ class Saver:
         """Write and commit, spilling to the local disk if the folder is unreachable (storage/spool.py).
 
         `_keep_written` and `_keep_committed` spill in the same way.
-
-        `_keep_written` and `_keep_committed` do the same.
         """
 
         def write(folder: str) -> None:
@@ -260,7 +263,7 @@ class Saver:
                     require_numbers(found, group=group)
                     if group == PARAMETERS:
                         look.at(found)
-                    del found  # else it stands beside the next file
+                    del found  # free before the next file is copied
                 del tensors
         proof = {"read_back": num_read, "trained": look.verdict(progress)} if self.settings.prove else None
         seconds = time.perf_counter() - started

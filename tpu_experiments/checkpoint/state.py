@@ -1,4 +1,7 @@
-"""The trained tensors of a run from its start to a checkpoint and back: under Hugging Face's names, folded or not."""
+"""Trained tensors and optimizer state: copied from the device for a checkpoint, and restored from one.
+
+On the device, equal layers may be folded into stacks; in a checkpoint every tensor has its Hugging Face name.
+"""
 
 import copy
 import math
@@ -26,13 +29,13 @@ PARAMETERS, OPTIMIZER = "parameters", "optimizer"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a step changes, as it was after some step: on the device, or copied to host memory."""
+    """Everything that a step changes, as of one step: on the device, or copied to host memory."""
 
     progress: Progress
     groups: dict[str, dict[str, Tensor]]
     """`optimizer` and `parameters`, written in this order."""
     is_copy: bool = False
-    """Whether it stays as it is whatever the device does, and has Hugging Face's names."""
+    """Whether the tensors are host copies under Hugging Face's names, which later steps do not change."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,11 +60,11 @@ class Snapshot:
         for load, parts in zip(loads, files, strict=True):
             chosen = {name: tensors[name] for name in load}
             copies = chosen if self.is_copy else to_host(chosen)
-            return_freed_memory()  # the way from the device leaves up to half of the copy's size with the allocator
+            return_freed_memory()  # the device copy leaves up to half of its size with the allocator
             for names in parts:
                 number += 1
                 yield file_name(group, number, count), {name: copies[name] for name in names}
-            del copies  # else it stands beside the next ones
+            del copies  # free before the next copy is made
 
 
 def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros: Callable[..., Tensor]) -> State:
@@ -97,11 +100,12 @@ def read_state(
     Args:
         order: names of the parameters in the order to place them, which a traced program depends on
             (`BuiltModel.order`); by default theirs.
-        stages: of the curriculum, by name in order, the steps that each has; None does not check the position.
+        stages: steps of each stage of the curriculum by name, in order; None does not check the position.
+        max_held_bytes: bytes above which the checkpoint is not held in memory as a whole.
 
     Raises:
-        ConfigError: it has other tensors than the run, values that are NaN or infinite, or a position that does not
-            exist in this curriculum; or it was changed while it was read.
+        ConfigError: the checkpoint has other tensors than the run, NaN or infinite values, or a position that does not
+            exist in this curriculum; or it changed during the read.
     """
     begun: list[int] = []
 
@@ -172,7 +176,7 @@ def require_tensors(
     """Compare a checkpoint's tensors with those of this run, by name, type and shape.
 
     Args:
-        advice: what to do where they differ, for the sentence that says so.
+        advice: how to fix a difference, appended to the error message.
 
     Raises:
         ConfigError: they differ; the first one is named with both shapes.
@@ -202,7 +206,7 @@ def from_host(
     `source` is the checkpoint's folder, `order` that of the parameters.
 
     Raises:
-        ConfigError: one has a value that is NaN or infinite.
+        ConfigError: a tensor holds NaN or infinite values.
     """
 
     def placed(group: str, name: str) -> Tensor:
@@ -221,10 +225,10 @@ def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, 
     """Parse progress.json of a checkpoint in `folder`.
 
     Args:
-        stages: as of `read_state`.
+        stages: as for `read_state`.
 
     Raises:
-        ConfigError: it is no position of such a run.
+        ConfigError: the values are invalid, or are not a position in these stages.
     """
     try:
         progress = Progress.from_dict(values)

@@ -1,8 +1,9 @@
 """Checkpoints of a run folder: safetensors and JSON, committed atomically.
 
-`checkpoints/step_00000120/` holds the safetensors files of each group of tensors (shards.py) and `progress.json`;
-`COMMIT.json`, with the size and SHA-256 of each, is written last. A folder without it, or whose files differ from it,
-does not count. A save needs memory for the bytes of one file besides the tensors that it is given.
+`checkpoints/step_00000120/` holds `progress.json` and the safetensors files of each group of tensors, named as in
+storage/tensors.py; `COMMIT.json`, with the size and SHA-256 of each, is written last. A folder without it, or whose
+files differ from it, does not count. A save needs memory for the bytes of one file besides the tensors that it is
+given.
 """
 
 import hashlib
@@ -69,7 +70,7 @@ def begin(folder: str, *, step: int, progress: Mapping[str, Any]) -> Draft:
 
 
 def add_tensors(draft: Draft, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of contiguous host tensors to the draft; file names are those of shards.py."""
+    """Write a file of contiguous host tensors to the draft; `name` is that of `storage.tensors.file_name`."""
     _write(draft, name, chunks_of(tensors))
 
 
@@ -166,12 +167,12 @@ def read_latest(
 def read_step(
     folder: str, step: int, use: Callable[[dict[str, Any], Groups], Result], *, max_held_bytes: float = math.inf
 ) -> Result:
-    """What `use(progress, tensors by group)` makes of the checkpoint of one step; arguments as of `read_latest`.
+    """Return `use(progress, tensors by group)` of one step's checkpoint; arguments as for `read_latest`.
 
     Raises:
-        FileNotFoundError: there is none, or one of its files is missing.
-        ValueError: it differs from its marker.
-        ConfigError: it was not written by this program.
+        FileNotFoundError: the checkpoint or one of its files is missing.
+        ValueError: a file differs from COMMIT.json, or that is torn.
+        ConfigError: this program cannot have written the checkpoint.
     """
     target = paths.join(folder, folder_name(step))
     manifest = read_manifest(target)

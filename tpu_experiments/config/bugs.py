@@ -1,4 +1,4 @@
-"""What is told of an error that nobody foresaw: one sentence, and a log that holds the rest."""
+"""Reports of unexpected errors: one sentence for the user, and the traceback in a log file."""
 
 import errno
 import os
@@ -19,11 +19,11 @@ OF_THE_SYSTEM = frozenset(
     {errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
     | {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE}
 )
-"""What is wrong with a file, a folder or a disk, and not with the program that opens it."""
+"""Error numbers of problems with a file, folder or disk rather than with this program."""
 
 
 NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
-"""In the text of an error of torch or Arrow."""
+"""Texts of out-of-memory errors raised by torch or Arrow."""
 
 
 def bug_sentence(error: Exception, *, config: Config | None) -> str:

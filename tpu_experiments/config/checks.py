@@ -1,4 +1,4 @@
-"""Cross-field checks: every problem of a config is collected and reported together, before any device is touched."""
+"""Checks of the whole config, before any device is used; all problems are reported together."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from tpu_experiments.config.task_schema import GenerateTaskConfig, doctoring_pro
 from tpu_experiments.config.tracing import tracing_problems
 
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
-"""The most that one v5e or v6e machine has, and one of v4 or v5p, whose slices are named after their cores."""
+"""Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
 NEED_ONE_HOST = ("resume_check", "evaluate", "generate")
 
 
@@ -95,10 +95,10 @@ def _block(tokens: int) -> list[str]:
 
 KINDS = {str: "a text", int: "a whole number", float: "a number"}
 UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
-"""NUL, and halves of a character: what the terminal gave is not UTF-8."""
+"""NUL, and lone surrogates, which come from command lines that are not UTF-8."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
-MAX_NAME_LENGTH = 200  # a folder's name may have 255 bytes, and files are called after it with up to 30 more
+MAX_NAME_LENGTH = 200  # a file name may have 255 bytes, and files named after the run add up to 30
 
 
 def check(config: Config) -> None:
@@ -109,7 +109,7 @@ def check(config: Config) -> None:
     """
     misplaced = list(_kind_problems(config))
     if misplaced:
-        raise ConfigError("\n".join(misplaced))  # every rule below takes the kinds for granted
+        raise ConfigError("\n".join(misplaced))  # the rules below assume correct types
     problems = list(_field_problems(config))
     if not problems:
         problems = _stages(config)  # divides by the values, so they must be in range
@@ -240,7 +240,7 @@ def _entries(config: Config) -> list[str]:
 
 def _stages(config: Config) -> list[str]:
     if not config.data:
-        return []  # `_data` says so
+        return []  # `_data` reports it
     try:
         resolve_stages(config)
     except ConfigError as error:

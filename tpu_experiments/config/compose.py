@@ -1,6 +1,7 @@
-"""Compose a Config: from Hydra's result, and again with other overrides laid over it.
+"""Conversion of Hydra's result to a checked Config, and recomposition with further overrides.
 
-A variant is the command's own config with further overrides: another machine, other settings of a search."""
+`variant` composes the command's config again with further overrides, such as another machine or a search's settings.
+"""
 
 import dataclasses
 import hashlib
@@ -26,7 +27,7 @@ from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.config.schema import GROUPS, Config
 
 PROMPT = "Hello! What can you help me with?"
-"""Asked where the data says nothing."""
+"""Sample prompt if neither the config nor the data names one."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -47,7 +48,7 @@ def to_config(composed: DictConfig) -> Config:
         config.sample.prompt = _prompt(config)
     check(config)
     if config.name is None and config.task.name == "report":
-        config.name = "report"  # it is about many runs, and not the one that the other keys describe
+        config.name = "report"  # the other keys describe one run, and a report covers many
     if config.name is None:
         model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
         config.name = _default_name(model, list(config.data), config.hw.name)
@@ -60,7 +61,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _default_name(model: str, sources: list[str], hw: str) -> str:
-    """The selections; of sources too many for a folder's name the first, how many follow, and a hash of all."""
+    """Return the selected names, joined; many sources become the first, the number of others and a hash."""
     name = "_".join([model, *sources, hw])
     if len(name) <= MAX_NAME_LENGTH:
         return name
@@ -75,7 +76,9 @@ def _prompt(config: Config) -> str:
 
 
 def require_single_choices(selected: Mapping[str, Any]) -> None:
-    """Check the groups that take one choice; `selected` is Hydra's `runtime.choices`, which leaves lists out.
+    """Check the groups that take a single choice.
+
+    `selected` is Hydra's `runtime.choices`, which leaves lists out.
 
     Raises:
         ConfigError: `model=[tiny,qwen05b]`, which Hydra would merge, or a `local` file that is not there.

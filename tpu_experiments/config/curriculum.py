@@ -1,6 +1,6 @@
-"""From the configured curriculum to stages with every value settled, and the batch geometry of each.
+"""Resolution of the configured curriculum into stages with all values set, with their batch geometry.
 
-Pure arithmetic, so that the checks, the trainer and the plan all read the same stages.
+Pure arithmetic, so that the checks, the trainer and the plan all use the same stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config, ExitTestConfig, ScheduleConfig, StageConfig, StageScheduleConfig
 
 FULL_LR = 0.1
-"""Of a LoRA run's best rate is the best one of full fine-tuning (Schulman et al., LoRA Without Regret, 2025)."""
+"""Best learning rate of full fine-tuning relative to that of LoRA (Schulman et al., LoRA Without Regret, 2025)."""
 MIN_TOKENS = 8
-"""Of a row."""
+"""Fewest tokens of a row."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage with every value resolved; exactly one of `steps`, `tokens` and `epochs` is set."""
+    """One stage with all values resolved; exactly one of `steps`, `tokens` and `epochs` is set."""
 
     name: str
     index: int
@@ -45,9 +45,10 @@ class Stage:
     tokens: int | None = None
     replay: float = 0.0
     replay_sources: tuple[str, ...] = ()
-    """Not empty where `replay` is above 0."""
+    """Replayed sources; not empty if `replay` is above 0."""
     weights: tuple[float, ...] = ()
-    """`data.<name>.weight` of every one of several sources, else empty; `replay_weights` are the replayed ones'."""
+    """`data.<name>.weight` of each of several sources, in their order; empty without weights or with one source.
+    `replay_weights` are those of the replayed sources."""
     replay_weights: tuple[float, ...] = ()
     learn: str = "answers"
     trainable: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class Stage:
 
     @property
     def watches(self) -> bool:
-        """Return whether the stage compares its evaluations with each other."""
+        """Return whether evaluations may end the stage or select its final parameters."""
         return self.exit.eval_loss is not None or self.exit.patience is not None or self.exit.ends_with == "best"
 
 
@@ -63,8 +64,9 @@ def resolve_stages(config: Config) -> list[Stage]:
     """Resolve every stage that has a source.
 
     Raises:
-        ConfigError: unknown source, no stage left, neither or both of steps and epochs, batch not divisible; all
-            problems of all stages together.
+        ConfigError: a source is unknown, no stage has a source, several lengths are set, an exit test has no
+            evaluations, weights or replay are inconsistent, or a batch does not divide; lists the problems of all
+            stages together.
     """
     chosen = {name: _stage_sources(config, name, stage) for name, stage in config.curriculum.stages.items()}
     if not any(chosen.values()):
@@ -216,14 +218,14 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
 
 
 def _weights(config: Config, sources: Sequence[str]) -> tuple[float, ...]:
-    """Weights of several sources; empty where they have none, or where one has nothing to be weighed against."""
+    """Return the weights of several sources; empty if one lacks a weight, or for a single source."""
     weights = [config.data[name].weight for name in sources]
     found = tuple(weight for weight in weights if weight is not None)
     return found if len(found) == len(sources) > 1 else ()
 
 
 def _weight_problems(config: Config, chosen: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Weights that a stage cannot go by, or that no stage would."""
+    """Return problems of source weights that a stage cannot apply, or that no stage uses."""
     problems, used = [], set[str]()
     for name, own in chosen.items():
         stage = config.curriculum.stages[name]

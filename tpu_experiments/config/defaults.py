@@ -1,6 +1,6 @@
-"""Row lengths, rows of a step and intervals, where the command leaves them to the model, the data and the run's length.
+"""Defaults that depend on model, data and run length: row length, rows per step and logging intervals.
 
-Pure arithmetic: the checks and the plan do it with what is known of a source beforehand, a run with what it measured.
+Pure arithmetic: the checks and the plan use the lengths configured for a source, a run the lengths that it measured.
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,16 @@ from tpu_experiments.config.schema import Config
 
 AUTO = "auto"
 OPEN = ("seq_len", "global_batch_rows")
-"""Keys of `trainer` that may be left to the data."""
+"""Keys of `trainer` whose values may be derived from the data."""
 LANES = 128
-"""Numbers in a row of a TPU's tile (jax.dev, Pallas TPU details): what is shorter is computed as if it were as long."""
+"""Lanes of a TPU tile (jax.dev, Pallas TPU details); shorter rows are padded to this length internally."""
 MICRO_TOKENS = 8192
-"""Of a device at once: what the recipes of conf/experiment plan with, 8 to 10 GiB of a chip with Mistral 7B."""
+"""Most tokens of a micro-batch on one device: the recipes in conf/experiment plan with it, and Mistral 7B then takes 8
+to 10 GiB of a chip."""
 SMALL_STEP_TOKENS = 8192
-"""Fewest of a step that is made smaller for little data: QLoRA's 16 rows of 512 (arXiv 2305.14314, table 9)."""
+"""Fewest tokens that a step is reduced to for small data: QLoRA's 16 rows of 512 (arXiv 2305.14314, table 9)."""
 STEPS_OF_AN_EPOCH = 40
-"""Fewest, where that leaves a step `SMALL_STEP_TOKENS`: three epochs are then 120 updates."""
+"""Fewest steps of an epoch, unless steps would be below `SMALL_STEP_TOKENS`; three epochs are then 120 updates."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Lengths:
     """Known lengths of a source's documents, in tokens of the model's tokenizer."""
 
     p95: int | None
-    """That 95 % of them do not exceed."""
+    """95th percentile of the document lengths; None if unknown."""
     total: int | None
+    """Tokens of all documents; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,11 @@ def _global_rows(config: Config, lengths: Mapping[str, Lengths], *, seq_len: int
     return shards * 2 ** (per_device.bit_length() - 1)
 
 
+# ---- intervals ----------------------------------------------------------------------------------------------
+
 ROUND = (1, 2, 5)
 ASKED_EVERY = 50
-"""Steps between two evaluations at least, where they ask questions: with 120 of them one takes as long as 8 steps."""
+"""Fewest steps between two evaluations that ask questions: with 120 questions, one takes as long as 8 steps."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The one exception for what a user can mend, and the near-miss suggestions it carries."""
+"""ConfigError, the exception for everything that a user can fix, and suggestions of similar names."""
 
 import difflib
 import traceback

@@ -1,6 +1,6 @@
-"""Dataclass field makers that carry what OmegaConf cannot express: allowed values and ranges.
+"""Makers of dataclass fields with allowed values and ranges, which OmegaConf cannot express.
 
-`checks.py` reads the metadata, so a value out of range is reported together with every other problem.
+`checks.py` reads them from the field's metadata, and reports a value out of range together with all other problems.
 """
 
 from dataclasses import MISSING as NO_DEFAULT

@@ -1,7 +1,7 @@
-"""Schema of the `hw` group: the machine, how its chips are used, what it costs.
+"""Schema of the group `hw`: the machine, how its chips are used, and what it costs.
 
-Nothing outside conf/hw/*.yaml names a TPU generation. A hardware choice never changes the mathematics:
-batches are global, and micro-batch and accumulation are derived from it.
+Only conf/hw/*.yaml names TPU generations. The hardware never changes the mathematics of training: batches are global,
+and the micro-batch and its accumulation are derived from the hardware.
 """
 
 from dataclasses import dataclass, field
@@ -21,37 +21,37 @@ class ChipConfig:
     hbm_gib: float = number(above=0)
     """High-bandwidth memory per chip in GiB."""
     program_hbm_gib: float | None = number(default=None, above=0)
-    """What of `hbm_gib` one program may take, in GiB, from the compiler's out-of-memory message; null is all of it."""
+    """Part of `hbm_gib` that one program may use, in GiB, from the compiler's out-of-memory message; null is all."""
     peak_tflops_bf16: float = number(above=0)
     """Peak dense bf16 TFLOP/s per chip."""
     hbm_gb_per_second: float = number(above=0)
     """Memory bandwidth per chip in GB/s (10^9)."""
     ici_gb_per_second: float = number(at_least=0)
-    """Inter-chip bandwidth per chip, both directions together, in GB/s; 0 where there is none."""
+    """Inter-chip bandwidth per chip in GB/s, sum of both directions; 0 without interconnect."""
     clock_ghz: float = number(above=0)
     """Clock at which the datasheet's peak holds (an assumption, not measured)."""
     source: str = MISSING
-    """Where the figures come from, with date."""
+    """Source of the figures, with date."""
 
 
 @dataclass
 class PriceConfig:
-    """Price of one chip-hour; override it with your region's."""
+    """Price of one chip-hour; override it with that of your region."""
 
     usd_per_chip_hour_on_demand: float = number(at_least=0)
-    """US dollars per chip and hour, on demand."""
+    """On-demand price in US dollars per chip-hour."""
     usd_per_chip_hour_spot: float | None = number(at_least=0)
-    """US dollars per chip and hour, spot; moves monthly; null where no dated price is known."""
+    """Spot price in US dollars per chip-hour, which changes monthly; null if no dated price is known."""
     on_demand_range: list[float] = field(default_factory=list)
-    """Lowest and highest on-demand price of all regions at the date; empty where unknown."""
+    """Lowest and highest on-demand price over all regions at `date`; empty if unknown."""
     spot_range: list[float] = field(default_factory=list)
-    """Lowest and highest spot price of all regions at the date; empty where unknown."""
+    """Lowest and highest spot price over all regions at `date`; empty if unknown."""
     region: str = MISSING
-    """Region the two prices hold for."""
+    """Region of the two prices."""
     date: str = MISSING
     """Date of the price list, ISO 8601."""
     source: str = MISSING
-    """Where the prices come from."""
+    """Source of the prices."""
 
 
 @dataclass
@@ -61,15 +61,15 @@ class RentConfig:
     accelerator_type: str = MISSING
     """The slice as the Cloud TPU API names it, for example `v5litepod-8`."""
     runtime_version: str = MISSING
-    """Image of the VMs; it has to fit the chip."""
+    """VM image, which must support the chip."""
     chips_per_host: int = number(at_least=1)
-    """Chips of one VM; a slice of more has several VMs."""
+    """Chips per VM; a larger slice has several VMs."""
     zones: list[str] = field(default_factory=list)
     """Zones that offer the slice, tried in this order."""
     disk_type: str = MISSING
-    """Kind of disk that several such VMs may read at once."""
+    """Type of disk that several such VMs can read at the same time."""
     source: str = MISSING
-    """Where this comes from, with date."""
+    """Source of these values, with date."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class CalibrationConfig:
     kernel_share_of_peak: float = number(default=0.4, above=0, at_most=1)
     """Share of peak FLOP/s that Pallas kernels are assumed to reach; their time is not in the compiler's estimate."""
     source: str = MISSING
-    """The measurements, with their address and date."""
+    """The measurements, with URL and date."""
 
 
 @dataclass
@@ -100,28 +100,29 @@ class HwConfig:
     """`inline`: one device in this process. `spmd`: one process per host, arrays sharded over the mesh.
     `spawn`: one process per device, replicated, gradients summed in the graph."""
     num_devices: int = number(at_least=1)
-    """Devices that take part, over all processes and hosts."""
+    """Number of devices used, over all processes and hosts."""
     num_hosts: int = number(default=1, at_least=1)
-    """Machines of the slice; with more than one the same command runs on each of them, in one process (spmd)."""
+    """Machines of the slice; with several, the same command must run on each of them, as one process (spmd)."""
     topology: str | None = None
-    """The slice as libtpu names it, for example `v6e:2x4`; what task=plan compiles for. Null where there is no TPU."""
+    """The slice as libtpu names it, for example `v6e:2x4`, for which task=plan compiles; null without a TPU."""
     chip: ChipConfig | None = None
     """Datasheet of the chip; null on a CPU."""
     price: PriceConfig | None = None
-    """Price of a chip-hour; null where nothing is rented."""
+    """Price of a chip-hour; null if the machine is not rented."""
     rent: RentConfig | None = None
-    """How launch/tpu.py rents it; null where it does not."""
+    """Request with which launch/tpu.py rents the machine; null if it cannot."""
     calibration: CalibrationConfig | None = None
     """Correction of planned times; null applies none."""
     libtpu_flags: list[str] = field(default_factory=list)
-    """Put into LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on a flag it does not know."""
+    """Flags added to LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on an unknown flag."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables, set before torch_xla is imported."""
     compile_cache: str = place("local", default="auto")
-    """Local folder of compiled programs that later processes load instead of compiling; `none` keeps none. `auto`:
-    `<output_dir>/compile_cache` on a TPU, none elsewhere: torch_xla 2.9's CPU device cannot read what it wrote."""
+    """Local folder of compiled programs, which later processes load instead of compiling; `none` disables it. `auto` is
+    `<output_dir>/compile_cache` on a TPU and none elsewhere, since torch_xla 2.9's CPU device cannot read back what it
+    wrote."""
     attention_block: int = number(default=1024, at_least=128)
-    """Tokens in the largest block of queries and of keys of the attention kernel, a multiple of 128: what fits into the
+    """Largest block of queries and of keys in the attention kernel, in tokens; a multiple of 128 that fits into the
     chip's VMEM. Shorter rows are one block."""
     num_threads: int | None = number(default=None, at_least=1)
-    """CPU threads of one process of the eager runtime; null shares the usable cores among the processes."""
+    """CPU threads per process of the eager runtime; null divides the usable cores among the processes."""

@@ -1,7 +1,9 @@
-"""The identity of a run (flattened config, its hash, the keys that may change on a resume), and configs read back.
+"""The identity of a run, compared on a resume, and safe reading of the config in a run folder.
 
-A run folder may come from anywhere, so its config is data. Nothing that it names is imported, and nothing in it is
-resolved, except what the command line names itself."""
+The identity is the flattened config without the keys that may change on a resume. A run folder may come from anywhere,
+so its config is untrusted data: nothing that it names is imported, and no interpolation is resolved, except what the
+command line names itself.
+"""
 
 import dataclasses
 import hashlib
@@ -24,8 +26,8 @@ from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
 from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, PrepareConfig, TrainerConfig
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
-# None of these changes what is computed: batches are global, and a row's place in the data does not depend on them.
-# `trainer.guard` does once a step went wrong, and then its settings are what somebody changes to go on.
+# Keys, or prefixes of keys, that do not change what is computed: batches are global, and a row's position in the data
+# does not depend on them. `trainer.guard` matters only after a bad step, when its settings must be changeable.
 MAY_CHANGE = (
     "hw.",
     "sharding.",
@@ -64,12 +66,12 @@ UNSET: dict[str, Any] = {
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
-"""Values of a source's keys that are as if the key were not there."""
+"""Values of a source's keys that have the same effect as leaving the key out."""
 _SET = object()
 LENGTH = re.compile(
     r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|epochs|schedule\.\w+)"
 )
-"""Keys that say how long the stages of a run are, and how their learning rate goes."""
+"""Keys that set the lengths and learning-rate schedules of the stages."""
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -87,8 +89,8 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def identity(config: Config) -> dict[str, Any]:
     """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
-    Secrets are left out: another token for the same data is the same run. So are keys that older runs lack, where they
-    have the value that changes nothing (`UNSET`, and `start` where there is none).
+    Secrets are left out, since a run stays the same with another token for the same data. Keys that older runs lack are
+    left out at values that have no effect (`UNSET`, and `start` without `start.run`).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
     kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
@@ -118,13 +120,13 @@ def job_hash(config: Config) -> str:
 
 
 def changes(stored: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The keys in which a config differs from a run folder's stored identity, with its own values."""
+    """Return the config's values, by key, that differ from a run folder's stored identity."""
     now = json.loads(json.dumps(identity(config), default=str))
     return {key: now.get(key) for key in sorted(stored.keys() | now.keys()) if stored.get(key) != now.get(key)}
 
 
 def is_of_other_length(stored: Mapping[str, Any], config: Config) -> bool:
-    """Whether a config differs in nothing but the lengths and schedules of its stages, and in these it does."""
+    """Return whether a config differs from the stored identity, and only in stage lengths and schedules."""
     found = changes(stored, config)
     return bool(found) and all(LENGTH.fullmatch(key) for key in found)
 
@@ -148,7 +150,7 @@ def require_same(stored: Mapping[str, Any], config: Config, *, folder: str) -> N
 
 log = logging.getLogger(__name__)
 MODEL_KEYS = ("seed", "plugins", "model", "lora", "curriculum", "prepare", "trainer")
-"""What a run's model, rows and their lengths come from. Hardware, sharding and loader are the command's own."""
+"""Groups that determine a run's model, rows and row lengths. Hardware, sharding and loader are the command's own."""
 DATA_KEYS = ("data", "data_size")
 LOGGERS = {
     "console.ConsoleLogger",
@@ -158,7 +160,7 @@ LOGGERS = {
     "wandb.WandbLogger",
 }
 LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
-"""The second in runs from before the package was renamed."""
+"""Packages whose loggers a stored config may name; runs from before the package was renamed have the second."""
 OWN_TARGETS: dict[str, frozenset[str]] = {
     "model": frozenset({ModelConfig._target_}),
     "data.*": frozenset({DataSourceConfig._target_}),
@@ -166,10 +168,10 @@ OWN_TARGETS: dict[str, frozenset[str]] = {
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
 }
-"""All that a stored config may name by itself, by swap point. By name, not by prefix: the package has functions that
-nobody meant to be called with a config."""
+"""Targets that a stored config may name, by swap point. They are listed by full name, since the package also has
+functions that must not be called from a config."""
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-"""`${` that OmegaConf would resolve; behind an odd number of backslashes it is text."""
+"""`${` that OmegaConf would resolve; after an odd number of backslashes it is plain text."""
 
 
 def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...] = MODEL_KEYS + DATA_KEYS) -> Config:
@@ -189,10 +191,10 @@ def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
 def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...]) -> dict[str, Any]:
     """Return the values of `keys` in a run's config.yaml, as the fields of a Config.
 
-    Where and how data is prepared is the command's: a stored config names no place that is written to.
+    Where and how data is prepared comes from the command, so that a stored config cannot name a place to write to.
 
     Args:
-        config: that of the command, which alone may name plugins and classes of its own.
+        config: the command's config; only it may name plugins and classes from outside this package.
         text: content of the file at `place`.
 
     Raises:
@@ -221,7 +223,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
 
 
 def _doors(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yield what in a stored config would run code, or read values from outside of it."""
+    """Yield problems of stored values that would run code, or read values from outside the config."""
     plugins = stored.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
         if plugin not in config.plugins:

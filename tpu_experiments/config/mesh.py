@@ -1,8 +1,9 @@
-"""The mesh of `hw.parallel: spmd`: how many devices lie along each axis, and in which order. Never torch.
+"""The device mesh of `hw.parallel: spmd`: number of devices along each axis, and their order.
 
-Devices are counted through it as libtpu numbers them, `data` slowest and `tensor` fastest, so that those that exchange
-most are neighbours: whole weights are fetched along `fsdp`, activations are summed along `tensor`, and along `data`
-only gradients are. jax's mesh_utils, which MaxText calls, orders the axes in the same way.
+Imports no torch. Devices are numbered as libtpu numbers them, with `data` varying slowest and `tensor` fastest, so that
+devices that exchange the most data are neighbours: activations are summed along `tensor`, whole weights are fetched
+along `fsdp`, and only gradients are summed along `data`. jax's mesh_utils, which MaxText calls, orders the axes in the
+same way.
 """
 
 import math
@@ -15,8 +16,8 @@ from tpu_experiments.config.model_schema import AXES, ROWS, MeshConfig, Sharding
 from tpu_experiments.config.schema import Config
 
 Axes = tuple[str | tuple[str, ...] | None, ...]
-"""Of each dimension of a tensor the mesh axis, or the axes, that it is split over; what is left out at the end is
-whole."""
+"""Mesh axis or axes that each dimension of a tensor is split over, None for a dimension that is not split. Trailing
+dimensions that are left out are not split."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Split:
     tiles: tuple[int, ...]
     copies: int
     devices: tuple[int, ...]
-    """Those of the first part, then of the second, and so on; the last dimension's parts follow each other."""
+    """Device numbers of the first part, then of the second, and so on; the last dimension varies fastest."""
     is_whole: bool
-    """Every device holds all of it."""
+    """Whether every device holds the whole tensor."""
 
 
 @dataclass(frozen=True)

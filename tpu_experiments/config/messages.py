@@ -1,6 +1,8 @@
-"""The text of `--help`, and what Hydra and OmegaConf refuse in one sentence: key=value; what is wrong; what to do.
+"""The text of `--help`, and one-sentence messages for errors of Hydra and OmegaConf.
 
-`--help` is made from the folders of conf/ alone: Hydra's own takes two seconds to list the same groups."""
+Messages have the form: key=value; what is wrong; what to do. `--help` reads only the folders of conf/, because Hydra's
+own help takes two seconds to list the same groups.
+"""
 
 import dataclasses
 import re
@@ -94,8 +96,8 @@ def help_text() -> str:
 
 
 PACKAGE = Path(__file__).parents[1]
-MAX_SHOWN, MAX_OVERRIDES = 100, 4  # characters of an override, and overrides, that a sentence shows
-# What the library says, and what to do about it; {key} and {value} are the override's.
+MAX_SHOWN, MAX_OVERRIDES = 100, 4  # characters of an override, and overrides, in a message
+# Pattern of the library's message, and the advice for it; {key} and {value} are those of the override.
 COMPLAINTS = {
     r"could not be converted to Integer": "it must be a whole number.",
     r"could not be converted to Float": "it must be a number.",

@@ -1,4 +1,4 @@
-"""Schema of the groups `model`, `data`, `lora` and `sharding`: what is trained, and on what."""
+"""Schema of the groups `model`, `data`, `lora` and `sharding`, and constants that their values name."""
 
 import fnmatch
 from collections.abc import Collection
@@ -11,11 +11,14 @@ from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.places import place
 
 ALL_LINEAR = "all-linear"
-"""Every Linear of every layer; PEFT has the same word."""
+"""Target that names every Linear of every layer, as in PEFT."""
 
 
 def is_target(name: str, target: str) -> bool:
-    """Say whether `target` names the Linear `name`: by the last part of its name, by a glob, or as one of a layer."""
+    """Return whether `target` matches the Linear `name`.
+
+    A target is `all-linear` (every Linear inside a layer), the last part of a name, or a glob over the full name.
+    """
     *path, leaf = name.split(".")
     if target == ALL_LINEAR:
         return any(part.isdigit() for part in path)
@@ -37,136 +40,145 @@ FORMATS = (
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SAVABLE = ("attention", *ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
-"""Values of a layer that the forward pass can be told to save."""
+"""Values of a layer that `model.saved` can name for the forward pass to save."""
 SAVED: dict[str, tuple[str, ...]] = {
     "offload": (),
     "layer_inputs": (),
     "save_attention": ("attention",),
     "save_dots": SAVABLE,
 }
-"""Those that each `model.remat` saves beside the layer's input. `attention`: what goes into o_proj, and what a kernel
-saves for its own backward pass."""
+"""Values that each `model.remat` saves besides the layer's input. `attention` is the input of o_proj, and what an
+attention kernel saves for its own backward pass."""
 QUESTION_ROWS = 32
-"""Questions (`DataSourceConfig.questions`) asked at once; every device writes the answers to all of them."""
+"""Questions (`DataSourceConfig.questions`) answered in one batch; every device generates the answers to all of them."""
 AXES = ("data", "fsdp", "tensor")
-"""The mesh axes of `sharding.rules`, that of the most distant devices first."""
+"""Mesh axes that `sharding.rules` can name; the first one connects the most distant devices."""
 ROWS = ("data", "fsdp")
-"""Those that the rows of a batch are split over."""
+"""Mesh axes that the rows of a batch are split over."""
+
+# ---- model --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ModelConfig:
-    """A transformers decoder: the source of its weights and how it computes."""
+    """A transformers decoder: where its weights come from and how it is computed."""
 
     _target_: str = "tpu_experiments.models.huggingface.HuggingFaceModel"
-    """Swap point: class that gives the empty module and its weights one by one (models/huggingface.py)."""
+    """Swap point: class that builds the module without weights and yields the weights one by one
+    (models/huggingface.py)."""
     name: str = MISSING
     """Name of the model; the file name in conf/model."""
     path: str = place("model")
-    """Hub id, or a local Hugging Face checkpoint folder (single or sharded safetensors)."""
+    """Hub id, or local folder of a Hugging Face checkpoint (single or sharded safetensors)."""
     revision: str | None = None
     """Hub revision (commit or tag); null is the newest."""
     tokenizer_path: str | None = place("model", default=None)
     """Folder or Hub id of the tokenizer; null is `path`."""
     remote_code: str = choice("refuse", "ignore", "run", default="refuse")
-    """What happens with a checkpoint or tokenizer that brings Python code of its own (`auto_map`): it is refused; or
-    its code is ignored and transformers' own class of its type is taken; or its code is run, with your rights, which
-    transformers calls trust_remote_code."""
+    """Treatment of a checkpoint or tokenizer that contains Python code (`auto_map`). `refuse` stops. `ignore` uses
+    transformers' own class for the model type. `run` executes the code with your permissions, as transformers'
+    trust_remote_code does."""
     chat_template_path: str | None = place("local", default=None)
     """Jinja file used instead of the tokenizer's own chat template."""
     chat_format: str = choice("tokenizer", "chatml", "instruction_response", "llama2", "plain", default="tokenizer")
     """`tokenizer`: its own chat template, or `chat_template_path`. The others are templates shipped here, for base
     models that have none."""
     init: str = choice("pretrained", "random", default="pretrained")
-    """`pretrained`: weights of `path`. `random`: drawn from `seed` with transformers' own initialisation."""
+    """`pretrained`: weights of `path`. `random`: transformers' own initialisation, seeded by `seed`."""
     size: str = choice("full", "tiny", default="full")
-    """`tiny`: `arch` with `tiny_arch` laid over it and random weights; same architecture, seconds on a CPU."""
+    """`tiny`: `arch` overridden by `tiny_arch`, with random weights; the same architecture, seconds on a CPU."""
     dtype: str = choice("bfloat16", "float32", default="bfloat16")
     """Data type of the frozen base and of the arithmetic; adapters and optimizer state are always float32."""
     attention: str = choice("sdpa", "eager", "flash", default="sdpa")
-    """`sdpa`, `eager`: transformers' own, with a ready 4-D mask, so nothing is read on the host. `flash`: the TPU's
-    kernel, which keeps no matrix of scores; on other devices the same as `sdpa`."""
+    """`sdpa`, `eager`: transformers' implementations, with a precomputed 4-D mask, so that nothing is read on the host.
+    `flash`: the TPU kernel, which does not store the score matrix; on other devices the same as `sdpa`."""
     stack: str = choice("scanned", "unrolled", default="scanned")
-    """`scanned`: on torch_xla, equal layers are folded into one that a loop runs, so that one layer is compiled.
-    `unrolled`: every layer is compiled, and everything is saved for the backward pass, as in plain torch."""
+    """`scanned`: on torch_xla, equal layers are folded into a loop, so that only one layer is compiled. `unrolled`:
+    every layer is compiled, and all activations are saved for the backward pass, as in plain torch."""
     stack_group: int = number(default=1, at_least=1)
-    """Periods of equal layers in one iteration of that loop (a period is one layer, of Gemma 3 six). More are a longer
-    program; at most half of them are taken, and layers left over are compiled on their own."""
+    """Periods of equal layers per iteration of the `scanned` loop (a period is one layer; six for Gemma 3). More make
+    the program longer. At most half of all periods are used; remaining layers are compiled on their own."""
     remat: str = choice("none", "offload", "layer_inputs", "save_attention", "save_dots", default="layer_inputs")
-    """What scanned layers save for the backward pass, which computes the rest again: `none` everything, `layer_inputs`
-    the input of each layer, `offload` the same in the memory of the TPU's host, `save_attention` also what goes into
-    o_proj, `save_dots` also every projection's result."""
+    """Activations that scanned layers save for the backward pass, which recomputes the others. `none`: no
+    recomputation, everything is saved. `layer_inputs`: each layer's input. `offload`: the same, in the TPU host's
+    memory. `save_attention`: also the input of o_proj. `save_dots`: also the output of every projection."""
     saved: list[str] = field(default_factory=list)
-    """Saved beside that, by name: `attention` or projections (`q_proj`, `up_proj`, ...)."""
+    """Further activations to save, by name: `attention` or projections (`q_proj`, `up_proj`, ...)."""
     lr: float = number(default=2e-4, above=0)
-    """Peak learning rate that suits adapters on this model; a run that trains all of its pretrained weights takes a
-    tenth. `optim.lr` and a stage's `lr` win over it."""
+    """Peak learning rate suited to adapters on this model; full fine-tuning of pretrained weights uses a tenth of it.
+    `optim.lr` and a stage's `lr` take precedence."""
     row_tokens: int = number(default=2048, at_least=8, at_most=2**24)
-    """Longest row that `trainer.seq_len=auto` makes for this model."""
+    """Longest row, in tokens, that `trainer.seq_len=auto` chooses for this model."""
     step_tokens: int = number(default=65536, at_least=8, at_most=2**40)
-    """Tokens of an optimizer step that suit adapters on this model; `trainer.global_batch_rows` wins over it."""
+    """Tokens per optimizer step suited to adapters on this model; `trainer.global_batch_rows` takes precedence."""
     arch: dict[str, Any] = field(default_factory=dict)
     """Hugging Face config values; used for `init: random` and to plan without the checkpoint."""
     tiny_arch: dict[str, Any] = field(default_factory=dict)
-    """Values laid over `arch` for `size: tiny`."""
+    """Values that override `arch` for `size: tiny`."""
+
+
+# ---- data ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class CleanConfig:
-    """Rules for the text of a document, in the order of the keys; each is off by default and counted in the audit.
+    """Cleaning rules for documents, applied in the order of the keys; all are off by default.
 
-    With `scope: paragraph` (texts only) the rules see one paragraph at a time, and a document is refused when none is
-    left; otherwise they see the whole text, or every turn of a conversation. A turn is never removed: a rule that a
-    turn breaks refuses its conversation.
+    The audit counts the effects of each rule. With `scope: paragraph` (texts only), rules apply to one
+    paragraph at a time, and a document is rejected when no paragraph is left; otherwise they apply to the whole text,
+    or to every turn of a conversation. Turns are never removed: a turn that breaks a rule rejects its conversation.
     """
 
     scope: str = choice("document", "paragraph", default="document")
-    """What a rule looks at; a paragraph is what an empty line ends."""
+    """Unit that rules apply to; paragraphs are separated by empty lines."""
     unicode: str = choice("keep", "nfc", "nfkc", default="keep")
     """Unicode normalisation form."""
     romanian_letters: str = choice("keep", "comma", default="keep")
-    """`comma` writes s and t with a comma below where they have a cedilla (Unicode 3.0 has both)."""
+    """`comma` replaces s and t with a cedilla by those with a comma below (Unicode 3.0 has both)."""
     whitespace: str = choice("keep", "collapse", default="keep")
-    """`collapse` makes runs of blanks one blank and runs of empty lines one, and trims the ends."""
+    """`collapse` reduces runs of blanks to one blank and runs of empty lines to one, and trims both ends."""
     min_chars: int | None = number(default=None, at_least=1)
-    """Fewest characters kept."""
+    """Minimum length in characters."""
     max_chars: int | None = number(default=None, at_least=1)
-    """Most characters kept."""
+    """Maximum length in characters."""
     min_words: int | None = number(default=None, at_least=1)
-    """Fewest words (runs of non-blanks) kept."""
+    """Minimum length in words (runs of non-blanks)."""
     punctuation: str | None = None
-    """At least one of these characters must occur; null asks for none."""
+    """Characters of which at least one must occur; null requires none."""
     language: str | None = None
-    """ISO 639-1 code that the text must be in; null takes every language. Checked over the whole conversation."""
+    """ISO 639-1 code of the language that is kept; null keeps all. Detected over the whole conversation."""
     language_min_probability: float = number(default=0.9, above=0, at_most=1)
-    """Smallest probability of `language`."""
+    """Minimum detected probability of `language`."""
     max_paragraphs: int | None = number(default=None, at_least=1)
-    """Paragraphs kept of a document, from its start; needs `scope: paragraph`."""
+    """Paragraphs of a document that are kept, from its start; needs `scope: paragraph`."""
 
 
 @dataclass
 class DuplicatesConfig:
-    """Handling of documents that occurred before anywhere in their source; the first one is kept."""
+    """Removal of duplicate documents within a source; the first occurrence is kept."""
 
     exact: str = choice("drop", "folded", "keep", default="drop")
-    """`drop`: the same text (and roles), letter for letter, once `clean` has done its work. `folded`: the same words,
-    letters case-folded and runs of blanks made one. `keep`: none is left out."""
+    """`drop`: remove documents whose text (and roles) after `clean` is identical. `folded`: compare case-folded text
+    with runs of blanks reduced to one. `keep`: remove none."""
     near: float | None = number(default=None, above=0, at_most=1)
-    """Jaccard similarity of word 5-grams from which a document counts as a copy, estimated by MinHash (Broder 1997);
-    null does not look."""
+    """Jaccard similarity of word 5-grams from which a document counts as a near copy, estimated by MinHash (Broder
+    1997); null does not search for near copies."""
     near_copies: str = choice("drop", "keep", default="drop")
-    """What happens to such a copy. `keep`: it stays, in the split of the document that it is a copy of, and so do all
-    others of the two groups that `split_by` makes."""
+    """Handling of near copies. `drop` removes them. `keep` keeps them in the split of the document that they copy,
+    together with all other documents of the two groups defined by `split_by`."""
 
     def settings(self) -> dict[str, Any]:
-        """The rules as what is prepared by them is known by: a key that came later is left out at its default."""
+        """Return the settings that identify prepared data.
+
+        A key added in a later version is left out at its default, so that older prepared data stays valid.
+        """
         return {name: value for name, value in asdict(self).items() if (name, value) != ("near_copies", "drop")}
 
 
 FIRST_TURN, DOCUMENT = "first_turn", "document"
-"""Values of `split_by` that are no field of the rows."""
+"""Values of `split_by` that are not fields of the rows."""
 OWN_KEYS = {"evaluation": ("eval_path", "eval_split"), "test": ("test_path", "test_split")}
-"""Keys of a source that name a whole split: files, or a split of the Hub."""
+"""Keys of a source that name the data of a whole split: files, or a split on the Hub."""
 
 
 @dataclass
@@ -176,33 +188,36 @@ class DataSourceConfig:
     _target_: str = "tpu_experiments.data.reading.sources.read_documents"
     """Swap point: callable that takes a `SourceSpec` and yields `Document`s."""
     path: str = place("input")
-    """File, folder, glob, gs:// address of one of these, or a Hub id. Files are .jsonl, .ndjson, .json, .parquet, .csv,
-    .tsv or .txt, each also as .gz, .bz2, .xz or .zst; one without a suffix is JSON or parquet if it begins so."""
+    """File, folder or glob, local or gs://, or a Hub id. Files are .jsonl, .ndjson, .json, .parquet, .csv, .tsv or
+    .txt, each also compressed as .gz, .bz2, .xz or .zst; a file without a suffix is recognised as JSON or parquet by
+    its first bytes."""
     hub_config: str | None = None
     """Configuration name on the Hub, for example `20231101.ro`."""
     hub_split: str = "train"
     """Split on the Hub."""
     eval_path: str | None = place("input", default=None)
-    """Files of the evaluation split, as `path` names them, in the same format. Then all of `path` is trained on, and
-    without test files of your own there is no test split; `eval_fraction` and `test_fraction` do nothing."""
+    """Files of the evaluation split, given like `path` and in the same format. All of `path` is then trained on, there
+    is no test split without `test_path` or `test_split`, and `eval_fraction` and `test_fraction` have no effect."""
     test_path: str | None = place("input", default=None)
-    """Files of the test split. Without evaluation files of your own, `eval_fraction` of `path` is the evaluation."""
+    """Files of the test split. Without `eval_path` or `eval_split`, `eval_fraction` of `path` is still held out for
+    evaluation."""
     eval_split: str | None = None
-    """Split on the Hub that is the evaluation split, in place of `eval_path`."""
+    """Split on the Hub used for evaluation, instead of `eval_path`."""
     test_split: str | None = None
-    """Split on the Hub that is the test split, in place of `test_path`."""
+    """Split on the Hub used as the test split, instead of `test_path`."""
     named_splits: str = choice("take", "ignore", default="take")
-    """Of a `path` with several files: `take` takes those that are named train, validation (or valid, val, dev, eval)
-    and test, or lie in folders of these names, as those splits; `ignore` takes all alike."""
+    """For a `path` with several files: `take` uses files (or files in folders) named train, validation (or valid, val,
+    dev, eval) and test as those splits; `ignore` treats all files alike."""
     held_out_copies: str = choice("find", "drop", default="find")
-    """Documents of `path` that evaluation or test files of your own have too. `find`: they are trained on, and the
-    audit has an error. `drop`: they are left out of train (with `duplicates.near`, near copies too) and reported."""
+    """Handling of documents of `path` that also occur in evaluation or test data given by the keys above. `find`: they
+    are trained on, and the audit reports an error. `drop`: they (with `duplicates.near`, near copies too) are removed
+    from the training split and reported."""
     revision: str | None = None
     """Hub revision; null is the newest."""
     sample_path: str | None = place("input", default=None)
     """Shipped sample in the same schema, read when `data_size: sample`."""
     kind: str = choice("text", "chat")
-    """`text`: every token is learnt. `chat`: only assistant turns are."""
+    """`text`: the loss covers every token. `chat`: the loss covers assistant turns only."""
     format: str = choice(*FORMATS, default="auto")
     """How a row becomes a document; `auto` recognises it from the first row. `text`: field `text`. `messages`: list of
     role and content, or of from and value. `alternating`: field `data`, a list of strings, user first.
@@ -211,60 +226,67 @@ class DataSourceConfig:
     or a list of turns. `llama2`: field `text` with [INST] marks. `human_assistant`: field `text` with ### Human and
     ### Assistant marks."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Where the file calls a field of the format something else: `{text: body}`."""
+    """Names of the format's fields in the file, where they differ: `{text: body}`."""
     quoting: str = choice("auto", "minimal", "none", default="auto")
-    """Quotation marks in .csv and .tsv. `minimal`: they may surround a field, which may then hold separators and line
-    ends. `none`: plain characters, a line is a record. `auto`: of the two, each file's own, the one with which more of
-    its first lines have as many fields as the file has columns."""
+    """Quotation marks in .csv and .tsv. `minimal`: they may enclose a field, which may then contain separators and line
+    ends. `none`: they are plain characters, and each line is a record. `auto`: for each file, the one with which more
+    of its first lines have as many fields as the file has columns."""
     keep: dict[str, list[Any]] = field(default_factory=dict)
-    """Fields of the rows, by the names that the file has, to their values: only rows with one of these values in every
-    such field are read; the others are counted and reported. `{sample_type: [irac, statute]}`."""
+    """Row filter: fields, by their names in the file, to allowed values, as in `{sample_type: [irac, statute]}`. Only
+    rows that have an allowed value in every such field are read; the others are counted and reported."""
     on_bad_row: str = choice("stop", "skip", default="stop")
-    """What happens at a row that cannot be read or is not of the format: the run stops, or the row is reported."""
+    """Handling of a row that cannot be read or does not have the format: `stop` the run, or `skip` and report the
+    row."""
     max_documents: int | None = number(default=None, at_least=1)
-    """Read at most this many rows, in file order; null reads all. Evaluation and test files of your own are read
+    """Largest number of rows read, in file order; null reads all. Separate evaluation and test files are always read
     whole."""
     eval_fraction: float = number(default=0.1, at_least=0, below=1)
-    """Share of documents held out for evaluation during training, chosen by a hash of what `split_by` says."""
+    """Share of documents held out for evaluation during training, chosen by a hash of the value of `split_by`."""
     test_fraction: float = number(default=0.1, at_least=0, below=1)
-    """Share of documents set aside for task=evaluate, never seen in training."""
+    """Share of documents held out for task=evaluate, never seen in training; chosen in the same way."""
     split_by: str = FIRST_TURN
-    """What documents have in common that stay in one split. `first_turn`: the first user turn of a conversation, so
-    that no held-out question is trained on with another answer; a text is by itself. `document`: nothing. Else a field
-    of the rows, such as `message_tree_id`."""
+    """Property whose equal values keep documents in the same split. `first_turn`: the first user turn of a
+    conversation, so that no held-out question is trained on with another answer; each text is independent. `document`:
+    every document is independent. Otherwise a field of the rows, such as `message_tree_id`."""
     prompt: str | None = None
-    """What a model is asked that is trained on this, where `sample.prompt` says nothing else; null asks in English."""
+    """Sample prompt for models trained on this source, unless `sample.prompt` is set; null asks in English."""
     epochs: float = number(default=3.0, above=0)
-    """Passes over the rows in a stage that says nothing of its length: one to three for fine-tuning, fewer the more
-    there is."""
+    """Passes over the rows in a stage without a length of its own: one to three for fine-tuning, fewer for larger
+    data."""
     weight: float | None = number(default=None, above=0)
     """Share of the tokens, without padding, that a stage of several sources draws from this one, relative to the
-    weights of the others; all of a stage's sources have one, or none. An epoch then has as many rows as the sources
-    have together, in which a source with few rows comes up several times and one with many in part. null draws every
-    row once."""
+    others' weights; either all sources of a stage have a weight or none. An epoch then has as many rows as all sources
+    together: small sources are repeated, and large ones are used in part. null draws every row once."""
     p95_tokens: int | None = number(default=None, at_least=1)
-    """Tokens that 95 % of the documents do not exceed, where known; `trainer.seq_len=auto` counts with them until the
-    data is prepared. null counts with rows of `model.row_tokens`."""
+    """95th percentile of the document lengths in tokens, if known; `trainer.seq_len=auto` uses it until the data is
+    prepared. null assumes rows of `model.row_tokens`."""
     total_tokens: int | None = number(default=None, at_least=1)
-    """Tokens of all documents, where known; the size of a step goes by them until the data is prepared. null counts
-    with more than enough for steps of `model.step_tokens`."""
+    """Tokens of all documents, if known; the step size is derived from it until the data is prepared. null assumes
+    enough data for steps of `model.step_tokens`."""
     clean: CleanConfig = field(default_factory=CleanConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     questions: dict[str, str] = field(default_factory=dict, metadata={"place": "file"})
-    """Name of a set to a .jsonl file of held-out conversations in the format `messages`, whose last turn is the answer
-    that is expected. They are asked before training, at every evaluation and after it, always for the likeliest tokens
-    and in rows of `sample.window` tokens; the first sentence counts. The file is not trained on."""
+    """Question sets by name: .jsonl files of held-out conversations in the format `messages`, whose last turn is the
+    expected answer. They are asked before training, at every evaluation and after training, with greedy decoding in
+    rows of `sample.window` tokens; an answer is right if its first sentence is the expected one. The files are not
+    trained on."""
 
 
 def hashed_shares(source: DataSourceConfig, *, own: Collection[str]) -> tuple[float, float]:
-    """Shares of `path` that a hash puts into evaluation and test, where the splits of `own` have files of their own."""
+    """Return the shares of `path` that hashing assigns to evaluation and test.
+
+    `own` are the splits that have data of their own.
+    """
     evaluation = 0.0 if "evaluation" in own else source.eval_fraction
     return evaluation, 0.0 if own else source.test_fraction
 
 
 def own_splits(source: DataSourceConfig) -> frozenset[str]:
-    """The splits for which a key names files or a split of the Hub; names of files may add others."""
+    """Return the splits whose data a key of the source names; `named_splits` may add others."""
     return frozenset(split for split, keys in OWN_KEYS.items() if any(getattr(source, key) for key in keys))
+
+
+# ---- adapters and sharding ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -272,14 +294,14 @@ class LoraConfig:
     """Low-rank adapters, W x + scale * B A x (arXiv 2106.09685)."""
 
     r: int = number(at_least=0)
-    """Rank; 0 trains every weight instead."""
+    """Rank; 0 trains every weight of the model, without adapters."""
     alpha: float = number(default=16.0, above=0)
-    """Numerator of the scale."""
+    """Numerator of the scale (see `scaling`)."""
     dropout: float = number(default=0.0, at_least=0, below=1)
     """Probability of dropping an input of A during training."""
     targets: list[str] = field(default_factory=list)
     """Linear modules that get an adapter, by the last part of their name or by a glob over the full name; `all-linear`
-    is every one of every layer."""
+    selects every Linear of every layer."""
     init: str = choice("b_zero", "a_zero", "pissa", default="b_zero")
     """`b_zero`: A Kaiming-uniform, B zero. `a_zero`: A zero, B normal. `pissa`: principal singular directions
     of W, which is reduced by them (arXiv 2404.02948)."""
@@ -289,14 +311,18 @@ class LoraConfig:
 
 @dataclass
 class MeshConfig:
-    """Devices along each axis; the sizes come to hw.num_devices, and one of them may be -1: what the others leave."""
+    """Devices along each mesh axis; their product is hw.num_devices.
+
+    One size may be -1, which takes the remaining devices.
+    """
 
     data: int = number(default=1, at_least=-1)
-    """Groups that each hold everything: rows are split over them, and gradients summed."""
+    """Data parallelism: replicas of the weights. Rows are split over them, and gradients are summed."""
     fsdp: int = number(default=-1, at_least=-1)
-    """Devices that share weights: rows are split over them, and a layer's weights are fetched when it is computed."""
+    """Sharded data parallelism: rows are split over these devices, and so are the weights, which are gathered layer by
+    layer."""
     tensor: int = number(default=1, at_least=-1)
-    """Devices that share a layer's arithmetic: they work on the same rows, each with its heads and features."""
+    """Tensor parallelism: these devices work on the same rows, each with its share of heads and features."""
 
 
 @dataclass
@@ -306,9 +332,9 @@ class ShardingConfig:
     name: str = MISSING
     """Name of the table; the file name in conf/sharding."""
     rules: dict[str, list[Any]] = field(default_factory=dict)
-    """Glob over parameter names to one entry per dimension: an axis of the mesh, a list of axes, or null. First match
-    wins; a glob that matches nothing stops the run, but for adapters of projections that have none."""
+    """Glob over parameter names to one entry per dimension: a mesh axis, a list of axes, or null (not split). The first
+    match applies. A glob that matches nothing stops the run, except for adapters of projections that have none."""
     max_replicated_elements: int = number(default=16777216, at_least=0)
-    """A parameter larger than this that no rule splits stops the run (16 Mi elements are 32 MiB in bf16);
-    0 switches the check off."""
+    """Largest parameter, in elements, that may be replicated; a larger one that no rule splits stops the run. The
+    default of 16 Mi elements is 32 MiB in bf16; 0 disables the check."""
     mesh: MeshConfig = field(default_factory=MeshConfig)

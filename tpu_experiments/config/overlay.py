@@ -1,4 +1,4 @@
-"""The command line before Hydra reads it: overlays of `+plan=FILE`, and mappings whose entries are the user's own."""
+"""Rewriting of the command line for Hydra: overlays (`+plan=FILE`), and new keys in data mappings."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 PLAIN = re.compile(r"[\w./:+-]+")
 OPTION = re.compile(r"\+{0,2}plan=(.+)")
 OWN_ENTRIES = re.compile(r"data\.([^.=]+)\.(?:fields|questions|keep)[.=].*", re.DOTALL)
-"""Overrides of a source's mappings whose names nobody else knows; Hydra asks for a `+` before a name that is new."""
+"""Overrides of a source's mappings, whose keys the user chooses; Hydra requires a `+` before a new key."""
 
 
 def override_of(key: str, value: Any) -> str:
@@ -46,7 +46,7 @@ def with_overlay(arguments: list[str], *, text: str, file: str) -> list[str]:
 
 
 def with_own_entries(arguments: list[str]) -> list[str]:
-    """The arguments with those that may name new entries of a source's own mappings as Hydra takes them.
+    """Return the arguments with `++` before overrides that may add entries to a source's mappings.
 
     >>> with_own_entries(["data.law.fields.text=body", "data.law.kind=text"])
     ['++data.law.fields.text=body', 'data.law.kind=text']

@@ -1,6 +1,7 @@
-"""What a path or URL in a config may look like; nothing is looked up on a disk or in a bucket here.
+"""Checks of the form of paths and URLs in a config, without access to a disk or bucket.
 
-A URL with a slash or its bucket missing (`gs://$BUCKET` with BUCKET unset) would otherwise be a local folder's name.
+A malformed URL, with a slash or its bucket missing (`gs://$BUCKET` with BUCKET unset), would otherwise be taken for the
+name of a local folder.
 """
 
 import importlib.util

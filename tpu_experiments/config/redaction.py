@@ -1,4 +1,4 @@
-"""Values that look like secrets, replaced wherever a config, a command line or a log line is written."""
+"""Redaction of values that look like secrets, in written configs, command lines and log lines."""
 
 import re
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ SECRET_WORD = re.compile(
     r"|(api|access|secret|private)keys?|(auth|access|api|hf|session)tokens?"
 )
 KEY_OWNER = re.compile(r"api|access|private|secret|account|signing|encryption|ssh|service|deploy|auth")
-"""`api_key` is a secret; `sort_key` and `key` alone are not."""
+"""Words before `key` in names of secrets: `api_key` is a secret; `sort_key` and `key` alone are not."""
 TOKENS_OWNER = re.compile(r"auth|access|api|refresh|bearer|session|security|hf|hub")
-"""`access_tokens` are secrets; `tokens`, `max_new_tokens` and `loss_chunk_tokens` are counts."""
+"""Words that make `tokens` secret: `access_tokens` are secrets; `tokens`, `max_new_tokens` and `loss_chunk_tokens` are
+counts."""
 OF_TEXT = re.compile(
     r"bos|eos|pad|unk|mask|sep|cls|special|added|control|begin|start|end|stop|first|last|next|prev|max|min|num|per|new"
     r"|image|audio|video|boi|eoi|think|tool|turn|text|prompt|blank|id"
 )
-"""`pad_token` and `max_token_id` are about text."""
+"""Words of names about text tokens, such as `pad_token` and `max_token_id`, which are not secrets."""
 ENVIRONMENT_END = re.compile(r"key|pass|auth|pat")
-"""`OPENAI_KEY`, as environment variables are written."""
+"""Last words of environment variables that hold secrets, such as `OPENAI_KEY`."""
 SIGNED = re.compile(r"signature|sig|key|token|credentials?|auth|code|policy")
 """Words in the names of query parameters of signed and authenticated URLs."""
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
@@ -33,7 +34,7 @@ TOKEN_SHAPES = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-"""Of the Hugging Face Hub, GitHub, GitLab, OpenAI, AWS, Google, Slack, JSON web tokens, and keys in PEM."""
+"""Tokens of the Hugging Face Hub, GitHub, GitLab, OpenAI, AWS, Google and Slack, JSON web tokens, and PEM keys."""
 
 
 def is_secret_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Python code that a checkpoint or a tokenizer brings, and `model.remote_code`, the one key that decides about it."""
+"""Handling of Python code in a checkpoint or tokenizer, as set by `model.remote_code`."""
 
 from collections.abc import Mapping
 from typing import Any

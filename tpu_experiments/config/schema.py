@@ -1,6 +1,7 @@
-"""Schema of the configuration: the name, type, unit and meaning of every group but model, data and task.
+"""Schema of the configuration: name, type, unit and meaning of every key of a run.
 
-YAML in conf/ owns the values. `register` puts the schemas into Hydra's ConfigStore. This package never imports torch.
+The groups model, data, lora, sharding, hw, start and task have modules of their own. Values are set in conf/*.yaml;
+`register` puts the schemas into Hydra's ConfigStore. This package never imports torch.
 """
 
 from dataclasses import dataclass, field
@@ -24,82 +25,92 @@ from tpu_experiments.config.task_schema import (
     TaskConfig,
 )
 
+# ---- guard and canary ---------------------------------------------------------------------------------------
+
 
 @dataclass
 class GuardConfig:
-    """Reaction to steps whose loss or gradient is not finite, and to losses that jump.
+    """Reaction to steps with a NaN or infinite loss or gradient, and to loss spikes.
 
-    The update of a step that is not finite is left out on the device, whatever is chosen here; what follows is decided
-    when values are read, every `trainer.log_every_steps`.
+    The device never applies the update of a step that is not finite, whatever is set here. The guard decides what
+    follows when values are read, every `trainer.log_every_steps`.
     """
 
     action: str = choice("skip", "stop", default="skip")
-    """`skip` logs the step with its rows and goes on; `stop` ends the run."""
+    """Reaction to a step that is not finite: `skip` logs it with its rows and continues; `stop` ends the run."""
     max_skipped: int = number(default=3, at_least=0)
-    """Steps in a row that may be left out. When more were, and the last one read is among them, the run rolls back to
-    the last checkpoint from before and passes over the batches of these steps."""
+    """Consecutive steps without an update that are tolerated. If there are more, up to the last step read, the run
+    rolls back to the last checkpoint before them and skips their batches."""
     max_rollbacks: int = number(default=2, at_least=0)
-    """Times a run may roll back; then it stops."""
+    """Largest number of rollbacks of a run; where another one would be due, the run stops."""
     before_steps: int = number(default=1, at_least=0)
-    """Steps before the first bad one whose batches are passed over as well: the last update that was applied may have
-    brought the parameters there (PaLM, arXiv 2204.02311, passes over batches before a spike and during it)."""
+    """Steps before the first bad one whose batches are skipped as well, since the last applied update may have caused
+    the problem (PaLM, arXiv 2204.02311, skips batches before and during a spike)."""
     spike_factor: float | None = number(default=3.0, above=1)
-    """A loss above this multiple of the median of the last `spike_window` ones of its stage is a spike; null looks for
+    """Multiple of the median of the stage's last `spike_window` losses above which a loss is a spike; null detects
     none."""
     spike_window: int = number(default=50, at_least=3)
-    """Losses that the median is of; there is no spike before there are so many."""
+    """Losses in the median; no spike is detected before there are that many."""
     spike_action: str = choice("warn", "rollback", default="warn")
-    """`warn` logs the step with its rows; `rollback` also rolls back to before it and passes over its batch."""
+    """`warn` logs a spike's step with its rows; `rollback` also rolls back to before it and skips its batch."""
 
 
 @dataclass
 class CanaryConfig:
     """Comparison of the first gradients on several devices with a float32 host reference, before step 1.
 
-    The training program itself runs once on a few short rows, and what it leaves in the optimizer's state is compared
-    with what the same step leaves there in plain torch on one CPU device; then everything is put back.
+    The training program itself runs once on a few short rows. The resulting optimizer state is compared with that of
+    the same step in plain torch on one CPU device; then parameters and state are restored.
     """
 
     when: str = choice("auto", "always", "never", default="auto")
-    """`auto`: on TPUs, with several devices, and where the reference fits into the host's free memory."""
+    """`auto`: on several TPU devices, if the reference fits into the host's free memory. `always`: on several devices
+    of any kind."""
     max_tokens: int = number(default=512, at_least=8)
-    """Tokens of the reference, shared out over the devices."""
+    """Tokens of the reference step, divided among the devices."""
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints of the run folder."""
+    """When checkpoints are written, which are kept, and how they are verified."""
 
     every_steps: int | None = number(default=None, at_least=0)
-    """Steps between two checkpoints; null makes about 20, in at least 50 and at most 500 steps. With this and
-    `every_minutes` 0 there is one at the end of each stage only."""
+    """Steps between two checkpoints; null derives it from the length of the run (about 20 checkpoints, 50 to 500 steps
+    apart). With this and `every_minutes` 0, checkpoints are written only at the end of each stage."""
     every_minutes: float = number(default=0.0, at_least=0)
-    """Minutes of the wall clock after which the next step is followed by a checkpoint (with several processes the next
-    step that logs), counted from the checkpoint before; 0 goes by steps alone."""
+    """Minutes since the last checkpoint after which the next step (with several processes the next step that logs) is
+    followed by another; 0 disables the clock."""
     keep_last: int = number(default=2, at_least=1)
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
     keep_every: int = number(default=0, at_least=0)
-    """A checkpoint whose step is a multiple of this is never removed; 0 keeps none for its step."""
+    """Checkpoints whose step is a multiple of this are never removed; 0 keeps none for its step."""
     keep_best: int = number(default=0, at_least=0)
-    """Checkpoints kept for the lowest held-out loss beside the newest; above 0 every evaluation is followed by a
-    checkpoint. 0 keeps none for its loss."""
+    """Checkpoints with the lowest held-out loss that are kept besides the newest; above 0 every evaluation is followed
+    by a checkpoint. 0 keeps none for its loss."""
     grace_seconds: float = number(default=20.0, above=0)
-    """Seconds after a request to stop in which remote storage is tried (a spot machine of Google Cloud has 30, and the
-    end itself takes some): the checkpoint goes to this machine's disk first, and to `output_dir` in the time left."""
+    """Seconds after a request to stop within which remote storage is tried. The checkpoint is written to the local disk
+    first, then uploaded to `output_dir` in the remaining time. A spot VM of Google Cloud has 30 s, of which shutting
+    down takes some."""
     background: bool = True
-    """Whether a checkpoint by steps or minutes is written by another thread while training goes on, from a copy in the
-    host's memory. The first of a process, and those that end a stage or a run, are waited for."""
+    """Whether checkpoints due by steps or minutes are written by a background thread from a copy in host memory, while
+    training continues. The first of a process and those that end a stage or the run always block training."""
     max_copy_gib: float = number(default=4.0, at_least=0)
-    """Largest state (parameters and optimizer) that is copied into the host's memory as a whole, so that it can be
-    written in the background. A larger one is saved in front of the loop, file by file, and read tensor by tensor on a
-    resume: the host then holds a few times `max_shard_gib`, or the largest tensor, where that is more."""
+    """Largest state (parameters and optimizer), in GiB, that is copied to host memory as a whole, which background
+    saves need. A larger state blocks training, is saved file by file, and is read tensor by tensor on a resume; the
+    host then holds a few times `max_shard_gib`, or the largest tensor if that is more."""
     max_shard_gib: float = number(default=2.0, above=0)
-    """Largest file of tensors, of checkpoints and of an exported model, as transformers' `max_shard_size`: a group that
-    is larger has several, `parameters-00001-of-00005.safetensors`. One tensor is never divided."""
+    """Largest file of tensors, in GiB, in checkpoints and exported models, like transformers' `max_shard_size`. A
+    larger group has several files, `parameters-00001-of-00005.safetensors`; a tensor is never split."""
     prove: bool = True
-    """Whether a checkpoint is read back and looked at before it counts: files and tensors as written, parameters
-    changed by training, an adapter that does something; and, for the first of a process, the last of a stage and the
-    export, held-out rows answered as the live model answers them, bit for bit."""
+    """Whether a checkpoint is read back and verified before it counts: files and tensors equal what was written,
+    training changed the parameters, and an adapter has an effect. For the first checkpoint of a process, the last of a
+    stage and the export, held-out rows must also have the live model's loss, bit for bit."""
+
+
+# ---- data ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -107,32 +118,35 @@ class PrepareConfig:
     """Preparation of documents as shuffled rows of one length; done once, on a CPU machine."""
 
     folder: str | None = place("folder", default=None)
-    """Where prepared data lies, local or gs://; null is `<output_dir>/prepared`. Its folders are named by a hash of all
-    that went in, so several runs and machines share it."""
+    """Folder of prepared data, local or gs://; null is `<output_dir>/prepared`. Its subfolders are named by a hash of
+    all inputs and settings, so several runs and machines can share it."""
     engine: str = choice("local", "ray", default="local")
-    """`local`: processes of this machine. `ray`: the files of a source are tasks of a Ray cluster (RAY_ADDRESS)."""
+    """`local`: processes on this machine. `ray`: each file of a source is a task of a Ray cluster (RAY_ADDRESS)."""
     workers: int | None = number(default=None, at_least=1)
-    """Processes; null takes one per usable core, and none for less than a few MB."""
+    """Worker processes; null starts one per usable core, and none for less than a few MB."""
     packing: str = choice("best_fit", "pad", "none", default="best_fit")
-    """`best_fit`: several documents share a row (arXiv 2404.10830). `pad`: one document a row, padded to its end.
-    `none`: one document a row, a batch padded to a multiple of `loader.pad_multiple`; eager runtime only, since every
-    length would be another program on XLA."""
+    """`best_fit`: several documents share a row (arXiv 2404.10830). `pad`: one document per row, padded to the row
+    length. `none`: one document per row, and each batch is padded to a multiple of `loader.pad_multiple`; eager runtime
+    only, since XLA would compile a program for every length."""
     long_documents: str = choice("split", "truncate", "drop", default="split")
-    """A document longer than a row is split into several (conversations between turns where that is possible), cut
-    (conversations after their last whole answer), or left out. With `packing` pad or none, `split` is not possible."""
+    """Handling of documents longer than a row. `split`: into several rows (conversations between turns if possible);
+    not with `packing` pad or none. `truncate`: cut off (conversations after their last whole answer). `drop`:
+    removed."""
     window_tokens: int = number(default=4 * 2**20, at_least=1)
-    """Tokens that are packed together and written as one shard; a worker needs some 60 bytes of memory for each."""
+    """Tokens that are packed together and written as one shard; a worker needs about 60 bytes of memory for each."""
     documents: str = choice("keep", "discard", default="discard")
     """`keep` also writes the cleaned documents as parquet (id, source, text or messages)."""
     on_finding: str = choice("stop", "warn", default="stop")
-    """What task=train does where the audit has an error, such as held-out documents that another source trains on: stop
-    before the first step, or say so and go on."""
+    """Reaction of task=train to an error in the audit, such as held-out documents that another source trains on: `stop`
+    before the first step, or `warn` and continue."""
     written_epochs: int = number(default=0, at_least=0)
-    """Epochs whose rows are also written in shuffled order, for reading from a disk or bucket from start to end."""
+    """Epochs whose rows are also written in shuffled order, for sequential reads from a disk or bucket
+    (`loader.order=written`)."""
     shuffle_passes: int = number(default=2, at_least=1)
-    """Times a written epoch is shuffled: two give a uniform permutation (data/store/shuffle.py), one a rough one."""
+    """Shuffle passes over a written epoch: two produce a uniform permutation (data/store/shuffle.py), one a rough
+    one."""
     shuffle_block_rows: int = number(default=8192, at_least=1)
-    """Rows that are in memory and shuffled together in one pass."""
+    """Rows held in memory and shuffled together in one pass."""
 
 
 @dataclass
@@ -140,20 +154,23 @@ class LoaderConfig:
     """Loading of rows from disk into batches on the device."""
 
     order: str = choice("permutation", "written", default="permutation")
-    """`permutation`: rows are read in a random order that (seed, stage, epoch) decide. `written`: the shuffled epochs
-    that `prepare.written_epochs` wrote are read from start to end."""
+    """`permutation`: rows are read in a random order determined by (seed, stage, epoch). `written`: the shuffled epochs
+    written by `prepare.written_epochs` are read sequentially."""
     loader_prefetch_size: int = number(default=16, at_least=1)
-    """Host batches assembled ahead."""
+    """Batches assembled ahead on the host."""
     device_prefetch_size: int = number(default=8, at_least=1)
-    """Batches sent to the device ahead, and as many that each transfer thread holds; xla runtime only."""
+    """Batches sent to the device ahead, and as many more that each transfer thread holds; xla runtime only."""
     host_to_device_transfer_threads: int = number(default=1, at_least=1)
-    """Threads that send batches, each with queues of its own of the two sizes above; xla runtime only."""
+    """Threads that send batches, each with its own queues of the two sizes above; xla runtime only."""
     read_ahead_mib: int = number(default=64, at_least=1)
     """MiB fetched ahead from a remote folder."""
     cache_gib: float = number(default=20.0, above=0)
-    """Largest local copy of a remote folder, in GiB; the oldest part goes first."""
+    """Largest local copy of a remote folder, in GiB; the oldest part is evicted first."""
     pad_multiple: int = number(default=64, at_least=1)
     """Batches of `prepare.packing=none` are padded to a multiple of this many tokens."""
+
+
+# ---- sweeps -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -161,15 +178,18 @@ class SweepingConfig:
     """Settings that control how the points of a sweep are run."""
 
     points_at_once: int = number(default=1, at_least=1)
-    """Points that run side by side on this host. On a TPU each has one chip to itself, so `hw` is a machine of one chip
-    (`hw=v5e1`); on the CPU they share the cores."""
+    """Points that run in parallel on this host. On a TPU each point has one chip to itself, so `hw` must be a machine
+    of one chip (`hw=v5e1`); on the CPU they share the cores."""
     prune: str = choice("none", "median", default="none")
     """`median` stops a point whose best held-out loss so far is worse than the median of the other points' losses at
     the same step, as Optuna's MedianPruner does. It needs `trainer.eval_every_steps` and the jsonl logger."""
     prune_after_points: int = number(default=3, at_least=1)
     """Other points that must have been evaluated at a step before a point can be stopped there."""
     prune_after_steps: int = number(default=0, at_least=0)
-    """Optimizer steps before and at which no point is stopped."""
+    """Optimizer steps up to which no point is stopped, this one included."""
+
+
+# ---- schedule and curriculum --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -177,9 +197,9 @@ class ScheduleConfig:
     """Learning rate over the steps of one stage, as a multiple of the peak."""
 
     name: str = choice("constant", "linear", "cosine", "wsd")
-    """`wsd`: warm-up, constant, then linear decay (arXiv 2404.06395)."""
+    """Shape after the warm-up. `wsd`: constant, then linear decay (warmup-stable-decay, arXiv 2404.06395)."""
     warmup_steps: int | None = number(default=None, at_least=0)
-    """Steps of linear rise from 0 to the peak; null takes 3 % of the stage, at most 1,000."""
+    """Steps of linear rise from 0 to the peak; null takes 3 % of the stage, at most 1,000 steps."""
     floor: float = number(default=0.0, at_least=0, at_most=1)
     """Multiple of the peak at the end of the decay."""
     decay_fraction: float = number(default=0.2, above=0, at_most=1)
@@ -202,22 +222,23 @@ class StageScheduleConfig:
 
 @dataclass
 class ExitTestConfig:
-    """Test that ends a stage early, after every evaluation (`trainer.eval_every_steps`).
+    """Early stopping of a stage, tested after every evaluation (`trainer.eval_every_steps`).
 
-    Its loss is the mean over `sources` of each one's held-out loss, nats per token.
+    The tested loss is the mean of the held-out losses of `sources`, in nats per token.
     """
 
     eval_loss: float | None = number(default=None, above=0)
-    """Ends the stage once the loss is at most this."""
+    """Loss in nats per token at or below which the stage ends; null does not test it."""
     patience: int | None = number(default=None, at_least=1)
-    """Ends the stage after this many evaluations in a row that were not lower by `min_delta`."""
+    """Consecutive evaluations without an improvement by more than `min_delta` after which the stage ends; null does not
+    test it."""
     min_delta: float = number(default=0.0, at_least=0)
-    """What `patience` asks of a loss: lower by more than this than the last that was, nats per token. The best
-    evaluation is the lowest, by however little."""
+    """Decrease, in nats per token, that counts as an improvement for `patience`, relative to the last improvement. The
+    best evaluation is the lowest, however small the difference."""
     sources: list[str] = field(default_factory=list)
-    """Held-out sources that are looked at, by name; empty takes the stage's own, without replayed ones."""
+    """Held-out sources that are averaged, by name; empty takes the stage's own, without replayed ones."""
     ends_with: str = choice("last", "best", default="last")
-    """Parameters and optimizer state that the stage ends with: those of its last step, or of its best evaluation."""
+    """Parameters and optimizer state at the end of the stage: those of its last step, or of its best evaluation."""
 
 
 @dataclass
@@ -225,39 +246,39 @@ class StageConfig:
     """One stage of the curriculum; null takes the run's own value."""
 
     kind: str = choice("text", "chat", "any", default="any")
-    """Takes every selected source of this kind."""
+    """Kind of the selected sources that the stage trains on."""
     sources: list[str] = field(default_factory=list)
-    """Takes these sources instead, by name; empty goes by `kind`."""
+    """Sources that the stage trains on, by name; empty selects them by `kind`."""
     replay: float = number(default=0.0, at_least=0, below=1)
-    """Share of the rows that come from `replay_sources`, exact at every step: of the first n rows floor(n x replay)."""
+    """Share of the rows that come from `replay_sources`, exact at every step: floor(n x replay) of the first n rows."""
     replay_sources: list[str] = field(default_factory=list)
-    """Sources that are replayed, by name; empty takes those of all stages before that this one does not have."""
+    """Sources that are replayed, by name; empty takes those of all earlier stages except this stage's own."""
     learn: str = choice("answers", "all", default="answers")
-    """Tokens in the loss: of conversations the assistant's turns (of texts everything), or every token."""
+    """Tokens in the loss. `answers`: assistant turns of conversations, and all tokens of texts. `all`: every token."""
     steps: int | None = number(default=None, at_least=1)
-    """Optimizer steps; at most one of `steps`, `tokens` and `epochs` is set. With none of them a stage passes over its
-    rows as often as its data suits: the smallest `data.<name>.epochs` of its sources."""
+    """Optimizer steps; at most one of `steps`, `tokens` and `epochs` may be set. Without any, the number of epochs is
+    the smallest `data.<name>.epochs` of the stage's sources."""
     tokens: int | None = number(default=None, at_least=1)
-    """Tokens to train on, replayed ones and no padding counted: as many steps as make them with rows of mean length."""
+    """Tokens to train on, with replayed ones and without padding; converted to steps by the mean length of the rows."""
     epochs: float | None = number(default=None, above=0)
     """Passes over the stage's own rows."""
     seq_len: int | None = number(default=None, at_least=8, at_most=2**24)
     """Tokens per row."""
     shorter: int = number(default=1, at_least=1)
-    """Rows are this many times shorter, and a batch has as many times more of them: the tokens of a step stay."""
+    """Factor by which rows are shorter and batches have more rows, so that a step has the same number of tokens."""
     global_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
     """Rows per optimizer step over all devices."""
     lr: float | None = number(default=None, above=0)
     """Peak learning rate."""
     schedule: StageScheduleConfig = field(default_factory=StageScheduleConfig)
-    """Schedule of this stage, which begins and ends with it."""
+    """Learning-rate schedule over the steps of this stage."""
     optimizer: str = choice("carry", "fresh", default="carry")
-    """`carry` keeps the moments of the stage before, `fresh` starts them at zero."""
+    """`carry` keeps the optimizer's moments from the stage before, `fresh` resets them to zero."""
     trainable: list[str] = field(default_factory=list)
-    """Shell patterns over names of trainable parameters, `*.layers.1?.*` or `*_proj.lora_B`: these alone are updated
-    (their moments too), the others stay; empty updates all."""
+    """Shell patterns over the names of trainable parameters, such as `*.layers.1?.*` or `*_proj.lora_B`. Only matching
+    parameters and their moments are updated; empty updates all."""
     exit: ExitTestConfig = field(default_factory=ExitTestConfig)
-    """When the stage ends before its last step."""
+    """Early stopping of the stage."""
 
 
 @dataclass
@@ -267,7 +288,10 @@ class CurriculumConfig:
     name: str = MISSING
     """Name of the curriculum; the file name in conf/curriculum."""
     stages: dict[str, StageConfig] = field(default_factory=dict)
-    """A stage for which no source of its kind is selected is left out, and the log says so."""
+    """Settings of each stage by name; a stage whose kind no selected source has is left out, and this is logged."""
+
+
+# ---- optimizer ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -281,7 +305,7 @@ class OptimConfig:
     weight_decay: float = number(default=0.0, at_least=0)
     """Decoupled weight decay per unit of learning rate, on matrices only."""
     clip_norm: float | None = number(default=1.0, above=0)
-    """Largest global gradient norm, applied after the reduction over devices; null does not clip."""
+    """Global gradient norm above which gradients are scaled down, after the sum over devices; null does not clip."""
 
 
 @dataclass
@@ -303,7 +327,7 @@ class AdafactorConfig(OptimConfig):
 
     _target_: str = "tpu_experiments.optim.adafactor.Adafactor"
     beta2_decay: float = number(default=-0.8, below=0)
-    """Second moments decay with 1 - step^beta2_decay."""
+    """Exponent of the second moments' decay rate, 1 - step^beta2_decay."""
     eps1: float = number(default=1e-30, above=0)
     """Added to squared gradients."""
     eps2: float = number(default=1e-3, above=0)
@@ -312,14 +336,18 @@ class AdafactorConfig(OptimConfig):
     """Largest root mean square of an update."""
 
 
+# ---- trainer, samples and loggers ---------------------------------------------------------------------------
+
+
 @dataclass
 class ProfileConfig:
     """Profile of some steps, for TensorBoard's profiler (xprof)."""
 
     start_step: int | None = number(default=None, at_least=1)
-    """First step that is profiled, counted from 1 over the whole run; null profiles none. Step 1 compiles."""
+    """First step that is profiled, counted from 1 over the whole run; null profiles none. Step 1 includes
+    compilation."""
     num_steps: int = number(default=3, at_least=1)
-    """Steps that are profiled; fewer where the stage ends before."""
+    """Steps that are profiled; fewer if the stage ends earlier."""
 
 
 @dataclass
@@ -329,49 +357,50 @@ class TrainerConfig:
     _target_: str = "tpu_experiments.training.trainer.Trainer"
     """Swap point: a subclass of Trainer."""
     seq_len: Any = number(default="auto", at_least=8, at_most=2**24, word="auto")  # noqa: RUF009 (OmegaConf 2.3 merges no int | str)
-    """Tokens per row. `auto` holds 95 % of the documents: that percentile of the prepared data, up to a multiple of
-    128, at most `model.row_tokens`; a run that goes on keeps the length it began with."""
+    """Tokens per row. `auto` takes the 95th percentile of the prepared documents' lengths, rounded up to a multiple of
+    128 (the lanes of a TPU tile), at most `model.row_tokens`; a resumed run keeps its first value."""
     global_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
-    """Rows per optimizer step over all devices; null makes steps of `model.step_tokens`, or of fewer where an epoch
-    would have less than 40 of them. A run that goes on keeps the number it began with."""
+    """Rows per optimizer step over all devices; null makes steps of `model.step_tokens`, or smaller ones if an epoch
+    would otherwise have fewer than 40 steps. A resumed run keeps its first value."""
     micro_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
-    """Rows per device that pass through the model at once; null takes as many of a device's rows as make 8,192 tokens
-    or fewer. What is left of the global batch is accumulated inside the step."""
+    """Rows per device that pass through the model at once; null takes as many as fit into 8,192 tokens. The rest of the
+    global batch is accumulated inside the step."""
     loss_chunk_tokens: int | None = number(default=2048, at_least=1)
-    """Tokens of a device whose logits exist at once, the same positions of each of its rows: the loss holds this x
-    vocabulary numbers. null makes all logits of a micro-batch at once, as a model does whose head is more than a matrix
-    product."""
+    """Tokens per device whose logits exist at once (the same positions of each of its rows), which bounds the logits in
+    memory to this x vocabulary numbers. null computes all logits of a micro-batch at once, and so does a model whose
+    head is more than a matrix product."""
     log_every_steps: int | None = number(default=None, at_least=1)
-    """Steps between two log records; only then is a value read from the device. null makes about 20 records, at least
-    one in 100 steps."""
+    """Steps between two log records; values are read from the device only then. null makes about 20 records, at most
+    100 steps apart."""
     norms_every_steps: int = number(default=50, at_least=0)
-    """Steps between two records of the gradient's and the update's norm for each kind of module, written with the next
-    log record; 0 computes none."""
+    """Steps between two records of gradient and update norms by kind of module, written with the next log record; 0
+    computes none."""
     eval_every_steps: int | None = number(default=None, at_least=0)
-    """Steps between two evaluations; null makes about ten, at least one in 1,000 steps and, where questions are asked,
-    at most one in 50; 0 evaluates before the first and after the last step only."""
+    """Steps between two evaluations; null makes about ten, at most 1,000 steps apart and, if questions are asked, at
+    least 50. 0 evaluates only before the first step and after the last step of each stage."""
     max_eval_rows: int = number(default=256, at_least=1)
-    """Held-out rows that are evaluated at most, over all sources."""
+    """Largest number of held-out rows per evaluation, over all sources."""
     max_stage_steps: int | None = number(default=None, at_least=1)
-    """Ends every stage after this many steps at most, for trials; null runs each to its end."""
+    """Largest number of steps of every stage, for trials; null runs each stage to its end."""
     plan_check: str = choice("refuse", "warn", "off", default="refuse")
-    """What happens before the start when a plan of the same programs, or what formulas state exactly, says that the run
-    does not fit into the chips of `hw`: it is refused, it is logged, or nobody looks."""
+    """Reaction before the start when a plan of the same programs, or an exact formula, shows that the run does not fit
+    into the memory of the chips of `hw`: `refuse` to start, `warn`, or `off` for no check."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Steps that are profiled into `<run>/profile`."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """Steps that are not finite, and losses that jump."""
+    """Handling of steps that are not finite, and of loss spikes."""
     canary: CanaryConfig = field(default_factory=CanaryConfig)
-    """First gradients on several devices against a reference on the host."""
+    """Comparison of the first gradients on several devices with a host reference."""
     trace_every_steps: int | None = number(default=None, at_least=1)
-    """Mean number of calls from one trace of a program to the next (xla runtime); calls between them replay its
-    recorded graph. 1 traces every call and waits for nothing. null chooses: 1 where the trainer, optimizer, model or a
-    plugin is not of this project and for folded layers on a TPU, 200 for unrolled layers and on the CPU device."""
+    """Mean number of calls between two traces of a program (xla runtime); the other calls replay its recorded graph. 1
+    traces every call, and no call waits for the reading of values (replaying ones run at most one ahead of it). null
+    chooses 1 with a trainer, optimizer, model or plugin from outside this project, and for folded layers on a TPU; 200
+    for unrolled layers and on the CPU device."""
     on_recompile: str = choice("error", "warn", default="error")
-    """When a program is compiled that the run was not known to need (xla runtime): `error` saves a checkpoint and stops
-    with what changed, `warn` says it once and goes on."""
+    """Reaction to an unexpected compilation (xla runtime): `error` saves a checkpoint and stops, naming what changed;
+    `warn` logs it once and continues."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of a trainer of your own."""
+    """Settings for a custom trainer (`_target_`)."""
 
 
 @dataclass
@@ -382,15 +411,15 @@ class SampleConfig:
     """Prompt; rendered with the chat template when a chat source is selected. null takes `data.<name>.prompt` of the
     first chat source, else of the first source, so that it is in the language of the data."""
     prompts: list[str] = field(default_factory=list)
-    """Further prompts, answered beside it as rows of one batch."""
+    """Further prompts, answered in the same batch."""
     at: str = choice("ends", "evaluations", default="evaluations")
-    """`ends` of the training only, or at every evaluation as well."""
+    """`ends`: before and after training only. `evaluations`: at every evaluation as well."""
     max_new_tokens: int = number(default=48, at_least=0, at_most=2**24)
-    """Tokens written; 0 writes no sample."""
+    """Tokens generated per prompt; 0 writes no samples."""
     temperature: float = number(default=0.7, at_least=0)
-    """Divides the logits before a token is drawn, seeded by `seed`; 0 takes the likeliest token."""
+    """Divisor of the logits before a token is drawn (seeded by `seed`); 0 takes the likeliest token."""
     window: int = number(default=128, at_least=16, at_most=2**24)
-    """Tokens of prompt and answer together; one compiled program of this length."""
+    """Tokens of prompt and answer together, the row length of the one compiled sampling program."""
 
     @property
     def all_prompts(self) -> list[str]:
@@ -409,6 +438,9 @@ class LoggerConfig:
     """Keyword arguments of that class."""
 
 
+# ---- the whole configuration --------------------------------------------------------------------------------
+
+
 @dataclass
 class Config:
     """Configuration of one run."""
@@ -422,10 +454,10 @@ class Config:
     data_size: str = choice("full", "sample", default="full")
     """`sample` reads every source's shipped sample instead of its path."""
     tuned: str = choice("auto", "off", "settled", default="auto")
-    """`auto`: settings that change only speed and memory (layers folded or not, remat, sharding, rows at once) come
-    from conf/tuned.yaml, where it has a plan of this model on this machine with rows as long and a rank as high, and
-    where the command does not set one of them to something else. `off`: they stay as configured. A run's own
-    config.yaml says `settled`."""
+    """`auto`: settings that change only speed and memory (folding of layers, remat, sharding, micro-batch rows) are
+    taken from conf/tuned.yaml, if it has a plan of this model on this machine with rows at least as long and a rank at
+    least as high, and if the command sets none of them to another value. `off`: they stay as configured. `settled`: the
+    value in a run's own config.yaml, whose settings are final."""
     plugins: list[str] = field(default_factory=list)
     """Import prefixes, beside tpu_experiments, that `_target_` may name."""
     task: TaskConfig = MISSING
@@ -478,7 +510,7 @@ GROUPS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Put every schema into Hydra's ConfigStore, so that a YAML file can extend it by `defaults: [base, _self_]`."""
+    """Put every schema into Hydra's ConfigStore, where YAML files extend it (`defaults: [base, _self_]`)."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config, provider="tpu_experiments")
     launcher = {"_target_": "hydra_plugins.points.PointLauncher"}

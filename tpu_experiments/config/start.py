@@ -1,4 +1,4 @@
-"""Settings of a run that starts from what another has trained."""
+"""Schema of the group `start`: warm start of a new run from the weights of another run or adapter."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from tpu_experiments.config.places import place
 
 @dataclass
 class StartConfig:
-    """Where a new run's trained tensors begin; once the run has a checkpoint of its own, nothing of it is read."""
+    """Initial values of a new run's trained tensors; ignored once the run has a checkpoint of its own."""
 
     run: str | None = place("folder", default=None)
-    """Folder of a run, or of a LoRA adapter in PEFT's layout, local or gs://. null begins as `lora.init` or the base
-    model says."""
+    """Folder of a run, or of a LoRA adapter in PEFT's layout, local or gs://. null starts from `lora.init`, or from the
+    base model's weights if there is no adapter."""
     step: int | None = number(default=None, at_least=1)
-    """Step of that run's checkpoint; null takes its newest one, which of a finished run is its end, and where it has
-    none its `adapter/` or `model/`."""
+    """Step of that run's checkpoint. null takes the newest checkpoint (the last step of a finished run), or the run's
+    export in `adapter/` or `model/` if it has no checkpoint."""
     take: str = choice("weights", "all", default="weights")
-    """`weights` alone, with a fresh optimizer; `all`: also the optimizer's state, its moments and its count of
-    updates."""
+    """`weights`: only the weights, with a fresh optimizer. `all`: also the optimizer's moments and update count; needs
+    a checkpoint of a run with the same optimizer."""
 
 
 def start_problems(start: StartConfig) -> list[str]:
-    """Settings that do not go together."""
+    """Return problems of settings that need `start.run` but do not have it."""
     if start.run is not None:
         return []
     given = {"start.step": start.step, "start.take": start.take if start.take != "weights" else None}

@@ -1,4 +1,4 @@
-"""Turn a `_target_` into an object, in this place only; its prefixes were checked by `checks.py`."""
+"""Import of the objects that `_target_` keys name, only here; `checks.py` has checked their prefixes."""
 
 import ast
 import importlib
@@ -51,6 +51,6 @@ def _names_of(file: Path) -> tuple[set[str], set[str]]:
             defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.If | ast.Try):  # names that depend on something are taken on trust
+        elif isinstance(node, ast.If | ast.Try):  # names defined conditionally are assumed to exist
             imported.add("*")
     return defined, imported

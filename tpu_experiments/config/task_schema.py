@@ -1,6 +1,7 @@
 """Schema of the group `task`: what the command does, and the settings of each task.
 
-How a token is chosen (task=generate) has the names of transformers' GenerationConfig."""
+Settings for choosing tokens (task=generate) have the names of transformers' GenerationConfig.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,25 +15,29 @@ from tpu_experiments.config.places import place
 
 @dataclass
 class TaskConfig:
-    """Selected task, what the command does."""
+    """The task that the command runs, with its settings."""
 
     name: str = MISSING
     """Name of the task; a module of tpu_experiments/tasks."""
 
 
+# ---- plan ---------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class SearchConfig:
-    """Search space of `explore: search`: every combination of the axes under the configured global batch."""
+    """Search space of `explore: search`: every combination of the axes with the configured global batch."""
 
     axes: dict[str, list[Any]] = field(default_factory=dict)
-    """Key or group of the command line to the values it takes, none leaves it alone. A combination that the checks
-    refuse is left out, and so are `sharding` where hw.parallel splits nothing, and all values but one of `model.remat`
-    and `model.stack_group` where model.stack folds nothing. Where combinations differ in the
-    micro-batch alone, none above one that is too large is compiled."""
+    """Values to try for each key or group of the command line; an empty list leaves the key as configured. Left out are
+    combinations that the checks refuse, `sharding` if hw.parallel shards nothing, and all values but one of
+    `model.remat` and `model.stack_group` if model.stack folds nothing. Of combinations that differ in the micro-batch
+    alone, none larger than one that does not fit is compiled."""
     prune_above: float = number(default=1.5, above=0)
-    """Multiple of a chip's memory: what the formulas put above it is not compiled. They are up to 45 % wrong."""
+    """Multiple of a chip's memory above which a combination, as estimated by formulas, is not compiled. The default
+    leaves room for their error of up to 45 %."""
     table: str | None = place("local", default=None)
-    """YAML file that takes the fastest settings of each `model.stack` as lines, as conf/tuned.yaml holds them; null
+    """YAML file to which the fastest settings for each `model.stack` are written as lines of conf/tuned.yaml; null
     writes none."""
 
 
@@ -41,22 +46,24 @@ class PlanTaskConfig(TaskConfig):
     """Settings of task=plan."""
 
     method: str = choice("auto", "compiled", "analytic", default="auto")
-    """`compiled`: by the TPU's own compiler. `analytic`: from formulas, anywhere. `auto`: the compiler where libtpu is
-    installed, else formulas."""
+    """`compiled`: by the TPU's own compiler. `analytic`: by formulas, on any machine. `auto`: the compiler if libtpu is
+    installed, otherwise formulas."""
     programs: str = choice("all", "train", default="all")
-    """`all` compiles the programs of evaluation and sample as well; `train` counts them only."""
+    """`all` also compiles the programs of evaluation and sampling; `train` only counts them."""
     explore: str = choice("none", "ladder", "search", default="none")
     """`ladder` finds the largest micro-batch that fits. `search` tries the combinations of `search.axes` and writes the
-    fastest that fits to best.yaml beside the plan, which task=train takes as +plan=FILE."""
+    fastest that fits to best.yaml beside the plan, for task=train with +plan=FILE."""
     compare: list[str] = field(default_factory=list)
-    """Further machines (names of conf/hw) that the same run is planned for in the same call."""
+    """Further machines (names of conf/hw) that the same run is planned for."""
     compiled_folder: str | None = place("folder", default=None)
-    """Where compilations are remembered; null is `<output_dir>/plans/compiled`. The points of a sweep get the command's
-    own, so that none compiles what another plan has compiled."""
+    """Cache folder of compilation results; null is `<output_dir>/plans/compiled`. All points of a sweep share the
+    command's folder, so that none compiles again what another plan has compiled."""
     workers: int | None = number(default=None, at_least=1)
-    """Compilations at once; null goes by the free memory, 6 GiB each, and the cores."""
+    """Parallel compilations; null derives it from the free memory (6 GiB each) and the cores."""
     search: SearchConfig = field(default_factory=SearchConfig)
 
+
+# ---- doctor -------------------------------------------------------------------------------------------------
 
 CHECKS = (
     "settings",
@@ -75,7 +82,7 @@ CHECKS = (
     "data",
     "cloud",
 )
-"""In the order of the report."""
+"""Names of the checks of task=doctor, in the order of its report."""
 
 
 @dataclass
@@ -83,13 +90,13 @@ class DoctorTaskConfig(TaskConfig):
     """Settings of task=doctor."""
 
     checks: list[str] = field(default_factory=list)
-    """Names of the checks that are made; empty makes all of them."""
+    """Names of the checks to run; empty runs all."""
     json: str | None = place("file", default=None)
-    """JSON file that is written as well, local or gs://."""
+    """JSON file, local or gs://, to which the report is also written; null writes none."""
     timeout_seconds: float = number(default=20.0, above=0)
-    """Longest wait for an answer of storage, the Hub or gcloud; all of them are asked at once."""
+    """Timeout in seconds of requests to storage, the Hub and gcloud, which run in parallel."""
     device_timeout_seconds: float = number(default=120.0, above=0)
-    """Longest wait for the child process that starts the devices, counts them and adds two numbers."""
+    """Timeout in seconds of the child process that initialises the devices, counts them and adds two numbers."""
 
 
 def doctoring_problems(task: TaskConfig) -> list[str]:
@@ -106,39 +113,45 @@ def doctoring_problems(task: TaskConfig) -> list[str]:
     return problems
 
 
+# ---- evaluate -----------------------------------------------------------------------------------------------
+
+
 @dataclass
 class EvaluateTaskConfig(TaskConfig):
     """Settings of task=evaluate."""
 
     split: str = choice("test", "evaluation", default="test")
-    """Held-out documents that are evaluated; `evaluation` are those that training looks at."""
+    """Held-out split to evaluate; `evaluation` is the one that evaluations during training use."""
     run: str | None = place("folder", default=None)
     """Folder of the run whose adapter or model is evaluated, with its own model, LoRA, data and row length; null is the
-    run of this very command, `<output_dir>/<name>`."""
+    run of this command, `<output_dir>/<name>`."""
     adapter: str | None = place("folder", default=None)
-    """Folder of an adapter in PEFT's layout that is evaluated instead of the run's; `none` evaluates the base model
-    alone. Neither needs a run."""
+    """Folder of an adapter in PEFT's layout to evaluate instead of the run's; `none` evaluates the base model alone.
+    Neither needs a run."""
     data: str = choice("run", "selected", default="run")
-    """With `run`: its own data, or what `data=` selects, of which nothing is known to be unseen."""
+    """Data to evaluate a run on: `run` its own, `selected` that of `data=`, which the run may have trained on."""
     max_documents: int | None = number(default=1000, at_least=1)
-    """Documents of each source at most, drawn by `seed`; null takes all."""
+    """Largest number of documents per source, drawn by `seed`; null takes all."""
     seq_len: int | None = number(default=None, at_least=8, at_most=2**24)
-    """Tokens of a row, so the longest context of a token; null is the longest of the run's stages."""
+    """Tokens per row, which is the longest context of a token; null takes the longest of the run's stages."""
     by: str | None = None
-    """Field of the rows, such as `sample_type`, for whose values the same is said one by one; a source whose rows do
-    not have it is left out there. The sources are read once more to find the values."""
+    """Field of the rows, such as `sample_type`, by whose values the results are also broken down; sources without the
+    field are left out of that. The sources are read once more to find the values."""
     documents: str | None = place("file", default=None)
-    """JSONL file that the held-out documents are written to as text, for other programs: `source`, and `text` or, of
-    conversations up to their last answer, `prompt` and `reference`."""
+    """JSONL file to which the held-out documents are written as text for other programs: `source`, and `text` or, for
+    conversations, `prompt` (up to the last answer) and `reference` (that answer)."""
     resamples: int = number(default=1000, at_least=100)
-    """Times that the documents are drawn anew for the intervals."""
+    """Bootstrap resamples of the documents for the confidence intervals."""
     confidence: float = number(default=0.95, above=0, below=1)
-    """Share of the resampled values inside an interval."""
+    """Level of the confidence intervals."""
     generate: int = number(default=0, at_least=0)
-    """Conversations of each chat source whose last answer the model writes, to be compared with the real one (ROUGE,
-    exact match); 0 writes none."""
+    """Conversations of each chat source whose last answer the model generates, for comparison with the reference
+    (ROUGE, exact match); 0 generates none."""
     max_new_tokens: int = number(default=64, at_least=1, at_most=2**24)
-    """Tokens of such an answer at most; what is longer of the real one counts as missed."""
+    """Largest number of tokens generated per answer; the rest of a longer reference counts as missed."""
+
+
+# ---- generate -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -146,17 +159,17 @@ class ChoiceConfig:
     """Choice of the next token; steps are applied in the order of the keys, as in transformers."""
 
     repetition_penalty: float = number(default=1.0, above=0)
-    """Logits of tokens that occurred are divided by it where positive, else multiplied (arXiv 1909.05858); 1 is off."""
+    """Divisor of positive logits, and factor of negative ones, of tokens that occurred (arXiv 1909.05858); 1 is off."""
     no_repeat_ngram_size: int = number(default=0, at_least=0)
-    """No run of this many tokens occurs twice in prompt and answer together; 0 is off."""
+    """Length in tokens of n-grams that may not occur twice in prompt and answer together; 0 is off."""
     do_sample: bool = False
-    """Whether a token is drawn; else the likeliest one is taken, and the three keys below mean nothing."""
+    """Whether tokens are sampled; otherwise the likeliest one is taken, and the three keys below have no effect."""
     temperature: float = number(default=1.0, above=0)
-    """Divides the logits."""
+    """Divisor of the logits."""
     top_k: int = number(default=50, at_least=0)
-    """Draw among so many likeliest tokens; 0 is all of them."""
+    """Number of likeliest tokens to sample from; 0 is all of them."""
     top_p: float = number(default=1.0, above=0, at_most=1)
-    """Draw among the likeliest tokens that together have this probability (arXiv 1904.09751); 1 is all of them."""
+    """Total probability of the likeliest tokens to sample from (arXiv 1904.09751); 1 is all of them."""
 
 
 @dataclass
@@ -164,40 +177,42 @@ class GenerateTaskConfig(ChoiceConfig, TaskConfig):
     """Settings of task=generate."""
 
     run: str | None = place("folder", default=None)
-    """Folder of a run, local or gs://: its model, tokenizer, chat format and what it trained. null is `model`."""
+    """Folder of a run, local or gs://, whose model, tokenizer, chat format and trained weights are used; null uses the
+    model of `model=`."""
     weights: str = choice("auto", "export", "checkpoint", "base", default="auto")
-    """Of that run: `export` is what it wrote at its end, `checkpoint` the newest one, `auto` the export where there is
-    one, `base` what it began with."""
+    """Weights of that run: its `export`, its newest `checkpoint`, the `base` that it started from, or `auto`, which is
+    the export if there is one and otherwise the newest checkpoint."""
     adapter: str | None = place("folder", default=None)
-    """Folder of a PEFT LoRA adapter, local or gs://, instead of what `weights` says."""
+    """Folder of a PEFT LoRA adapter, local or gs://, used instead of `weights`."""
     base: str | None = place("model", default=None)
-    """Folder or Hub id of the base model, where it is not where the run had it."""
+    """Folder or Hub id of the base model, if it is no longer where the run found it."""
     dtype: str | None = field(default=None, metadata={"allowed": ("bfloat16", "float32")})
     """Data type of weights and arithmetic; null is the model's."""
     prompt: str | None = None
     """One prompt. Without it and `prompts_file`, prompts are read from the terminal until `exit` or `quit`."""
     input: str | None = None
-    """What the instruction in `prompt` is about; joined to it as rows of `instruction` data are."""
+    """Input of the instruction in `prompt`, joined to it as in `instruction` data."""
     system: str | None = None
-    """System text before every prompt that has none of its own; conversations only."""
+    """System text for prompts that have none of their own; chat format only."""
     prompts_file: str | None = place("file", default=None)
-    """.txt, a prompt a line, or .jsonl, an object a line with `prompt`, `messages`, or `instruction` and `input`."""
+    """.txt file with one prompt per line, or .jsonl file of objects with `prompt`, `messages`, or `instruction` and
+    `input`."""
     output: str | None = place("file", default=None)
-    """JSONL file that is made, local or gs://: prompt, text, num_tokens, finished."""
+    """JSONL file to write, local or gs://, with the fields prompt, text, num_tokens and finished."""
     format: str = choice("auto", "chat", "text", default="auto")
-    """`chat`: a prompt is a user's turn in the chat format. `text`: it is continued as it is. `auto`: `chat` where the
-    run trained on conversations, and without a run where the tokenizer has a chat template."""
+    """`chat`: a prompt is a user turn in the chat format. `text`: a prompt is continued as plain text. `auto`: `chat`
+    if the run trained on conversations or, without a run, if the tokenizer has a chat template."""
     max_new_tokens: int = number(default=128, at_least=1, at_most=2**24)
-    """Tokens written at most."""
+    """Largest number of tokens generated per answer."""
     num_return_sequences: int = number(default=1, at_least=1)
-    """Answers drawn for each prompt."""
+    """Answers sampled for each prompt."""
     buckets: list[int] = field(default_factory=list)
-    """Tokens that prompts are padded to: each takes the smallest that holds it, and two programs are compiled for each
-    that is used."""
+    """Lengths in tokens that prompts are padded to. Each prompt takes the smallest one that holds it, and two programs
+    are compiled for each length used."""
     batch_rows: int = number(default=8, at_least=1)
-    """Prompts of a file that are answered at once, at most."""
+    """Largest number of prompts of a file that are answered in one batch."""
     tokens_per_call: int = number(default=8, at_least=1)
-    """Tokens that one call of a program writes; then the host looks whether all rows have ended."""
+    """Tokens that one call of a program generates before the host checks whether all rows have ended."""
 
 
 def generating_problems(task: GenerateTaskConfig) -> list[str]:
@@ -225,6 +240,9 @@ def generating_problems(task: GenerateTaskConfig) -> list[str]:
     return problems
 
 
+# ---- report and resume_check --------------------------------------------------------------------------------
+
+
 @dataclass
 class ReportTaskConfig(TaskConfig):
     """Settings of task=report."""
@@ -241,5 +259,5 @@ class ResumeCheckTaskConfig(TaskConfig):
     """Settings of task=resume_check."""
 
     steps: int = number(at_least=4)
-    """Optimizer steps that every stage of the curriculum is cut to, as `trainer.max_stage_steps` does; a stage that is
-    shorter, or that `trainer.max_stage_steps` ends before, keeps its length."""
+    """Largest number of optimizer steps of every stage, like `trainer.max_stage_steps`; stages that are shorter, or
+    made shorter by `trainer.max_stage_steps`, keep their length."""

@@ -1,23 +1,24 @@
-"""How often Python traces the programs of a run on torch_xla.
+"""Interval at which Python traces the programs of a run on torch_xla.
 
-Replaying a recorded graph is right only for steps that take nothing from Python: no branch on the step's number, no
-random number, nothing read from the device. This project's own steps keep to that; of other code nobody can know, since
-traces that come now and then may miss what changes between them. So a run with code of its user's own traces each step.
+Replaying a recorded graph is correct only for steps that depend on no Python state: no branch on the step number, no
+random number, no value read from the device. This project's own steps satisfy that. Other code cannot be checked, since
+occasional traces may miss changes between them, so a run with custom code traces every step.
 """
 
 from tpu_experiments.config.schema import Config
 
 OWN = "tpu_experiments."
 REPLAY_STEPS = 200
-"""Steps from trace to trace where a run replays. An unrolled trace of 1.3 s adds 0.0065 s to a step of 0.55 s (7B)."""
+"""Steps between two traces of a run that replays: an unrolled trace of 1.3 s then adds 0.0065 s to a 0.55 s step
+(7B)."""
 
 
 def trace_interval(config: Config) -> int:
     """Return the mean number of calls from one trace of a program to the next.
 
-    1 where the run has code of its user's own, and for folded layers on a TPU, whose trace is shorter than the step
-    (8 to 53 %) and runs beside it. Unrolled layers trace longer than the device computes, and the CPU device computes
-    on the cores that trace.
+    It is 1 for a run with custom code, and for folded layers on a TPU, whose trace takes 8 to 53 % of the step and runs
+    in parallel. A trace of unrolled layers takes longer than the device's step, and the CPU device computes on the same
+    cores that trace, so both replay.
     """
     given = config.trainer.trace_every_steps
     if given is not None:
@@ -40,7 +41,7 @@ def foreign_code(config: Config) -> list[str]:
 
 
 def tracing_problems(config: Config) -> list[str]:
-    """Return a sentence where recorded steps are asked for and code of the user's own may change from step to step."""
+    """Return a problem if replay is configured for a run with custom code, which may change between steps."""
     given, foreign = config.trainer.trace_every_steps, foreign_code(config)
     if given is None or given == 1 or not foreign:
         return []

@@ -1,6 +1,6 @@
-"""Settings that change only speed and memory of a run, and which of them the command leaves to the table of plans.
+"""Settings that change only the speed and memory of a run, and detection of those set by the command.
 
-The table is conf/tuned.yaml; planning/tuned.py chooses from it.
+Those that are not set may come from conf/tuned.yaml, from which planning/tuned.py chooses.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.schema import Config
 
 KEPT = ("model.stack", "model.stack_group", "model.remat", "trainer.loss_chunk_tokens")
-"""Those that belong to a run's identity, since they change the last bits of a sum: a run goes on with what it has."""
+"""Settings that change the last bits of sums and so belong to a run's identity; a resumed run keeps its values."""
 SPEED = (*KEPT, "sharding", "hw.attention_block", "trainer.micro_batch_rows")
 
 
@@ -32,7 +32,7 @@ def given(config: Config) -> set[str]:
     named = {word.partition("=")[0].lstrip("+~") for word in words}
     try:
         base = shipped(config.model.name, config.hw.name)
-    except ConfigError:  # a model or a machine of the user's own
+    except ConfigError:  # a custom model or machine
         return set(SPEED)
     return {key for key in SPEED if key in named or value_of(config, key) != value_of(base, key)}
 

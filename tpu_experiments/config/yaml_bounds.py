@@ -1,7 +1,7 @@
-"""Limits for YAML that somebody else may have written, checked before anything is built of it.
+"""Size limits of untrusted YAML, checked before it is constructed.
 
-Ten lists of ten aliases each, one inside the other, are 400 bytes and ten thousand million nodes. libyaml's events are
-counted, with what each alias stands for, and nothing is expanded.
+Ten nested lists of ten aliases each are 400 bytes of text and ten thousand million nodes. The check counts libyaml's
+events, including the nodes that each alias refers to, without expanding them.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,13 @@ from tpu_experiments.config.errors import ConfigError
 
 MAX_BYTES = 2**19
 MAX_NODES = 10_000
-"""Keys, values, lists and mappings; a config of this project has some 1,000. PyYAML reads so many in a second."""
+"""Limit of keys, values, lists and mappings, which PyYAML reads in a second; a config of this project has some
+1,000."""
 MAX_DEPTH = 40
 MAX_DIGITS = 4_000
-"""Characters of a number; PyYAML's `1:00:00` to base 60 takes time with their square."""
+"""Limit of the characters of a number: PyYAML's time for base-60 numbers (`1:00:00`) grows with their square."""
 OF_VALUES = (ValueError, KeyError, IndexError, AttributeError)
-"""What PyYAML raises beside its own errors for values that it cannot make: the 31st of February, `!!timestamp x`."""
+"""Errors, besides its own, that PyYAML raises for values it cannot construct: the 31st of February, `!!timestamp x`."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -45,7 +46,7 @@ def require_bounded(text: str, *, place: str) -> None:
     try:
         _count(yaml.parse(text, Loader=LOADER), place=place)
     except yaml.YAMLError:
-        return  # who reads it says what is wrong
+        return  # the reader reports the error
 
 
 def require_bounded_folder(folder: Path) -> None:
@@ -59,7 +60,7 @@ def require_bounded_folder(folder: Path) -> None:
             require_bounded(file.read_text(encoding="utf-8"), place=str(file))
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}; it is not UTF-8 ({error.reason}); write it as text.") from error
-        except (FileNotFoundError, IsADirectoryError):  # a link to nowhere, or a folder of that name: Hydra's matter
+        except (FileNotFoundError, IsADirectoryError):  # a dangling link, or a folder of that name: left to Hydra
             continue
 
 

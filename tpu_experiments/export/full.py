@@ -1,4 +1,4 @@
-"""A whole model in Hugging Face's layout: the base of a random-weight run, or a fully trained model."""
+"""Export of a whole model in Hugging Face's layout: a fully trained model, or a randomly drawn base."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import chunks_of, file_name, group_in, shards
 
 MODEL = "model"
-"""Group name of the files: `model.safetensors`, or `model-00001-of-00005.safetensors` and so on with an index."""
+"""Group name of the files: `model.safetensors`, or several like `model-00001-of-00005.safetensors` with an index."""
 INDEX = "model.safetensors.index.json"
 
 

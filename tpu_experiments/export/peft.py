@@ -1,4 +1,4 @@
-"""The adapter in PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
+"""Export of the adapter in PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
 
 PEFT loads it with `PeftModel.from_pretrained(base, folder)`; names are Hugging Face's with PEFT's prefix and suffix.
 """
@@ -20,10 +20,10 @@ from tpu_experiments.storage import paths
 
 PREFIX = "base_model.model."
 DECODER = "model.language_model."
-"""Prefix of a decoder's names in a vision-language model (Gemma 3 4B); in a decoder alone it is `model.`."""
+"""Prefix of a decoder's names in a vision-language model (Gemma 3 4B); in a pure decoder it is `model.`."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-"""Written after the tensors, so that its presence means that they are complete."""
+"""File of the adapter's settings, written after the tensors, so its presence means that they are complete."""
 
 
 def write_adapter(

@@ -1,4 +1,4 @@
-"""Reads LoRA adapters in PEFT's layout, of any origin, into tensors under the model's names."""
+"""Reading of LoRA adapters in PEFT's layout, of any origin, as tensors under the model's names."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Adapter:
     """A LoRA adapter on the host."""
 
     lora: LoraConfig
-    """Rank, scale and targets, which are the full names of the modules that it has tensors for."""
+    """Rank, scale and targets; the targets are the full names of the modules that have tensors."""
     tensors: dict[str, Tensor]
     """A and B of every adapted module."""
     base: str

@@ -1,4 +1,4 @@
-"""The tokenizer beside what was exported, with the chat template that was trained with."""
+"""Export of the tokenizer, with the chat template used in training, beside a model or adapter."""
 
 import json
 import tempfile
@@ -16,7 +16,7 @@ def write_tokenizer(folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
         settings = Path(local) / "tokenizer_config.json"
         values = json.loads(settings.read_text(encoding="utf-8"))
         if values.get("tokenizer_class") == "TokenizersBackend":
-            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows as well as 5
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class name that transformers 4 and 5 both know
         settings.write_text(json.dumps(values, indent=2, ensure_ascii=False), encoding="utf-8")
         for file in sorted(Path(local).iterdir()):
             paths.write_bytes_atomic(paths.join(folder, file.name), file.read_bytes())

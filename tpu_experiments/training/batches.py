@@ -1,6 +1,7 @@
-"""What a run is fed: tokenizer, prepared data, stages, and the batches of each stage.
+"""Inputs of a run: tokenizer, prepared data, stages, and the batches of each stage.
 
-`RunInputs` is made once before any device and handed to every process."""
+`RunInputs` is created once, before any device is initialised, and passed to every process.
+"""
 
 import logging
 import math
@@ -44,7 +45,7 @@ from tpu_experiments.training.start import StartPoint
 log = logging.getLogger(__name__)
 MIB, GIB = 2**20, 2**30
 DEFAULT_READER = DataSourceConfig.__dataclass_fields__["_target_"].default
-"""Reads file by file, in many processes; any other one is read from start to end."""
+"""Default reader, which reads file by file in many processes; a custom reader is read sequentially."""
 
 
 def tokenizer_of(config: Config) -> str:
@@ -123,11 +124,12 @@ def stages_of(config: Config) -> list[Stage]:
 
 
 WEIGHTED_STAGE = 2**17
-"""Added once for each source of a stage that draws by weights, so that sources of one size differ in their order."""
+"""Offset of the stage number, times the source's index, in the seed of a weighted source's order, so that sources of
+equal size have different orders."""
 REPLAY_STAGE = 2**16
-"""Added to a stage's number where the order of its replayed rows is drawn, which are in an order of their own."""
+"""Offset of the stage number in the seed of the order of its replayed rows, so that it differs from that of its own."""
 NOISE_STREAM = 2**192
-"""Counter of Philox from which on the words of dropout are; the orders of rows are drawn from 0 on."""
+"""First Philox counter of the noise words of dropout; the orders of rows use counters from 0."""
 
 
 @dataclass
@@ -140,9 +142,9 @@ class RunInputs:
     written: dict[int, list[WrittenEpoch]] = field(default_factory=dict)
     """Written epochs by the index of their stage; used with `loader.order=written`."""
     questions: dict[str, list[Question]] = field(default_factory=dict)
-    """Those of every set, by its name."""
+    """Held-out questions of every set, by its name."""
     start: StartPoint | None = None
-    """What the run starts from; None too where it goes on from a checkpoint of its own."""
+    """Source of a warm start; None without one, and for a run that resumes from its own checkpoint."""
 
     @property
     def audit_hashes(self) -> dict[str, str]:
@@ -169,7 +171,7 @@ class StepInfo:
     labels: list[str]
     """`source:row` of every row of this process."""
     global_labels: list[str]
-    """The same of the global batch."""
+    """`source:row` of every row of the global batch."""
     num_tokens: int
     """Tokens of the global batch that are not padding."""
     is_last: bool
@@ -226,7 +228,7 @@ def _row_shares(inputs: RunInputs, names: Sequence[str], *, weights: Sequence[fl
 
 
 def weights_text(rows: ReplayedRows, stage: Stage, *, num_steps: int) -> str:
-    """What a stage draws of each of its sources by their weights; empty where they have none."""
+    """Describe the rows that a stage draws from each source by its weight; empty without weights."""
     if not isinstance(rows.own, WeightedRows):
         return ""
     num_rows = num_steps * stage.geometry.global_rows

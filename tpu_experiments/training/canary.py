@@ -1,10 +1,10 @@
-"""A layout canary: the first gradients of the program that runs on several devices, against one device of the host.
+"""Layout canary: comparison of the first gradients on several devices with a host CPU reference.
 
-A weight whose shards are swapped, or a gradient that is summed over too few devices, trains without an error and
-learns little (https://github.com/marin-community/marin/issues/4755). Here the training program itself runs once on a
-few short rows, one for each device. What its update leaves in the optimizer's state (AdamW: the first moment, which is
-the gradient times a constant) is compared with what the same step leaves there in plain torch, in float32, on the
-host's CPU. Then parameters and state are put back.
+Swapped shards of a weight, or a gradient summed over too few devices, raise no error, but the model learns little
+(https://github.com/marin-community/marin/issues/4755). The canary runs the training program itself once on a few short
+rows, one per device. It compares the resulting optimizer state (for AdamW the first moment, which is the gradient times
+a constant) with that of the same step in plain torch, in float32, on the host's CPU. Then it restores parameters and
+optimizer state.
 """
 
 import copy
@@ -36,14 +36,15 @@ if TYPE_CHECKING:  # the trainer calls this module
 
 log = logging.getLogger(__name__)
 NUDGE = 0.02
-"""Standard deviation of what stands for an adapter's zeros: with B = 0 the gradient of A is 0 and shows nothing."""
+"""Standard deviation of the values that replace an all-zero A or B: with B = 0 the gradient of A is 0, and the
+comparison would show nothing."""
 WARN_COSINE, STOP_COSINE = 0.98, 0.9
 WARN_RATIO, STOP_RATIO = 0.05, 0.25
-"""Measured on four virtual devices, tiny models of two and six layers: 0.9999999 in float32; in bfloat16 0.99996
-(Mistral, Qwen), 0.9993 (Gemma 3) and gradient norms 0.3 % off at most; two shards of one weight swapped: 0.0 and below.
-"""
+"""Limits of the smallest cosine, and of the relative difference of loss and gradient norm. Cosines measured on four
+virtual devices with tiny models of two and six layers: 0.9999999 in float32; in bfloat16 0.99996 (Mistral, Qwen) and
+0.9993 (Gemma 3), with gradient norms at most 0.3 % off; with two shards of one weight swapped 0.0 and below."""
 SMALL = 1e-3
-"""Share of the largest gradient of its group below which a tensor's own cosine is rounding."""
+"""Share of its group's largest gradient norm below which a tensor is left out, since its cosine is rounding error."""
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Findings:
     difference: dict[str, float] = field(default_factory=dict)
     """Largest relative difference of a tensor, norm of the difference over norm, by group of modules."""
     worst: str = ""
-    """The tensor of the smallest cosine."""
+    """Name of the tensor with the smallest cosine."""
 
     @property
     def smallest(self) -> float:
@@ -85,14 +86,16 @@ class Report:
     loss: float
     grad_norm: float
     state: dict[str, Tensor]
-    """The first slot of every parameter."""
+    """First slot of the optimizer state of every parameter, by `<parameter>/first`."""
 
 
 def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
-    """Compare the first gradients with the host's reference, and log or warn; None if not compared.
+    """Compare the first gradients with the host's reference, and log or warn.
+
+    Returns the findings as a dict on rank 0; None on other ranks, or if nothing was compared.
 
     Raises:
-        TrainingStopped: devices and reference are far apart.
+        TrainingStopped: cosine or norms are beyond `STOP_COSINE` or `STOP_RATIO`.
     """
     reason = why_not(trainer)
     if reason is not None:
@@ -126,7 +129,7 @@ def why_not(trainer: "Trainer") -> str | None:
         return None
     if config.hw.device != "tpu":
         return "no TPU; trainer.canary.when=always asks it all the same"
-    # Weights in float32, with those that are trained once more, their gradient and two moments; half for the rest.
+    # float32 weights; for trained ones also a copy, their gradient and two moments; half as much again for the rest.
     report = trainer.model.report
     needed, free = 1.5 * 4 * (report.total + 4 * report.trainable), psutil.virtual_memory().available
     if needed > free:
@@ -145,7 +148,7 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
     for name in ("ids_GT", "positions_GT", "segments_GT"):
         arrays[name] = getattr(batch, name) * 0
         for number, place in enumerate(places):
-            stop = length - number % 4  # a mean over devices instead of tokens would show
+            stop = length - number % 4  # rows of different lengths expose a mean over devices instead of tokens
             arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
     arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
     few = {name: array[places, :length] for name, array in arrays.items()}
@@ -215,7 +218,7 @@ def on_host(trainer: "Trainer", rows: Batch) -> Report:
             seed=config.seed,
             place=lambda tensor, *, name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor,
         )
-        model.module.train()  # masks of dropout are those of the devices
+        model.module.train()  # with dropout, whose masks equal those on the devices
         parameters = nudged(model.trainable)
         optimizer = host.build_optimizer()
         step = TrainStep(
@@ -250,7 +253,7 @@ def compare(found: Report, expected: Report) -> Findings:
                 continue
             ours, theirs = found.state[names[name]].double().flatten(), expected.state[names[name]].double().flatten()
             cosine = float(ours @ theirs / (ours.norm() * theirs.norm()))
-            cosine = cosine if cosine == cosine else -1.0  # nan: one of them is zero or not finite
+            cosine = cosine if cosine == cosine else -1.0  # NaN: one tensor is zero or not finite
             off = float((ours - theirs).norm() / theirs.norm())
             findings.cosine[group] = min(cosine, findings.cosine.get(group, 1.0))
             findings.difference[group] = max(off, findings.difference.get(group, 0.0))

@@ -1,6 +1,6 @@
-"""The run card: one Markdown page of what was trained, on what, with which result, and how to load it.
+"""The run card: a Markdown page with the model, data, results and loading instructions of a run.
 
-It lies in the run folder and, as the README.md that the Hub shows, beside the adapter or the model.
+It is the README.md of the run folder and of the exported adapter or model, where the Hub displays it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,7 +186,7 @@ def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:
 
 
 def _starts(lineage: Mapping[str, Any] | None) -> Iterator[str]:
-    """What a run started from, and what that had started from, and so on."""
+    """Yield a line for the warm start of a run, for that of its source, and so on."""
     while lineage is not None:
         hashes = ", ".join(sorted((lineage.get("data") or {}).values()))
         yield f"`{lineage['run']}`: {told_of(lineage)}{f', trained on data of audit hash {hashes}' if hashes else ''}"

@@ -1,4 +1,4 @@
-"""The fields of result.json, from what the trainer knows at the end (loggers/closing.py shows them)."""
+"""The fields of result.json, which loggers/closing.py prints at the end of a run."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,19 +21,19 @@ class Ending:
     evaluation: Evaluation
     sample_after: str | None
     skill: dict[str, Any] | None
-    """Questions before and after (training/questions.py)."""
+    """Shares of right answers before and after training (training/questions.py); None without questions."""
     report: ParameterReport
     counters: Counters
     device_memory_gib: float | None
     peak_device_memory_gib: float | None
     meters: dict[str, float | None]
-    """Means over the measured steps of this process's life (training/meters.py)."""
+    """Means over the measured steps of this process (training/meters.py); None for unknown values."""
     seconds: dict[str, float]
-    """Exclusive wall seconds by activity; those of `counters` lie inside `train` and `eval`."""
+    """Exclusive wall seconds by activity; the seconds in `counters` are included in `train` and `eval`."""
     tokens_per_second: float
-    """Tokens trained on in this process's life per second of training, compilation taken off."""
+    """Tokens that this process trained on per second of training, without compilation."""
     proof: dict[str, Any] | None = None
-    """What was looked at of the export; None where nothing was."""
+    """Results of the export's verification; None if it was not verified."""
 
 
 def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
 
 
 def _stage(record: StageRecord) -> dict[str, Any]:
-    """What happened in a stage, with the mean loss of each pass over its rows."""
+    """Return the results of a stage, with the mean loss of each pass over its rows."""
     epochs = None
     if record.epochs is not None:
         epochs = [

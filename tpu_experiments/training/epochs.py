@@ -1,7 +1,7 @@
-"""Mean loss of each pass over a stage's rows, from the reports that are read for log records anyway.
+"""Mean training loss of each pass (epoch) over a stage's rows, from the readings of the log records.
 
-A step belongs to the pass in which its first row lies, so a pass is whole steps: at its border a batch may hold the
-last rows of one and the first of the next. Means are over supervised tokens.
+A step counts for the pass of its first row, so a pass consists of whole steps: at a boundary, one batch may hold the
+last rows of one pass and the first of the next. Means are over supervised tokens.
 """
 
 import math
@@ -15,22 +15,22 @@ from tpu_experiments.training.meters import Reading
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of one stage over its rows."""
+    """Mapping from steps to passes for one stage."""
 
     rows: ReplayedRows
     global_rows: int
     num_steps: int
-    """Of the stage, if it does not end before."""
+    """Steps of the stage, unless it ends early."""
     offset: int
-    """Steps of the run before its first one."""
+    """Steps of the run before this stage."""
 
     def epoch_of(self, step: int) -> int:
-        """The pass, from 1, of a step of the run, from 1."""
+        """Return the pass (from 1) of a step of the run (from 1)."""
         taken = (step - 1 - self.offset) * self.global_rows
         return (taken - self.rows.num_replayed(taken)) // self.rows.num_rows + 1
 
     def is_over(self, epoch: int, *, step: int) -> bool:
-        """Whether every row of a pass was in a batch up to this step of the run."""
+        """Return whether all rows of a pass have been trained on after this step of the run."""
         taken = (step - self.offset) * self.global_rows
         is_last = step - self.offset == self.num_steps
         own = taken - self.rows.num_replayed(taken)
@@ -38,7 +38,7 @@ class Passes:
 
 
 def count(reading: Reading, records: list[EpochRecord], passes: Passes) -> Iterator[EpochRecord]:
-    """Add a log record's losses to those of their passes; yields each pass that is over."""
+    """Add a reading's losses to `records`, in place, and yield each pass that has just been completed."""
     for (step, loss), supervised in zip(reading.losses, reading.supervised, strict=True):
         epoch = passes.epoch_of(step)
         if not records or records[-1].epoch != epoch:
@@ -53,5 +53,5 @@ def count(reading: Reading, records: list[EpochRecord], passes: Passes) -> Itera
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinity where that overflows."""
+    """Return exp(loss) for a loss in nats per token; infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,9 +1,10 @@
 """Held-out loss with exact token weighting, token scores, samples and written answers, on the device.
 
-Sums stay on the device and are read once at the end. Accuracy and bits per byte (metrics/held_out.py) come out of the
-same program as the loss; a trainer with a loss of its own has the loss alone. A sample is a full forward pass over a
-fixed window for every token, without a cache: enough for some dozen tokens, and with the very parameters that are
-trained (models/generation.py has a cache). Legend: R prompts, T tokens, V vocabulary."""
+Sums stay on the device and are read once at the end. Accuracy and bits per byte (metrics/held_out.py) come from the
+same program as the loss; a trainer with a custom loss reports the loss alone. A sample takes a full forward pass over a
+fixed window for every token, without a cache: fast enough for some dozen tokens, and it uses the live parameters
+(models/generation.py has a cache). Legend: N all rows, G global batch, R prompts, T tokens, V vocabulary.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from tpu_experiments.runtime.ops import host_copy
 from tpu_experiments.training.step import ROW_TENSORS, RowLoss
 
 TEXT = "text"
-"""Name of the tensor that says which tokens stand for text."""
+"""Name of the tensor that marks the tokens that stand for text."""
 MORE_MEASURES = ("accuracy", "bits_per_byte")
 
 
@@ -44,9 +45,9 @@ class Evaluation:
     num_tokens: int
     sources: dict[str, float]
     measures: dict[str, float] = field(default_factory=dict)
-    """`MORE_MEASURES` over all sources; what cannot be told is left out."""
+    """`MORE_MEASURES` over all sources; unknown ones are left out."""
     source_measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The same of each source."""
+    """`MORE_MEASURES` of each source."""
 
     @property
     def perplexity(self) -> float:
@@ -70,7 +71,10 @@ class Evaluator:
         token_scores: TokenScores | None = None,
         widths: Widths | None = None,
     ) -> None:
-        """`token_scores` has the loss of `row_loss` and more; without it there is the loss alone."""
+        """Create the evaluator; without `token_scores` it reports the loss alone.
+
+        `token_scores` must have the same loss as `row_loss`.
+        """
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
         self.token_scores, self.widths = token_scores, widths
         self.program = runtime.program(self.sums, name="evaluate", held=lambda: parameters)
@@ -263,7 +267,7 @@ def _until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 AHEAD = 8
-"""Batches that are queued before one is read, so that the device does not wait for the host."""
+"""Batches queued before the first is read, so that the device does not wait for the host."""
 
 
 class Scorer:
@@ -304,7 +308,7 @@ class Scorer:
             rows = both.shape[1]
             both = F.pad(both, (0, 0, rank * rows, (world_size - 1 - rank) * rows))
             (summed,) = self.runtime.sum_over_processes([both])
-            # Whole on every device: reading a split one takes a program of its own.
+            # Replicated: reading a sharded tensor would compile a further program.
             return self.runtime.constrain(summed, axes=())
 
 
@@ -332,7 +336,7 @@ def as_records(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list
 def exchanges(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase, num: int) -> list[Exchange]:
     """Return the last exchange of the first `num` conversations.
 
-    What is rendered and what is an answer was decided when they were prepared (data/tokens/chat.py).
+    Rendering and the extent of the answers were determined when the data was prepared (data/tokens/chat.py).
     """
     found: list[Exchange] = []
     for ids, flags in held_out.documents():

@@ -1,8 +1,8 @@
-"""The guard over losses and gradients: counts steps without an update, finds spikes, and says when to roll back.
+"""Guard over losses and gradients: counts skipped updates, detects spikes, and requests rollbacks.
 
-The device leaves out the update of a step that is not finite by itself (training/step.py). The guard looks at the
-reports when values are read. Its decisions depend on the reports alone, so that a run which is killed and goes on, and
-every process of a run, takes the same ones.
+The device itself skips the update of a step that is not finite (training/step.py). The guard processes the step reports
+when values are read. Its decisions depend on the reports alone, so a resumed run, and every process of a run, makes the
+same ones.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tpu_experiments.training.meters import Pending, Reading, Skipped, row_losse
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 16
-"""Rows that a message names."""
+"""Largest number of rows that a message names."""
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""Another length for a run that has begun: where every step that it keeps is a step of the longer run as well."""
+"""Changing the length of a run that has begun.
+
+A run may continue with more steps if its completed steps are identical in the longer run: same learning rates and same
+batches. Otherwise it continues from an earlier checkpoint (wsd schedule only), or is refused.
+"""
 
 import copy
 import logging
@@ -25,33 +29,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NewLength:
-    """What a run of another length goes on from."""
+    """Starting point of a run whose length changed."""
 
     step: int
-    """Of its checkpoint; 0 where it has none."""
+    """Step of the checkpoint that the run continues from; 0 if it has none."""
     num_steps: int
-    """That it has now, over all stages."""
+    """New number of steps, over all stages."""
     why: str | None = None
-    """What the steps behind that checkpoint would have otherwise; None where there are none."""
+    """How the steps after that checkpoint would differ in the longer run; None if there are none or none differ."""
 
 
 @dataclass(frozen=True)
 class _Agreement:
-    """How far two lengths of a run are the same steps."""
+    """Common prefix of the shorter and the longer run."""
 
     num_steps: int
-    """From the first one on."""
+    """Number of leading steps that are identical in both."""
     why: str | None = None
-    """What is different behind them; None where one of the two ends there."""
+    """Difference at the next step; None if the shorter run ends there."""
     is_decay: bool = False
-    """Whether that is the decay which a run of this schedule ends with, so that it has a point from before it."""
+    """Whether the difference is in the last stage and its schedule is wsd, so a checkpoint from before the final decay
+    can be continued."""
 
 
 def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLength | None:
-    """Where a run whose length changed goes on; None where it did not change.
+    """Return where a run whose length changed continues, or None if its length did not change.
 
     Raises:
-        ConfigError: the steps that are done depend on the length, and there is no checkpoint from before that.
+        ConfigError: a stage became shorter; completed steps would differ in the longer run and no checkpoint from
+            before them is kept; or the last stage ended early or with its best evaluation.
     """
     stored = folder.stored_identity()
     if stored is None or not is_of_other_length(stored, config):
@@ -81,9 +87,10 @@ def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLengt
 
 
 def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
-    """Have the run folder be that of the new length; killed anywhere, the same command does the rest.
+    """Convert the run folder to the new length.
 
-    The result of the shorter run is kept as `result_of_step_<its last>.json`, its export until there is another.
+    If killed midway, the same command completes it. Moves the shorter run's result to `result_of_step_<its last>.json`
+    and removes checkpoints after `length.step`. The shorter run's export remains until the next one replaces it.
     """
     log.info(
         "name=%s has %d steps now; it goes on from its checkpoint of step %d%s",
@@ -103,12 +110,12 @@ def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
 
 
 def num_steps_of(inputs: RunInputs, stage: Stage, *, config: Config) -> int:
-    """Optimizer steps of a stage, if it does not end before."""
+    """Return the optimizer steps of a stage that no exit test ends early."""
     return stage_steps(stage_rows(inputs, stage, config=config), stage, inputs=inputs, config=config)
 
 
 def _as_it_was(config: Config, stored: Mapping[str, Any]) -> Config:
-    """The config with the values that the run folder was made with."""
+    """Return a copy of the config with the values stored in the run folder's identity."""
     before = copy.deepcopy(config)
     for key in changes(stored, config):
         node: Any = before
@@ -120,7 +127,7 @@ def _as_it_was(config: Config, stored: Mapping[str, Any]) -> Config:
 
 
 def _path(key: str, config: Config) -> list[str]:
-    """The parts of a dotted key; names of stages and sources may have dots too."""
+    """Split a dotted key into its parts; names of stages and sources may contain dots."""
     for group, names in (("curriculum.stages", config.curriculum.stages), ("data", config.data)):
         for name in sorted(names, key=len, reverse=True):
             prefix = f"{group}.{name}."
@@ -147,7 +154,7 @@ def _agreement(inputs: RunInputs, config: Config, *, before: Config) -> _Agreeme
 
 
 def _difference(rows: ReplayedRows, old: Stage, new: Stage, *, step: int, then: int, now: int) -> str | None:
-    """What a step of a stage would have had otherwise; None where it is the same step."""
+    """Return how a step (from 0) of a stage with `then` steps differs from that with `now` steps, or None."""
     was = multiplier(old.schedule, step=step, num_steps=then)
     would = multiplier(new.schedule, step=step, num_steps=now)
     if was != would:

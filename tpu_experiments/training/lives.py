@@ -1,4 +1,7 @@
-"""The ledger of a run's wall time: `<run>/lives/0001_<id>.json`, one file a life, so that no two writers share one."""
+"""The ledger of a run's wall time, by process ("life") of the run.
+
+Each process writes its own file, `<run>/lives/0001_<id>.json`, so that no two processes write the same one.
+"""
 
 import json
 import logging
@@ -17,8 +20,8 @@ from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.spool import Mirror
 
 FOLDER = "lives"
-MAX_MARKS = 10_000  # log records that a rollback's time is looked up in; one before them counts from the oldest
-WRITE_SECONDS = 1.0  # a record may come every few milliseconds; a write waits for the disk
+MAX_MARKS = 10_000  # log records kept to find the time of a rollback; a rollback beyond them counts from the oldest
+WRITE_SECONDS = 1.0  # shortest interval of writes: records may be milliseconds apart, and a write waits for the disk
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class Mark(NamedTuple):
 
 
 class Ledger:
-    """Account of this process's wall time; `update` renews it at every log record."""
+    """Account of this process's wall time, brought up to date by `update` at every log record."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Ledger:
         watch.watch_compiler(compile_seconds)
         self._input_wait: Callable[[], float] = lambda: 0.0
         self._marks = deque([Mark(0, 0.0, 0.0, 0)], maxlen=MAX_MARKS)
-        """Log records of the steps that count."""
+        """Marks at the log records of steps that were not rolled back."""
         self.life = Life(
             id=f"{len(paths.list_names(place)) + 1:04d}_{uuid.uuid4().hex[:8]}",
             host=socket.gethostname(),

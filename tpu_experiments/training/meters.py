@@ -1,12 +1,12 @@
-"""What a step costs, read without stopping the device: tokens a second, the host's time, the share of the chips' peak.
+"""Throughput, host time and utilisation of training steps, measured without stopping the device.
 
-Between two log records the step's reports stay on the device. At a log step a step closure reads them, in another
-thread on XLA, and puts the numbers into an inbox that the loop empties when it passes by.
+Between two log records the step reports stay on the device. At a log step, a step closure (on XLA, in another thread)
+reads them and puts the values into an inbox, which the loop empties between steps.
 
-The host's time of a step has three parts. `trace`: Python builds the program's graph, or takes that of before, and
-hands it over. `input_wait`: the loop waits for a batch. `rest`: it waits for the device, or does something else; a
-device that is kept busy shows as a large rest. An interval between two log records in which something was compiled
-counts for nothing."""
+A step's host time has three parts. `trace`: Python traces the program, or reuses the previous graph, and dispatches it.
+`input_wait`: the loop waits for a batch. `rest`: it waits for the device, or does something else; a busy device shows
+as a large rest. An interval between two log records that includes a compilation is not counted.
+"""
 
 import logging
 import math
@@ -23,10 +23,12 @@ from tpu_experiments.metrics.flops import FlopsPerToken, utilisation
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.step import StepOutput
 
+# ---- step reports -------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Mark:
-    """Reading of the host's clocks; seconds are relative to some start."""
+    """Reading of the host's clocks, in seconds from an arbitrary origin, and the number of compilations."""
 
     seconds: float = 0.0
     trace: float = 0.0
@@ -52,9 +54,9 @@ class Pending:
     """`source:row` of every row of this process, in the order of the row losses."""
     num_tokens: int
     output: StepOutput | None = None
-    """Filled when the step is queued."""
+    """Report on the device, set when the step is queued."""
     mark: Mark = Mark()
-    """When it was queued."""
+    """Host clocks when the step was queued."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,17 @@ class Reading:
     """Seconds on the monotonic clock when the values arrived."""
     num_supervised: float = 0.0
     mark: Mark = Mark()
-    """When the last of its steps was queued."""
+    """Host clocks when the last of the steps was queued."""
     norms: list[list[float]] = field(default_factory=list)
-    """Of the last finite step: norms of gradient and update by group; empty where none are computed."""
+    """Norms of gradient and update by group, of the last finite step; empty if not computed."""
     skipped: list[Skipped] = field(default_factory=list)
-    """Steps that were not finite, so that nothing was updated; they are not among `losses`."""
+    """Steps that were not finite and updated nothing; they are not among `losses`."""
     steps: list[Pending] = field(default_factory=list)
-    """What the losses are of."""
+    """Steps that this process trained, skipped ones included."""
     supervised: list[float] = field(default_factory=list)
-    """Supervised tokens of each of the losses; nan of those of an earlier life that did not say."""
+    """Supervised tokens of each entry of `losses`; NaN for steps of an earlier process that did not record them."""
     num_carried: int = 0
-    """How many of the losses, the first ones, an earlier life of the run computed."""
+    """Number of leading entries of `losses` that an earlier process of the run computed."""
 
     @property
     def mean_loss(self) -> float:
@@ -119,7 +121,7 @@ class Window:
     pending: list[Pending] = field(default_factory=list)
     inbox: "queue.SimpleQueue[Reading]" = field(default_factory=queue.SimpleQueue)
     carried: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss) of the steps since the last record that an earlier life of the run did; the next record has them."""
+    """(step, loss) of steps since the last record that an earlier process trained; the next record includes them."""
     carried_supervised: list[float] = field(default_factory=list)
     """Supervised tokens of each of them."""
 
@@ -133,7 +135,7 @@ class Window:
         return self.carried + losses, self.carried_supervised + supervised
 
     def carry(self, losses: Sequence[tuple[int, float]], supervised: Sequence[float]) -> None:
-        """Begin the next record with what `open` returned in an earlier life of the run."""
+        """Begin the next record with the values that `open` returned in an earlier process of the run."""
         known = len(supervised) == len(losses)
         self.carried = list(losses)
         self.carried_supervised = list(supervised) if known else [math.nan] * len(losses)
@@ -202,16 +204,18 @@ def row_losses(pending: Pending) -> list[tuple[str, float]]:
     return list(zip(pending.labels, values, strict=True))
 
 
+# ---- meters -------------------------------------------------------------------------------------------------
+
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 TRACING_BOUND, INPUT_BOUND = 0.8, 0.1
-"""Shares of a step that tracing, which runs beside the device, and waiting for input may take before the log warns."""
+"""Shares of the step time above which tracing (which runs in parallel with the device) and input wait are warned of."""
 RATES = (
     "tokens_per_second", "supervised_tokens_per_second", "step_seconds", "trace_seconds", "input_wait_seconds",
     "rest_seconds", "mfu", "hfu",
 )  # fmt: skip
 STEADY_STEPS = 10
-"""Measured steps after which it may."""
+"""Measured steps before the first such warning."""
 
 
 @dataclass
@@ -228,7 +232,7 @@ class Totals:
     executed_flops: float = 0.0
 
     def add(self, other: "Totals") -> None:
-        """Add each sum."""
+        """Add the sums of another interval to these."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -240,9 +244,9 @@ class Meters:
     runtime: Runtime
     hw: HwConfig
     flops: Mapping[int, FlopsPerToken]
-    """By row length; empty for a model that is not counted."""
+    """FLOPs per token by row length; empty for a model whose FLOPs are not counted."""
     totals: Totals = field(default_factory=Totals)
-    """Over the measured intervals of this process's life."""
+    """Sums over the measured intervals of this process."""
 
     def __post_init__(self) -> None:
         self._input_wait = 0.0
@@ -293,7 +297,7 @@ class Meters:
 
         Empty where its interval includes a compilation; values unknown to hardware or model are left out.
         """
-        # Its values arrived when the device was done; the host's clocks stood before its last step was queued.
+        # The values arrived when the device had finished; the other clocks were read when the last step was queued.
         end = replace(reading.mark, seconds=reading.time - self._aside.seconds)
         span, compiles = end.minus(self._last), self.mark().compiles - self._last.compiles
         self._last = end
@@ -305,7 +309,7 @@ class Meters:
         return {f"perf/{name}": value for name, value in self._rates(part).items()} | self._memory()
 
     def means(self) -> dict[str, float | None]:
-        """Return the same over all measured steps, with None for unknown values."""
+        """Return the meters (`RATES`) over all measured steps, with None for unknown values."""
         known = self._rates(self.totals) if self.totals.steps else {}
         return {"measured_steps": float(self.totals.steps)} | {name: known.get(name) for name in RATES}
 
@@ -321,7 +325,7 @@ class Meters:
 
     def _rates(self, part: Totals) -> dict[str, float]:
         """Return rates per second and per step; utilisation as defined in metrics/flops.py."""
-        # The host is ahead of the device: what it traced while an earlier interval's values were computed is cut off.
+        # The host runs ahead of the device, so it may have traced during an earlier interval: cap at the interval.
         input_wait = min(part.input_wait, part.seconds)
         trace = min(part.trace, part.seconds - input_wait)
         rates = {

@@ -1,7 +1,8 @@
-"""What a run leaves behind: audit and plan, log records, the adapter and result.json. Rank 0 writes.
+"""Outputs of a run, written by rank 0: audit and plan, log records, the export and result.json.
 
-<run>/audit.html, audit.json   as task=prepare writes them
-<run>/plan.md, plan.json       the compiled plan of the same programs; else what formulas say, or why nobody does"""
+<run>/audit.html, audit.json   as written by task=prepare
+<run>/plan.md, plan.json       the compiled plan of the same programs; otherwise estimates, or why there are none
+"""
 
 import logging
 import math
@@ -39,7 +40,10 @@ from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
 
 
 def write_pages(folder: RunFolder, *, inputs: RunInputs, promise: Promise, loggers: Loggers, is_new: bool) -> None:
-    """Write the files that are not there; `is_new` shows them to the loggers too, which a resumed run has done."""
+    """Write audit and plan, unless the folder has them.
+
+    With `is_new` the loggers get them too; for a resumed run they already have.
+    """
     if not paths.exists(folder.path("audit.html")):
         write_audit(folder, inputs)
     if not paths.exists(folder.path("plan.md")):
@@ -85,7 +89,7 @@ def promise_text(promise: Promise) -> str:
 
 
 SHOWN = ("train/loss", "eval/loss", "skill/")
-"""Beginnings of the names of values in the picture of a run."""
+"""Prefixes of the names of values that the loss figure shows."""
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +120,7 @@ class RunOutputs:
         self._steps: Counter[str] = Counter()
         self._tokens = 0
         self._records: list[dict[str, float]] = []
-        """Losses and shares of right answers by step, for the picture at the end."""
+        """Losses and shares of right answers by step, for the loss figure at the end."""
         self._is_first = True
 
     def rewind(self, step: int, *, num_lost: int) -> None:
@@ -190,7 +194,7 @@ class RunOutputs:
             log.info("step %d, %.1f s after the start: %s", reading.step, life.wall_seconds, parts_text(life.seconds))
 
     def epoch(self, step: int, record: EpochRecord) -> None:
-        """A pass over the rows of a stage that is over, with the log record that its last step is in."""
+        """Log the mean loss of a completed pass over a stage's rows, with the log record of its last step."""
         if self.loggers is None:
             return
         values = {"train/epoch": float(record.epoch), "train/epoch_loss": record.loss}

@@ -1,6 +1,6 @@
-"""Pictures of a run for TensorBoard's IMAGES tab, as PNG: its losses, and the data that it reads.
+"""Figures of a run's losses and data, as PNG for TensorBoard's IMAGES tab.
 
-matplotlib is loaded when the first one is drawn (1.2 s), which is at the end of a run.
+matplotlib is imported when the first figure is drawn (1.2 s), which is at the end of a run.
 """
 
 import io
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 9.0, 4.0, 100
 NUM_MEANS = 50
-"""Points of the mean that is laid over a training loss of more records."""
+"""Points of the mean curve drawn over a training loss with more records than this."""
 
 Record = Mapping[str, float]
-"""What was logged after a step, with that step under `step`."""
+"""Values logged after a step, with the step number under `step`."""
 
 
 def loss_figure(records: Sequence[Record], *, stages: Mapping[str, int], title: str) -> "Figure":
-    """Draw training loss and held-out losses by step, and shares of right answers beside them where some were asked.
+    """Draw training and held-out losses by step, and beside them shares of right answers, if any.
 
     Args:
-        records: in the order of their steps; those without a loss and without a share are passed over.
-        stages: steps of each stage, in their order; borders are dashed.
+        records: log records in the order of their steps; those without a loss or share are ignored.
+        stages: steps of each stage by name, in order; boundaries are dashed lines.
     """
     skills = sorted({name for record in records for name in record if name.startswith("skill/")})
     figure = _figure()

@@ -1,6 +1,6 @@
-"""Held-out questions, asked before, during and after training: exact match of what the model says to each.
+"""Exact match of the model's answers to held-out questions, asked before, during and after training.
 
-The answers are the likeliest tokens, written by the program of the samples in batches of `QUESTION_ROWS`.
+Answers are decoded greedily by the sampling program, in batches of `QUESTION_ROWS`.
 """
 
 import re
@@ -24,21 +24,21 @@ from tpu_experiments.storage.paths import find_local, near_misses
 from tpu_experiments.training.evaluation import Sampler
 
 SHOWN = 3
-"""Answers of a set that are kept to be shown."""
+"""Number of answers of a set that are kept for display."""
 SENTENCE = re.compile(r".*?[.!?](?=\s|$)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question in the form in which the model is asked."""
+    """One question, tokenised for the model."""
 
     prompt: str
-    """The last thing that the user says."""
+    """Text of the last user turn."""
     expected: str
     ids: list[int]
-    """The whole conversation up to the answer."""
+    """Token ids of the whole conversation up to the answer."""
     num_new: int
-    """Tokens of the expected answer and its end."""
+    """Tokens of the expected answer and its end mark."""
 
     def is_right(self, answer: str) -> bool:
         """Return whether the answer's first sentence is the expected one."""

@@ -1,4 +1,4 @@
-"""The rows of a run whose command leaves them to the data: measured on the tokenised documents."""
+"""Row length and rows per step of a run, measured on the tokenised documents where they are not set."""
 
 import logging
 

@@ -1,7 +1,8 @@
-"""Where a new run starts: a checkpoint or an export of another run, or a LoRA adapter in PEFT's layout.
+"""Warm start of a new run from another run's checkpoint or export, or from a PEFT LoRA adapter.
 
-What is taken is held against its checksums (a checkpoint's marker, an export's result.json), compared with the new run
-before anything is made, and noted in the new run's own checkpoints: from the first of them on nothing is read here.
+The source is verified against its checksums (COMMIT.json of a checkpoint, result.json of an export) and compared with
+the new run before anything is created. The new run's own checkpoints record it; once one exists, the source is not read
+again.
 """
 
 import hashlib
@@ -40,46 +41,52 @@ from tpu_experiments.storage.tensors import group_in
 
 log = logging.getLogger(__name__)
 OF_THE_BASE = ("model._target_", "model.path", "model.revision", "model.init", "model.size")
-"""What says which weights an adapter belongs to, and how a model of its own weights computes."""
+"""Keys that identify the base weights of an adapter, and the architecture of a fully trained model."""
 DRAWN = ("model.arch", "model.tiny_arch")
-"""Likewise where the weights are drawn at random, with `seed`."""
+"""Further such keys if the weights are drawn at random (with an adapter, `seed` is compared as well)."""
 
 
 @dataclass(frozen=True)
 class StartPoint:
-    """What a run starts from; found before anything is made, read once its own tensors lie on the device."""
+    """Verified source of a warm start.
+
+    It is found before anything is created, and its tensors are read once the run's own are on the device.
+    """
 
     run: str
-    """As the command names it."""
+    """`start.run` as given on the command line."""
     kind: str
     """`checkpoint`, `adapter` or `model`."""
     place: str
     """Folder of the tensors."""
     take: str
+    """`start.take`: `weights` or `all`."""
     sha256: str
-    """Of a checkpoint's marker, which has those of its files; of the file of an adapter; over those of a model."""
+    """SHA-256 of a checkpoint's COMMIT.json (which lists those of its files), of an adapter's file of tensors, or, for
+    a model of several files, of their concatenated digests."""
     step: int | None = None
-    """Of the checkpoint."""
+    """Step of a checkpoint; None for an export."""
     name: str | None = None
-    """Of the run."""
+    """Name of the source run; None for an adapter without a run."""
     data: dict[str, str] | None = None
-    """Audit hashes of what it was trained on, where that is known."""
+    """Audit hashes of the source's training data; None if unknown."""
     start: dict[str, Any] | None = None
-    """What it had started from itself."""
+    """Lineage of the source's own warm start; None if it had none."""
 
     def lineage(self) -> dict[str, Any]:
-        """JSON-ready values, for result.json, provenance.json and the run's checkpoints."""
+        """Return JSON-ready values for result.json, provenance.json and the run's checkpoints."""
         return asdict(self)
 
 
 def find_start(config: Config, module: nn.Module) -> StartPoint | None:
-    """Find and verify what `start` names, and compare it with the run; None where it names nothing.
+    """Find, verify and compare with the run the source in `start.run`; return None if that is null.
 
     Args:
         module: the run's model on the meta device, with its adapters.
 
     Raises:
-        ConfigError: there is nothing, it is damaged, or it is of another model, rank or optimizer.
+        ConfigError: the source is missing, damaged, the run itself, or of another model, rank or (with
+            `start.take=all`) optimizer.
     """
     run = config.start.run
     if run is None:
@@ -100,7 +107,7 @@ def find_start(config: Config, module: nn.Module) -> StartPoint | None:
 
 
 def told_of(lineage: Mapping[str, Any]) -> str:
-    """A start in words."""
+    """Describe a lineage (`StartPoint.lineage`) in words."""
     what = "its adapter" if lineage["kind"] == "adapter" else "its model"
     if lineage["kind"] == "checkpoint":
         what = f"its checkpoint of step {lineage['step']:,}"
@@ -117,12 +124,15 @@ def load_start(
     runtime: Runtime,
     max_held_bytes: float,
 ) -> dict[str, str]:
-    """Put the tensors of the start where the run's own are; returns their fingerprints.
+    """Replace the run's tensors by those of the source, and return their fingerprints by parameter name.
 
-    With `take=weights` the optimizer's state stays as it is.
+    With `take=weights` the optimizer state is left unchanged.
+
+    Args:
+        max_held_bytes: bytes above which a source is read tensor by tensor.
 
     Raises:
-        ConfigError: they changed since `find_start` looked, or have a value that is NaN or infinite.
+        ConfigError: the source changed since `find_start` verified it, or holds NaN or infinite values.
     """
     marks: dict[str, str] = {}
 
@@ -152,7 +162,7 @@ def load_start(
 
 
 class _Marked(Mapping[str, Tensor]):
-    """The same tensors in float32, each marked as it is taken."""
+    """View of tensors in float32 that records each one's fingerprint in `marks` when it is accessed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], marks: dict[str, str]) -> None:
         self._tensors, self._marks = tensors, marks
@@ -170,17 +180,18 @@ class _Marked(Mapping[str, Tensor]):
 
 
 def _run_folder(run: str) -> RunFolder:
-    """The folder as one of a run, whether it is one or not."""
+    """Return a RunFolder for the folder, which need not hold a run."""
     whole = paths.absolute(run).rstrip("/")
     parent, _, name = whole.rpartition("/")
     return RunFolder(parent or "/", name)
 
 
 def _of_run(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> StartPoint:
-    """The checkpoint that is asked for or the newest one; without any the export.
+    """Return the requested or newest checkpoint of a run, or its export if it has no checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is neither, the export is damaged or lacks the optimizer state asked for, or a PiSSA
+            checkpoint does not suit this run's `lora.init`.
     """
     start, checkpoints = config.start, folder.path("checkpoints")
     step = start.step
@@ -221,10 +232,10 @@ def _of_run(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> 
 
 
 def _of_adapter(config: Config, module: nn.Module, *, folder: str) -> StartPoint:
-    """A LoRA adapter that is no part of what `start.run` names, in a folder of its own.
+    """Return the LoRA adapter in `folder`, which is not a run folder; it may be a run's `adapter/`.
 
     Raises:
-        ConfigError: there is none, or it does not go with the run.
+        ConfigError: there is no adapter, or its base, rank, scale or tensors do not match the run.
     """
     start = config.start
     if not paths.exists(paths.join(folder, ADAPTER_CONFIG)):
@@ -268,10 +279,10 @@ def _of_adapter(config: Config, module: nn.Module, *, folder: str) -> StartPoint
 
 
 def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) -> None:
-    """Compare what another run trained with what this one trains.
+    """Require another run's stored identity to have trained the same tensors as this run.
 
     Raises:
-        ConfigError: model, adapters or, where its state is taken, the optimizer differ.
+        ConfigError: the model, the adapters or, with `start.take=all`, the optimizer differ.
     """
     now = identity(config)
     theirs = stored.get("lora.r", config.lora.r)
@@ -305,14 +316,16 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
 
 
 def _same(key: str, theirs: Any, ours: Any) -> bool:
-    """Whether two values mean the same weights: a folder may have been moved, and a revision is named or not."""
+    """Return whether two values of a key mean the same; of `model.path` the last part, since folders move."""
     if key == "model.path" and isinstance(theirs, str) and isinstance(ours, str):
         return _last(theirs) == _last(ours)
     return bool(theirs == ours)
 
 
 def _require_own_start(config: Config, *, run: str) -> None:
-    """Refuse an adapter beside a base that PiSSA reduces: the two are not made for each other.
+    """Refuse an exported adapter together with `lora.init=pissa`.
+
+    The export is for the original base weights, and PiSSA reduces them.
 
     Raises:
         ConfigError: `lora.init` is pissa.
@@ -325,10 +338,12 @@ def _require_own_start(config: Config, *, run: str) -> None:
 
 
 def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> None:
-    """Compare names, shapes and, of checkpoints, types; values are looked at as they are read.
+    """Compare the source's tensors with the run's by name, shape and, for checkpoints, dtype.
+
+    Values are checked later, when `load_start` reads them.
 
     Raises:
-        ConfigError: they differ from those of the run.
+        ConfigError: a name, shape or dtype differs.
     """
     parameters = {
         name: torch.empty(p.shape, dtype=torch.float32, device="meta")
@@ -362,10 +377,10 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
 
 @contextmanager
 def _read_in_words(run: str, place: str) -> Iterator[None]:
-    """Turn a checkpoint that changed while it was read into one sentence.
+    """Convert the error of a checkpoint that is missing, damaged or changed during the read.
 
     Raises:
-        ConfigError: it did.
+        ConfigError: for FileNotFoundError and ValueError in the block.
     """
     try:
         yield
@@ -374,10 +389,14 @@ def _read_in_words(run: str, place: str) -> Iterator[None]:
 
 
 def _require_proven(digests: Mapping[str, str], proven: Any, *, place: str, run: str) -> None:
-    """Hold the files of an export against the checksums in its run's result.json, where there are some.
+    """Compare the digests of an export's files with those in its run's result.json, if that has any.
+
+    Args:
+        digests: SHA-256 by file name.
+        proven: `proof.sha256` of result.json: one digest, or digests by file name.
 
     Raises:
-        ConfigError: a file was changed since it was written.
+        ConfigError: a file changed since it was written, or is missing or extra.
     """
     if isinstance(proven, str):
         proven = dict.fromkeys(digests, proven)
@@ -392,7 +411,7 @@ def _require_proven(digests: Mapping[str, str], proven: Any, *, place: str, run:
 
 
 def _digest(files: list[str]) -> str:
-    """SHA-256 over whole files, read in pieces."""
+    """Return the SHA-256 over the concatenated files, read in pieces of `PIECE_BYTES`."""
     digest = hashlib.sha256()
     for file in files:
         num_bytes = size(file)

@@ -1,9 +1,10 @@
 """The training step as a function of (parameters, optimizer state, batch).
 
-One step, three lives: the trainer runs it on the device, the plan traces the same object on placeholders, the tests
-run it eagerly. Per-stage trainable masks travel in the batch, so that every stage runs the same compiled program: one
-number for each parameter, for a stack one for each layer, in the order of the parameters, 1 or 0.
-Legend: A accumulated micro-batches, R rows of a micro-batch, T tokens."""
+The same object runs on the device in the trainer, is traced on placeholders by the plan, and runs eagerly in the tests.
+Per-stage trainable masks travel in the batch, so that every stage runs the same compiled program: 1 or 0 for each
+parameter (for each layer of a stack), in the order of the parameters.
+Legend: A accumulated micro-batches, R rows of a micro-batch, T tokens, N entries of the trainable mask.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,17 +29,17 @@ from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, u
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
 
 TRAINS = "trains"
-"""Name of the numbers in a batch, float32 (N,); where it has none, every parameter is updated."""
+"""Key of the trainable mask in a batch, float32 (N,); without it every parameter is updated."""
 
 
 def choice_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
-    """Return the trainable mask of every batch; empty where every stage trains all parameters."""
+    """Return the tensors to add to a stage's batches: the trainable mask, if any stage has patterns."""
     trains = trains_of(patterns, names, stages=stages)
     return {} if trains is None else {TRAINS: trains}
 
 
 def trains_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> Tensor | None:
-    """Return the trainable mask, float32 (N,), of a stage; None where every stage trains all parameters."""
+    """Return the trainable mask, float32 (N,), for a stage's patterns; None if no stage has patterns."""
     if not any(stage.trainable for stage in stages):
         return None
     parts = [part for name in names for part in hugging_face_names(name)]
@@ -89,13 +90,17 @@ class StepOutput:
     loss: Tensor
     """Mean loss in nats per supervised token of the global batch, shape ()."""
     grad_norm: Tensor
-    """Global gradient norm before clipping, shape (). Where it or the loss is not finite, nothing was updated."""
+    """Global gradient norm before clipping, shape (). If it or the loss is not finite, nothing was updated."""
     row_losses_AR: Tensor
-    """Loss sum of every row of this process, nats; names the rows when it is not finite."""
+    """Loss sum in nats of every row of this process, shape (A, R); identifies the rows that are not finite."""
     num_supervised: Tensor
     """Supervised tokens of the global batch, shape ()."""
     norms: Tensor | None = None
-    """Norms of gradient (before clipping) and update of every group of parameters, shape (2, groups)."""
+    """Norms of gradient (before clipping) and update by group of parameters, shape (2, groups); None if not
+    computed."""
+
+
+# ---- loss ---------------------------------------------------------------------------------------------------
 
 
 def next_token_loss(
@@ -108,12 +113,12 @@ def next_token_loss(
     loop: Loop = python_loop,
     constrain: Constrain = unconstrained,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the next token, summed per row.
+    """Return the next-token cross-entropy sums in nats and the supervised tokens, (R,) each.
 
     Args:
-        chunk_tokens: tokens of a device whose logits exist at once; None makes all logits, and so does a model whose
-            head is more than a matrix product.
-        num_shards: devices that the rows are split over.
+        chunk_tokens: tokens per device whose logits exist at once. With None, or a head that is more than a matrix
+            product, all logits exist at once.
+        num_shards: devices of this process that the rows are split over.
     """
     if chunk_tokens is None or not has_plain_head(module):
         return row_losses(logits_of(module, parameters, rows), rows)
@@ -133,6 +138,9 @@ def loss_settings(config: Config, runtime: Runtime) -> dict[str, Any]:
         "loop": runtime.loop,
         "constrain": runtime.constrain,
     }
+
+
+# ---- step ---------------------------------------------------------------------------------------------------
 
 
 class TrainStep:
@@ -181,7 +189,8 @@ class TrainStep:
             new_parameters, new_state = self.optimizer.update(
                 parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
             )
-            # Sums over all processes and devices, so all of them update or none. In the update's own loops: no pass.
+            # Loss and norm are sums over all processes and devices, so either all of them update or none does. XLA
+            # fuses the `where` into the update's loops, so it costs no pass over memory.
             is_finite = finite(loss) & finite(norm)
             where = {name: chosen[name] & is_finite if name in chosen else is_finite for name in state}
             new_parameters = {n: torch.where(where[n], new_parameters[n], p) for n, p in parameters.items()}
@@ -189,7 +198,7 @@ class TrainStep:
             norms = None
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
-            # Whole on every device: reading a split one takes a program of its own, in the midst of a run.
+            # Replicated: reading a sharded tensor would compile a further program in the middle of a run.
             row_losses_AR = self.constrain(row_losses_AR, axes=())
         return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms)
 
@@ -205,8 +214,8 @@ class TrainStep:
 
         def micro(weights: Sequence[Tensor], tensors: Sequence[Tensor], total: Tensor) -> tuple[list[Tensor], Tensor]:
             rows = dict(zip(names, tensors, strict=True))
-            # On autograd's own thread for the device, gradients may outlive the call by a moment; what is alive when
-            # torch_xla takes the graph is an output of the program, and the next step would be another program.
+            # On autograd's device thread, gradients may briefly outlive the call. Every tensor alive when torch_xla
+            # takes the graph becomes an output of the program, so the next step would be a different program.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 leaves = {n: w.detach().requires_grad_() for n, w in zip(parameters, weights, strict=True)}
                 sums_R, _ = self.row_loss(self.module, leaves, rows)
@@ -227,7 +236,7 @@ class TrainStep:
 def finite(x: Tensor) -> Tensor:
     """Return where x is finite.
 
-    `torch.isfinite` would compare with an infinity that is an input of the program, in float64.
+    `torch.isfinite` would compare with infinity, which becomes a float64 input of the program.
     """
     return (x - x) == 0  # inf - inf and NaN - NaN are NaN
 
@@ -250,7 +259,7 @@ def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping
 def seed_of(seed: int, step: int, rank: int) -> int:
     """Return the random seed of one step, a function of its number, so that a resumed run draws the same.
 
-    For what torch's generator draws, such as a model's `attention_dropout`; adapters' dropout needs none.
+    It seeds torch's generator, used for example by a model's `attention_dropout`; adapters' dropout does not use it.
     """
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""A request to stop (SIGTERM of a spot reclaim, Ctrl-C) as a flag that the loop looks at between two steps."""
+"""Requests to stop (SIGTERM of a spot reclaim, Ctrl-C), as a flag that the loop checks between steps."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tpu_experiments.runtime.processes import stopping
 from tpu_experiments.storage import retry
 from tpu_experiments.storage.retry import Grace
 
-STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command, given again, goes on
+STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: repeating the command resumes the run
 
 
 class StoppedByRequest(Exception):
@@ -47,7 +47,7 @@ class StopFlag:
         if joined is None:
             if not self._agree(self._asked_at is not None):
                 return False
-            self._asked_at = self._asked_at or time.monotonic()  # another host was asked
+            self._asked_at = self._asked_at or time.monotonic()  # the request came to another host
             return True
         request, rank = joined
         return request.agreed(rank)

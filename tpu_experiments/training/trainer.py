@@ -1,7 +1,8 @@
-"""The trainer: LoRA, full fine-tuning and every curriculum stage are this one loop.
+"""The trainer: one loop for LoRA, full fine-tuning and all curriculum stages.
 
-A trainer of your own subclasses `Trainer`, overrides what it needs among `row_loss`, `build_optimizer` and
-`evaluate`, and is picked by `trainer._target_`; see conf/README.md, "Add a model, a data set, a trainer"."""
+A custom trainer is a subclass of `Trainer` that overrides `row_loss`, `build_optimizer` or `evaluate`, selected by
+`trainer._target_`; see conf/README.md, "Add a model, a data set, a trainer".
+"""
 
 import logging
 import math
@@ -135,9 +136,9 @@ def exit_loss(evaluation: Evaluation, *, stage: Stage) -> float:
 
 
 CLOSE_STEPS = 10
-"""Records closer than this are waited for before another step is queued: a read that finds the next step queued waits
-for that too, so the time of a short interval would be that of handing over (2.7 million tokens/s where 4,000 are true),
-and of a longer one wrong by a step. What it costs is the trace of one step a record."""
+"""Steps between log records below which the loop waits for a record before it queues the next step. A read that finds
+the next step queued waits for that step too; a short interval would then measure only the dispatch (2.7 million
+tokens/s instead of 4,000), and a longer one would be off by a step. The wait costs the trace of one step per record."""
 
 
 class Trainer:
@@ -155,10 +156,10 @@ class Trainer:
         self.progress = Progress(data=inputs.audit_hashes)
         self.window = Window()
         self.guard = Guard(config.trainer.guard, process=runtime.share)
-        self.train_compile_seconds = 0.0  # part of the training time, taken off the throughput
-        self.train_tokens = 0  # of this process's life; `progress` counts those of earlier lives too
+        self.train_compile_seconds = 0.0  # part of the training time, subtracted for the throughput
+        self.train_tokens = 0  # trained by this process; `progress` includes those of earlier processes
 
-    # ---- what a trainer of your own may override ------------------------------------------------------------
+    # ---- overridable by custom trainers ---------------------------------------------------------------------
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return loss sum in nats and number of supervised tokens of every row, (R,) each."""
@@ -234,7 +235,7 @@ class Trainer:
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss` it reports the loss alone."""
         is_own = type(self).row_loss is not Trainer.row_loss
-        tokenizer = self.inputs.tokenizer  # a plan has none
+        tokenizer = self.inputs.tokenizer  # None in a plan
         return Evaluator(
             self.model.module,
             runtime=self.runtime,
@@ -324,7 +325,7 @@ class Trainer:
         self.leave_if_asked()
         rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, inputs=self.inputs, config=self.config)
-        if len(self.progress.stages) == stage.index:  # else a checkpoint from before its first step has one
+        if len(self.progress.stages) == stage.index:  # a checkpoint from before the first step may have the record
             self.progress.stages.append(StageRecord(stage.name, epochs=[]))
             self.progress.guard.recent = []
             if stage.optimizer == "fresh" and stage.index > 0:
@@ -337,11 +338,11 @@ class Trainer:
         if not begun:
             self.outputs.border(step, text)
         if begun and self.evaluates_after(step) and self.progress.eval_step != step:
-            self.evaluate_stage(stage)  # a request to stop came first
+            self.evaluate_stage(stage)  # a request to stop preceded the evaluation of this step
         if self.progress.stages[-1].ended_by is None:
             self.train_stage(stage, rows, num_steps=num_steps)
         else:
-            self.window.carry([], [])  # no step follows whose record would have them
+            self.window.carry([], [])  # no further record of this stage could include them
         self.end_stage(stage)
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
         self.save(ends_stage=True)
@@ -405,7 +406,7 @@ class Trainer:
         """Log what has arrived; evaluate, save or stop when that is due."""
         step = self.progress.step
         self.record(self.window.drain())
-        if self.stop.agreed():  # before an evaluation, which may take longer than there is time
+        if self.stop.agreed():  # before an evaluation, which may exceed the grace period
             self.save(leaves=True)
             self.stop.grace.leave()
             raise StoppedByRequest
@@ -474,7 +475,7 @@ class Trainer:
     def look_after(self) -> None:
         """Evaluate, sample, export, and write result.json."""
         self.leave_if_asked()
-        self.stop.grace.leave()  # a request from here on finds everything trained saved
+        self.stop.grace.leave()  # all training is saved, so requests to stop need no checkpoint from here on
         evaluation = self.evaluated or self.timed_evaluation()
         if self.progress.eval_step != self.progress.step:
             self.report_evaluation(evaluation)
@@ -536,7 +537,7 @@ class Trainer:
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
 
     def take_start(self) -> None:
-        """Begin with what another run has trained, where `start.run` names one; behind the canary, which knows none."""
+        """Load the tensors of the warm start, if there is one; call it after the canary, which assumes none."""
         point = self.inputs.start
         if point is None:
             return
@@ -550,7 +551,7 @@ class Trainer:
                 max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
             )
             if point.take == "weights":
-                self.state.update(self.fresh_state())  # behind the parameters, in the order of a resume
+                self.state.update(self.fresh_state())  # after the parameters, the order in which a resume places them
         self.progress.start, self.progress.start_marks = point.lineage(), marks
         self.saver.begins_with(marks)
 
@@ -569,12 +570,12 @@ class Trainer:
         value = error.explain()
         raise TrainingStopped(f"stopped after step {step}: {error}{value and f': {value}'}; {kept}.") from error
 
-    # ---- evaluations, and the end of a stage by them --------------------------------------------------------------
+    # ---- evaluations and early stopping -------------------------------------------------------------------------
 
     evaluated: Evaluation | None = None
-    """Of the parameters as they are."""
+    """Evaluation of the current parameters; None if they have changed since."""
     answered: dict[str, AnswersRecord] | None = None
-    """Likewise."""
+    """Question results of the current parameters; None if they have changed since."""
 
     def timed_evaluation(self) -> Evaluation:
         """Evaluate, timed apart from training."""
@@ -633,7 +634,7 @@ class Trainer:
         best, record.held_step = record.held_step, None
         if best is None or best == self.progress.step:
             return
-        self.saver.join()  # it may be about to be complete
+        self.saver.join()  # a background save may be about to complete that checkpoint
         folder = self.outputs.folder.path("checkpoints")
         if self.runtime.any_process(latest_step(folder, before=best + 1) != best):
             log.warning(
@@ -663,13 +664,13 @@ class Trainer:
     # ---- reports of steps -----------------------------------------------------------------------------------------
 
     passes: Passes
-    """Of the stage that is trained."""
+    """Passes over the rows of the current stage."""
 
     def record(self, readings: list[Reading]) -> None:
         """Log readings, apply the guard, and keep the stage's first and last loss."""
         for reading in readings:
             if self.guard.wish is not None:
-                return  # what comes later is undone, and is not the same in every process
+                return  # later readings will be rolled back, and differ between processes
             stage = self.progress.stages[-1]
             if reading.losses:
                 if stage.first_train_loss is None:
@@ -703,7 +704,7 @@ class Trainer:
             RollBack: the same in every process.
         """
         if self.runtime.any_process(self.guard.wish is not None):
-            self.settle()  # after it every process has read the same reports
+            self.settle()  # so that every process has read the same reports
             assert self.guard.wish is not None, "two processes have read different losses"
             raise self.guard.wish
 
