@@ -102,9 +102,9 @@ def test_gcloud_refuses_a_flag_it_does_not_know(gcloud: dict[str, str]) -> None:
 @pytest.mark.parametrize("hw", rentable())
 def test_a_slice_is_asked_for_as_the_api_names_it(hw: str) -> None:
     slice_ = load_slice(hw)
-    family, count = ("v5litepod", hw[3:]) if hw.startswith("v5e") else ("v6e", hw[3:])
-    assert f"--accelerator-type={family}-{count}" in creation(hw, PLAIN)
-    assert slice_.chips == int(count)
+    family, cores = hw.split("-") if "-" in hw else ("v5litepod" if hw.startswith("v5e") else "v6e", hw[3:])
+    assert f"--accelerator-type={family}-{cores}" in creation(hw, PLAIN)
+    assert slice_.chips == int(cores) // (2 if "-" in hw else 1), "v4 and v5p are named by their two cores a chip"
     assert slice_.num_workers == (1 if slice_.chips <= 8 else slice_.chips // 4)
 
 

@@ -224,7 +224,7 @@ WHOLE = """
 import torch, torch_xla
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.model_schema import ShardingConfig
-from tpu_experiments.runtime import hosts
+from tpu_experiments.runtime.processes import hosts
 from tpu_experiments.runtime.xla.device import XlaRuntime
 
 spec = torch_xla._XLAC._get_xla_sharding_spec

@@ -66,6 +66,9 @@ def test_main_job_leaves_a_whole_run_folder(tmp_path):
     assert expected | {"result.json", "identity.json"} <= present
     assert {path.name for path in (folder / "adapter").iterdir()} == {
         "adapter_model.safetensors",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
         "adapter_config.json",
         "README.md",
     }

@@ -87,9 +87,11 @@ class PointLauncher(Launcher):
         Raises:
             ConfigError: the first point asks for devices that this machine lacks.
         """
+        from tpu_experiments.sweeping.placement import check_places
         from tpu_experiments.sweeping.sweep import Sweep
 
         first = self._config_of(self._split(overrides)[0])
+        check_places(first)
         _require_device(first)
         folder = sweep_folder(first.output_dir, str(first.name))
         return Sweep(folder, name=str(first.name), output_dir=first.output_dir)

@@ -250,19 +250,23 @@ def check_data(folder: RunFolder, inputs: RunInputs, *, config: Config) -> None:
         )
 
 
+START = "start.run"
+"""Key, among the audit hashes that hosts compare, of the checkpoint that the run starts from."""
+
+
 def require_same_data(hosts: Hosts, inputs: RunInputs) -> None:
     """Refuse hosts that have prepared different rows, since each feeds its own chips from its own.
 
     Raises:
         ConfigError: the audit hash of a source differs, or what the run starts from.
     """
-    starts = set(hosts.gather(inputs.start.sha256 if inputs.start is not None else ""))
-    if len(starts) > 1:
+    start = {} if inputs.start is None else {START: inputs.start.sha256}
+    found = hosts.gather(inputs.audit_hashes | start)
+    if len({other.pop(START, "") for other in found}) > 1:
         raise ConfigError(
             "start.run; the hosts found other checkpoints of it (it is training now, or they see other folders); name "
             "the step, start.step=, and a folder that all hosts share."
         )
-    found = hosts.gather(inputs.audit_hashes)
     changed = sorted(key for key in found[0] if any(other.get(key) != found[0][key] for other in found))
     if changed:
         shown = ", ".join(str(other.get(changed[0])) for other in found)
