@@ -39,7 +39,7 @@ CHIPS = devices.Devices(tuple(f"/dev/vfio/{n}" for n in range(8)), (), 8, (), 0,
             "failed",
             "busy; 4 processes of other users were not looked into | find the holder: `sudo lsof",
         ),
-        (replace(CHIPS, probed=devices.Probed(error="no start within 120 s")), "failed", "runtime.processes.probe xla tpu"),
+        (replace(CHIPS, probed=devices.Probed(error="no start within 120 s")), "failed", "processes.probe xla tpu"),
     ],
 )  # fmt: skip
 def test_devices(make_config, seen, expected, words):
