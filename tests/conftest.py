@@ -26,8 +26,8 @@ REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 
-QUICK = ("config", "loggers", "logging", "metrics", "optim", "planning", "storage", "io")
-"""Folders of the inner loop (`pytest -m quick`), without what runs torch_xla, starts processes or takes minutes."""
+QUICK = ("logging", "metrics", "optim", "test_house_rules.py", "test_layers.py", "test_manuals.py")
+"""Files and folders of the inner loop (`pytest -m quick`), 65 s of CPU; tests on torch_xla are left out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
