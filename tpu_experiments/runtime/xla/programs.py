@@ -256,7 +256,7 @@ class XlaProgram(Generic[Out]):
     """A function of a batch, compiled into one program per signature.
 
     With `trace_every=1` each call is traced and dispatched without waiting for the device, which runs the previous call
-    meanwhile; nothing is recorded. Above 1, most calls replay the graph of an earlier trace (`xla_replay.py`).
+    meanwhile; nothing is recorded. Above 1, most calls replay the graph of an earlier trace (`replay.py`).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """task=plan: estimate a run's memory, time and cost on its TPU, on a machine without one.
 
-`run` chooses the method and the configs; compiled.py and formulas.py each plan a config, exploring.py searches
+`run` chooses the method and the configs; compiled.py and formulas.py each plan a config, search.py searches
 settings, and output.py writes and prints. Slow imports are deferred until the checks are done.
 """
 
