@@ -1,9 +1,10 @@
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 
-from tests.data.jobs import Squarer
+from tests.data.jobs import Squarer, Waiter
 from tpu_experiments.data.steps.workers import FIRST_JOBS, INLINE_JOBS, JOBS_AHEAD, map_jobs
 
 
@@ -15,9 +16,12 @@ def test_results_come_in_order_from_other_processes():
     assert {process for _, process in results[: 2 * FIRST_JOBS]} <= workers
 
 
-def test_this_process_works_until_the_others_have_started():
-    results = list(map_jobs(Squarer, 1, range(2 * FIRST_JOBS + 1), engine="local", workers=2))
-    assert results[-1] == (1 + (2 * FIRST_JOBS) ** 2, os.getpid())
+def test_this_process_works_until_the_others_have_started(tmp_path: Path):
+    # The first jobs of the others end only after this process has done one.
+    settings = (os.getpid(), tmp_path / "flag")
+    results = list(map_jobs(Waiter, settings, range(2 * FIRST_JOBS + 1), engine="local", workers=2))
+    assert results[-1] == (2 * FIRST_JOBS, os.getpid())
+    assert os.getpid() not in {process for _, process in results[: 2 * FIRST_JOBS]}
 
 
 @pytest.mark.parametrize(("count", "workers"), [(0, 4), (INLINE_JOBS, 4), (40, 1)])
