@@ -15,6 +15,9 @@ os.environ.setdefault(
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Tiny matrices: with more threads than free cores, 20 eager steps took 137 s instead of 2.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A run of the eager runtime has a thread for each core. Where the cores are taken, threads that wait in a loop used
+# 138 s of CPU for 36 steps; those that sleep, 26 s.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import forks
 from tests.jobs import TINY_JOB
 from tests.training.runs import REPOSITORY, SAME_SUMS, run
 
@@ -27,19 +27,18 @@ WRITTEN = ("sweep.json", "leaderboard.csv", "leaderboard.md")
 
 
 @contextmanager
-def started(folder: Path) -> "Iterator[subprocess.Popen[str]]":
+def started(folder: Path) -> Iterator[forks.Process]:
     """The sweep; killed where a test fails."""
-    command = [sys.executable, str(REPOSITORY / "run.py"), *POINTS, f"output_dir={folder}/outputs"]
+    command = [str(REPOSITORY / "run.py"), *POINTS, f"output_dir={folder}/outputs"]
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=folder, env=kept | SAME_SUMS, text=True, **pipes) as process:
+    with forks.start(command, cwd=folder, env=kept | SAME_SUMS, stdout=subprocess.DEVNULL) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def wait_for_training(process: "subprocess.Popen[str]", folder: Path, *, after: int = 0) -> Path:
+def wait_for_training(process: forks.Process, folder: Path, *, after: int = 0) -> Path:
     """The run folder of the first point, once it has a training record of a step above `after`."""
     point = folder / "outputs" / "sweeps" / "tried" / "lora.r=4"
     deadline = time.monotonic() + 240

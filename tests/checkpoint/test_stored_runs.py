@@ -8,11 +8,11 @@ that cannot read them has to say so in a sentence, and gets runs of its own besi
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 REPOSITORY = Path(__file__).parents[2]
 RUNS = REPOSITORY / "tests" / "golden" / "runs"
@@ -55,8 +55,8 @@ def test_a_stored_run_goes_on_to_the_bytes_it_ended_with(kind: str, tmp_path: Pa
     words, exported, sha256 = KINDS[kind]
     shutil.copytree(RUNS / kind, tmp_path / kind)
     shutil.copytree(RUNS / "prepared", tmp_path / "prepared")
-    command = [sys.executable, "run.py", *COMMAND, *words, f"name={kind}", f"output_dir={tmp_path}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    command = ["run.py", *COMMAND, *words, f"name={kind}", f"output_dir={tmp_path}"]
+    done = forks.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed at step 4" in done.stdout + done.stderr
     result = json.loads((tmp_path / kind / "result.json").read_text())

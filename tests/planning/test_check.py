@@ -3,7 +3,6 @@
 import json
 import logging
 import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tests.planning.examples import plan_that_does_not_fit
@@ -32,8 +32,8 @@ NO_TPU = "error: hw=v5e8 asks for a TPU and this machine has none"
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """run.py with nothing else in the folder that it may write to."""
-    command = [sys.executable, "run.py", "~local", f"output_dir={folder}/outputs", *of_tiny_job(overrides)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    command = ["run.py", "~local", f"output_dir={folder}/outputs", *of_tiny_job(overrides)]
+    return forks.run(command)
 
 
 def store(folder: Path, config: Config, *, name: str = "known", **changes: Any) -> Path:

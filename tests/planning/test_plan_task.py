@@ -3,12 +3,12 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.curriculum import resolve_stages
@@ -26,9 +26,9 @@ def plan(folder: Path, *overrides: str, task: str = "plan") -> subprocess.Comple
     """run.py with `name=p` unless the overrides say otherwise."""
     flags = [override for override in overrides if override == "-m"]
     overrides = tuple(of_tiny_job([override for override in overrides if override != "-m"]))
-    command = [sys.executable, "run.py", *flags, f"task={task}", "~local", f"output_dir={folder}", *overrides]
+    command = ["run.py", *flags, f"task={task}", "~local", f"output_dir={folder}", *overrides]
     command += [] if any(override.startswith("name=") for override in overrides) else ["name=p"]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return forks.run(command)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """The plan compiles what the run runs: the two lowered programs are equal but for the order of their arguments."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forks
 
 REPOSITORY = Path(__file__).parents[2]
 SHARDED = ("hw.parallel=spmd", "hw.num_devices=4", "trainer.micro_batch_rows=2")
@@ -14,8 +14,8 @@ MESHES = ((), ("sharding=hsdp", "lora.dropout=0.1"), ("sharding=fsdp_tensor",))
 
 
 def signatures(kind: str, *overrides: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.planning.programs", kind, "name=x", *overrides]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    command = ["-m", "tests.planning.programs", kind, "name=x", *overrides]
+    done = forks.run(command)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -6,13 +6,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.training.runs import REPOSITORY, SAME_SUMS
+from tests import forks
+from tests.training.runs import SAME_SUMS
 
 EVERY = 2
 """Steps between two checkpoints; log records are of three steps, so that checkpoints cut them."""
@@ -57,7 +57,7 @@ class Run:
     resumes: list[tuple[int, int]] = field(default_factory=list)
     """(step that a life went on from, steps it repeated)."""
 
-    def start(self, *overrides: str, kill_after: int | None = None) -> "subprocess.Popen[bytes]":
+    def start(self, *overrides: str, kill_after: int | None = None) -> forks.Process:
         """One more life; it kills itself at the record of step `kill_after` or the next."""
         self.folder.mkdir(parents=True, exist_ok=True)
         options = f"path: '{self.events}', kill_after: {'null' if kill_after is None else kill_after}"
@@ -65,8 +65,7 @@ class Run:
         given = [*TWO_STAGES, *self.overrides, *overrides, f"output_dir={self.folder}", probe]
         kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         with (self.folder / "output").open("ab") as output:
-            command = [sys.executable, "run.py", *given]
-            return subprocess.Popen(command, cwd=REPOSITORY, env=kept | SAME_SUMS, stdout=output, stderr=output)
+            return forks.start(["run.py", *given], env=kept | SAME_SUMS, stdout=output, stderr=output)
 
     def die_after(self, step: int, *overrides: str) -> None:
         """A life that kills itself at the record of that step."""
@@ -103,14 +102,14 @@ class Run:
             time.sleep(0.0005)
         return self._is_done(process)
 
-    def _kill(self, process: "subprocess.Popen[bytes]", kind: str, started: float) -> bool:
+    def _kill(self, process: forks.Process, kind: str, started: float) -> bool:
         process.kill()
         process.wait()
         queued = [event["step"] for event in self.lives[-1] if event["event"] == "rows"] if self.lives else []
         self.deaths.append(Death(kind, time.monotonic() - started, max(queued, default=0), bool(self.torn)))
         return True
 
-    def _is_done(self, process: "subprocess.Popen[bytes]") -> bool:
+    def _is_done(self, process: forks.Process) -> bool:
         assert process.returncode == 0, (self.folder / "output").read_text()[-4000:]
         return False
 

@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import forks
 from tests.jobs import of_tiny_job
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,15 +45,7 @@ def run(
     """
     words = overrides if as_typed else of_tiny_job(sized(overrides))
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-    return subprocess.run(
-        [sys.executable, "run.py", *words, f"output_dir={output_dir}"],
-        cwd=REPOSITORY,
-        env=kept | SAME_SUMS | (env or {}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=540,
-    )
+    return forks.run(["run.py", *words, f"output_dir={output_dir}"], env=kept | SAME_SUMS | (env or {}))
 
 
 def finished(*overrides: str, output_dir: Path, as_typed: bool = False) -> dict[str, Any]:

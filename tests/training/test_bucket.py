@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +13,10 @@ import gcsfs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import forks
 from tests.benchmarks.outage import Bucket
 from tests.jobs import TINY_JOB
-from tests.training.runs import REPOSITORY, SAME_SUMS, finished
+from tests.training.runs import SAME_SUMS, finished
 from tpu_experiments.metrics.goodput import PARTS
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.lease import Lease
@@ -34,20 +34,18 @@ BROUGHT = {
 }  # fmt: skip
 
 
-def started(output_dir: str, *overrides: str, disk: Path | None = None) -> "subprocess.Popen[str]":
+def started(output_dir: str, *overrides: str, disk: Path | None = None) -> forks.Process:
     """run.py with the emulator's address in its environment; `disk` holds what it writes on its machine."""
     dropped = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
     kept = {name: value for name, value in os.environ.items() if name not in dropped} | SAME_SUMS
     if disk is not None:
         disk.mkdir(exist_ok=True)
         kept |= {"TMPDIR": str(disk), "XDG_CACHE_HOME": str(disk / "cache")}
-    command = [sys.executable, "run.py", *TINY_JOB, *COMMON, f"name={NAME}", f"output_dir={output_dir}", *overrides]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = ["run.py", *TINY_JOB, *COMMON, f"name={NAME}", f"output_dir={output_dir}", *overrides]
+    return forks.start(command, env=kept, stderr=subprocess.STDOUT)
 
 
-def stop_after(process: "subprocess.Popen[str]", step: int, *, before: Callable[[], object] = lambda: None) -> str:
+def stop_after(process: forks.Process, step: int, *, before: Callable[[], object] = lambda: None) -> str:
     """Send SIGTERM when the line of this step is there; all output."""
     assert process.stdout is not None
     seen = []

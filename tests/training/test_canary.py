@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.runs import REPOSITORY, SAME_SUMS, records, run
+from tests import forks
+from tests.training.runs import SAME_SUMS, records, run
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.training.canary import STOP_COSINE, WARN_COSINE, WARN_RATIO, Findings, places_of
 
@@ -51,10 +50,9 @@ SMALL = (
 @pytest.fixture(scope="module")
 def on_four_devices() -> dict[str, Any]:
     """Findings on a mesh of four virtual devices in bfloat16, weights split over all, adapters with dropout."""
-    command = [sys.executable, "-m", "tests.training.canary_run", "model=qwen05b", "data=[sample_text]"]
+    command = ["-m", "tests.training.canary_run", "model=qwen05b", "data=[sample_text]"]
     command += ["lora=all_linear_r8", "lora.dropout=0.1", "hw.num_devices=4", "model.dtype=bfloat16"]
-    environment = os.environ | SAME_SUMS
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    done = forks.run(command, env=os.environ | SAME_SUMS)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

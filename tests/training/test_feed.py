@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests import forks
 from tests.training.feeding import NUM_STEPS
-from tests.training.runs import REPOSITORY, SAME_SUMS, finished, losses, run
+from tests.training.runs import SAME_SUMS, finished, losses, run
 
 pytestmark = pytest.mark.xla
 COMMON = (
@@ -43,10 +42,9 @@ class Breaking(Trainer):
 
 @pytest.mark.parametrize(("parallel", "num_devices"), [("inline", 1), ("spmd", 2)])
 def test_losses_and_programs_are_those_of_put(parallel, num_devices):
-    command = [sys.executable, "-m", "tests.training.feeding", parallel, str(num_devices)]
+    command = ["-m", "tests.training.feeding", parallel, str(num_devices)]
     # With several threads XLA's CPU matrix products sum in an order of their own: one ulp differed on a busy machine.
-    env = os.environ | SAME_SUMS
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = forks.run(command, env=os.environ | SAME_SUMS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["put"]["losses"]) == NUM_STEPS

@@ -8,14 +8,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests import forks
 from tests.config.composing import composed
-from tests.training.runs import REPOSITORY, SAME_SUMS, finished, records
+from tests.training.runs import SAME_SUMS, finished, records
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.targets import locate
@@ -75,16 +75,9 @@ def on_two_hosts(output_dir: Path, *overrides: str, strike: str = "") -> tuple[l
     """Exit codes and outputs of the two hosts."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "STRIKE": strike}
-    command = [sys.executable, "run.py", *COMMON, "hw.num_hosts=2", f"output_dir={output_dir}", *overrides]
+    command = ["run.py", *COMMON, "hw.num_hosts=2", f"output_dir={output_dir}", *overrides]
     hosts = [
-        subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=kept | SAME_SUMS | place | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        forks.start(command, env=kept | SAME_SUMS | place | {"RANK": str(rank)}, stderr=subprocess.STDOUT)
         for rank in range(2)
     ]
     outputs = [host.communicate(timeout=540)[0] for host in hosts]

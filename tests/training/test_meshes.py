@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.training.runs import REPOSITORY, SAME_SUMS
+from tests import forks
+from tests.training.runs import SAME_SUMS
 
 pytestmark = pytest.mark.xla
 LORA, ALL = "lora=all_linear_r8", "lora=none"
@@ -32,9 +31,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps_are_those_of_one_device(case: str) -> None:
-    command = [sys.executable, "-m", "tests.training.mesh_run", "hw.num_devices=4", *CASES[case]]
-    environment = os.environ | SAME_SUMS
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    command = ["-m", "tests.training.mesh_run", "hw.num_devices=4", *CASES[case]]
+    done = forks.run(command, env=os.environ | SAME_SUMS)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["losses"] < 1e-5

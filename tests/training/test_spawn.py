@@ -2,15 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.training.runs import REPOSITORY, SAME_SUMS, run
+from tests import forks
+from tests.training.runs import SAME_SUMS, run
 
 LONG = (
     "model=qwen05b",
@@ -32,12 +31,12 @@ MODES = {
 WITH_CHILDREN = [name for name, overrides in MODES.items() if "hw.parallel=spawn" in overrides]
 
 
-def start(output_dir: Path, *overrides: str) -> "subprocess.Popen[bytes]":
+def start(output_dir: Path, *overrides: str) -> forks.Process:
     """A run that would take hours, already training."""
-    command = [sys.executable, "run.py", f"output_dir={output_dir}", *LONG, *overrides]
+    command = ["run.py", f"output_dir={output_dir}", *LONG, *overrides]
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     with (output_dir / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=kept | SAME_SUMS, stdout=log, stderr=log)
+        process = forks.start(command, env=kept | SAME_SUMS, stdout=log, stderr=log)
     metrics = output_dir / "long" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and b"train/loss" in metrics.read_bytes()):
