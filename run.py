@@ -108,16 +108,16 @@ def run(config: Config) -> None:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
     if config.task.name == "train" and config.hw.num_hosts == 1 and told_finished(config):
         return
-    is_planned = config.task.name == "plan"
+    is_on_host = config.task.name in ("plan", "prepare")
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
     if needs_device and config.hw.device == "cuda":  # before the first request to the Hub
-        prepare_environment(config.hw, is_planned=is_planned)
+        prepare_environment(config.hw, is_on_host=is_on_host)
     if needs_device:
         go_offline_if_unreachable(config)
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
     if needs_device and config.hw.device != "cuda":  # after check_plan, which needs no TPU
-        prepare_environment(config.hw, is_planned=is_planned)
+        prepare_environment(config.hw, is_on_host=is_on_host)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
         log.info("%s: loading torch and what goes with it", config.name)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests import forks
 from tests.data.preparing import REPOSITORY, digests, prepared, text_source, texts
 from tpu_experiments.config.model_schema import DuplicatesConfig
 from tpu_experiments.data.steps import blocks as blocks_module
@@ -57,6 +58,16 @@ def test_documents_are_kept_where_the_tokens_are_there_already(tmp_path, tokeniz
     prepared(source, folder=tmp_path / "later", tokenizer=tokenizer, documents="keep")
     assert digests(tmp_path / "later") == whole
     assert {path: path.stat().st_mtime_ns for path in others} == others, "what is there is not written again"
+
+
+def test_the_data_of_a_tpu_run_is_prepared_without_a_tpu(tmp_path):
+    """The same rows as on the machine with the chips: their folder is named by a hash of what makes them."""
+    for hw in ("v6e8", "cpu"):
+        words = ("trainer.seq_len=128", f"hw={hw}", f"output_dir={tmp_path}")
+        done = forks.run(["run.py", "task=prepare", *SAMPLE, *words])
+        assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("prepared/sample_text-rows-*")
+    assert (folder / "manifest.json").exists()
 
 
 @pytest.mark.slow

@@ -13,16 +13,17 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
-def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
+def prepare_environment(hw: HwConfig, *, is_on_host: bool = False) -> None:
     """Check that the device exists and set the variables of `hw`.
 
-    A plan traces on the CPU and needs no device.
+    Args:
+        is_on_host: the task uses the host alone, whatever `hw` says: a plan traces there, and data is prepared there.
 
     Raises:
         ConfigError: as of `require_device`.
         RuntimeError: torch_xla is already imported, so the variables would have no effect.
     """
-    if is_planned:
+    if is_on_host:
         os.environ.update({"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "1"})
         return
     if hw.device == "tpu":
