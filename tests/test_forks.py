@@ -1,0 +1,64 @@
+"""A forked command ends as one started from a shell: exit codes, signals, outputs, exit hooks, its own imports."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+
+ENDINGS = {
+    "a number": "import sys; sys.exit(3)",
+    "a sentence": "import sys; sys.exit('wrong')",
+    "an error": "print('out'); raise ValueError('told')",
+    "an end with hooks": "import atexit; atexit.register(print, 'hook'); print('body')",
+    "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "a thread": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+    "its own name": "print(__name__, __file__, __import__('sys').argv, __import__('os').getcwd())",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_it_ends_as_a_process_from_a_shell(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDINGS[ending])
+    plain = subprocess.run(
+        [sys.executable, str(script), "a=1"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    forked = forks.run([str(script), "a=1"], cwd=tmp_path)
+    assert (forked.returncode, forked.stdout) == (plain.returncode, plain.stdout)
+    assert forked.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
+
+
+def test_what_a_run_sets_before_it_imports_is_not_imported_yet(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, os; print(sorted({m.split('.')[0] for m in sys.modules}), os.environ['PJRT_DEVICE'])"
+    )
+    seen = forks.run([str(script)], env=os.environ | {"PJRT_DEVICE": "NONE"}).stdout
+    assert seen.endswith(" NONE\n")
+    assert {"torch", "torch_xla", "jax", "tpu_experiments"} & set(seen.split()) == {"torch"}
+
+
+def test_one_with_another_environment_is_an_ordinary_process(tmp_path: Path) -> None:
+    process = forks.start(
+        ["-c", "import sys; print('torch' in sys.modules)"], env=os.environ | {"HF_HOME": str(tmp_path)}
+    )
+    assert isinstance(process, subprocess.Popen)
+    assert process.communicate()[0] == "False\n"
+
+
+def test_it_is_killed_like_any_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; print('begun', flush=True); time.sleep(60)")
+    with forks.start([str(script)]) as process:
+        assert isinstance(process, forks.Fork)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05)
+        process.kill()
+        assert process.wait(10) == -signal.SIGKILL

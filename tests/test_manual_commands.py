@@ -1,0 +1,80 @@
+"""Every command of the manuals runs to its end in its smoke form: a tiny model, one step, shipped data, plain torch."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+from tests.test_manuals import MANUALS, commands_of, first_point
+
+SMOKE = (
+    "debug=smoke",
+    "hw=cpu",
+    "hw.runtime=eager",
+    "trainer.max_stage_steps=1",
+    "trainer.max_eval_rows=4",
+    "sample.max_new_tokens=0",
+)
+OWN = re.compile(
+    r"(hw|output_dir|name|\+plan|data\.\w+\.path|model\.path|task\.(run|runs|adapter|prompts_file|output|documents|json))="
+)
+"""What names a machine, a place or a file of the reader's own."""
+ELSEWHERE = {"resume_check": "tests/training/test_resume_check.py runs it", "doctor": "tests/tasks/test_doctor.py"}
+
+
+def task_of(words: list[str]) -> str:
+    """Name of the task that a command runs."""
+    return next((word.removeprefix("task=") for word in words if word.startswith("task=")), "train")
+
+
+def smoke_form(words: list[str]) -> list[str]:
+    """Overrides of a command without places of the reader's own, and with those of a trial; of a sweep, one point.
+
+    What reads a finished run has `RUN` for its folder.
+    """
+    if words[:1] in (["--help"], ["--cfg"]):
+        return words
+    task = task_of(words)
+    given = first_point([word for word in words if word != "-m"])
+    kept = [word for word in given if not OWN.match(word)]
+    if task == "plan":
+        machine = next((word for word in given if word.startswith("hw=")), "hw=v5e8")
+        method = [] if any(word.startswith("task.method=") for word in kept) else ["task.method=analytic"]
+        return [*kept, "debug=smoke", machine, *method]
+    if task in ("evaluate", "generate"):
+        kept = [word for word in kept if not word.startswith(("model=", "data=", "hw.", "task.by=", "task.data="))]
+        prompt = [] if task == "evaluate" or any(w.startswith("task.prompt") for w in kept) else ["task.prompt=Ce?"]
+        return [*kept, "task.run=RUN", *prompt, "hw.runtime=eager"]
+    if task == "report":
+        return [*(word for word in kept if not word.startswith("task.baseline=")), "task.runs=[RUN]"]
+    kept = [word for word in kept if not word.startswith(("hw.", "trainer.max_stage_steps="))]
+    return [*kept, *(SMOKE[:2] if task == "prepare" else SMOKE)]
+
+
+def smoke_forms() -> list[list[str]]:
+    """The different smoke forms of all commands."""
+    found: dict[str, list[str]] = {}
+    for file in MANUALS:
+        for words in commands_of(file.read_text(encoding="utf-8")):
+            if task_of(words) not in ELSEWHERE:
+                form = smoke_form(words)
+                found.setdefault(shlex.join(form), form)
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("run")
+    done = forks.run(["run.py", "model=tiny", "data=sample_chat", *SMOKE, "name=mine", f"output_dir={folder}"])
+    assert done.returncode == 0, done.stderr
+    return folder / "mine"
+
+
+@pytest.mark.parametrize("words", smoke_forms(), ids=lambda words: shlex.join(words)[:90])
+def test_it_runs(words: list[str], run: Path, tmp_path: Path) -> None:
+    places = [] if words[0].startswith("--") else [f"output_dir={tmp_path}"]
+    done = forks.run(["run.py", *(word.replace("RUN", str(run)) for word in words), *places])
+    assert done.returncode == 0, done.stderr[-2000:]
