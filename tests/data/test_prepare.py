@@ -15,9 +15,8 @@ from tests.data.preparing import (
     texts,
     write_lines,
 )
+from tpu_experiments.config.data_schema import CleanConfig, DataSourceConfig, DuplicatesConfig, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import CleanConfig, DataSourceConfig, DuplicatesConfig
-from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.cleaning.duplicates import content_key
 from tpu_experiments.data.cleaning.split import SPLITS, split_of
