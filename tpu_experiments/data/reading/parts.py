@@ -44,11 +44,6 @@ class Parts:
     origins: dict[str, str]
 
     @property
-    def main(self) -> Part:
-        """The rows of `path`."""
-        return self.parts[0]
-
-    @property
     def own(self) -> frozenset[str]:
         """Splits that have files of their own."""
         return frozenset(part.split for part in self.parts if part.split is not None)
