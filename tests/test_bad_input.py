@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.saved import save_checkpoint
 from tests.config.composing import composed
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
-from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.setup import check_data, make_inputs

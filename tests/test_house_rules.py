@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tpu_experiments.config.messages import FOOTER
+
 REPOSITORY = Path(__file__).parents[1]
 SOURCES = [REPOSITORY / "run.py", *sorted((REPOSITORY / "tpu_experiments").rglob("*.py"))]
 SOURCES += sorted((REPOSITORY / "launch").rglob("*.py"))
@@ -45,6 +47,12 @@ def test_every_path_in_the_readme_exists() -> None:
     produced = [path for path in named if not path.startswith("outputs/")]  # runs make those
     assert produced
     assert [path for path in produced if not any(REPOSITORY.glob(path))] == []
+
+
+def test_every_path_in_the_help_exists() -> None:
+    named = [path for shown in re.findall(r"tpu_experiments/[\w/.{},]+", FOOTER) for path in spelled_out(shown)]
+    assert named
+    assert [path for path in named if not (REPOSITORY / path).is_file()] == []
 
 
 def test_the_reader_of_paths_finds_them() -> None:

@@ -1,4 +1,7 @@
-"""Parse and run the commands of launch/tpu.py."""
+"""Parse and run the commands of launch/tpu.py.
+
+`train`, `up`, `run` and `down` rent and delete machines; `logs`, `status`, `ssh` and `stop` do neither.
+"""
 
 import os
 import signal
@@ -6,19 +9,20 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
-from launch.tpu_vm import dry, goals, loading, looking
-from launch.tpu_vm.clock import WallClock
-from launch.tpu_vm.cloud import CloudError, as_launch_error
-from launch.tpu_vm.errors import FAILED, REFUSED, STOPPED, LaunchError
-from launch.tpu_vm.known import settings_of
-from launch.tpu_vm.launching import World
-from launch.tpu_vm.local_files import NoFiles
-from launch.tpu_vm.planning import plan_words
-from launch.tpu_vm.running import run
-from launch.tpu_vm.slices import load_slice
+from launch.tpu_vm import data_disk, dry_run, gcloud, launches
+from launch.tpu_vm.cloud import Cloud, CloudError, Remaining, as_launch_error, remaining, table
+from launch.tpu_vm.driver import Driver, Progress
+from launch.tpu_vm.errors import FAILED, REFUSED, STOPPED, LaunchError, UnreachableError
+from launch.tpu_vm.gcloud import Target
+from launch.tpu_vm.job import check_outlives, name_for
+from launch.tpu_vm.launches import known_driver, known_record
+from launch.tpu_vm.settings import Settings, require_name, settings_of
+from launch.tpu_vm.slices import load_slice, rentable
+from launch.tpu_vm.state import Record, Store
+from launch.tpu_vm.world import WallClock, World, run
 
+EXIT_CODES = {"finished": 0, "down": 0, "": 0, "stopped": STOPPED, "interrupted": STOPPED}
 USAGE = """usage: python launch/tpu.py COMMAND [--dry-run] [key=value ...] [-- OVERRIDES OF run.py]
 
   train      plan, rent, set up, run, follow, fetch the results, delete: all of it
@@ -81,37 +85,221 @@ def _command(arguments: list[str], world: World) -> int:
     is_dry = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
     known: dict[str, Callable[[World, list[str], list[str]], int]] = {
-        "up": goals.up,
-        "run": goals.run_there,
-        "train": goals.train,
-        "down": goals.down,
-        "logs": looking.logs,
-        "status": looking.status,
-        "ssh": looking.login,
-        "stop": looking.stop,
-        "load_data": loading.load_data,
+        "up": up,
+        "run": run_there,
+        "train": train,
+        "down": down,
+        "logs": logs,
+        "status": status,
+        "ssh": login,
+        "stop": stop,
+        "load_data": data_disk.load_data,
     }
     if command not in known:
         raise LaunchError(f"{command}; there is no such command; use one of: {', '.join(known)}.")
-    return known[command](_dry(world, words) if is_dry else world, words, overrides)
+    return known[command](dry_run.dry_world(world, words) if is_dry else world, words, overrides)
 
 
-def _dry(world: World, words: list[str]) -> World:
-    """Return a world in which commands are printed and nothing is run, written or asked."""
+def train(world: World, words: list[str], overrides: list[str]) -> int:
+    """Rent, set up, run, fetch and delete; no machine is left, however it ends."""
+    settings, env_file = settings_of(words)
+    settings = replace(settings, name=settings.name or name_for(overrides, settings.hw))
+    return _launch(world, settings, env_file, words, overrides, then="gone")
+
+
+def up(world: World, words: list[str], overrides: list[str]) -> int:
+    """Rent a machine and set it up; it is kept."""
+    settings, env_file = settings_of(words)
+    require_name(settings)
+    return _launch(world, settings, env_file, words, None, then="keep")
+
+
+def run_there(world: World, words: list[str], overrides: list[str]) -> int:
+    """Run on the machine of an earlier `up`; it is kept."""
+    settings, env_file = settings_of(words)
+    record = known_record(world, settings)
+    settings, env_file = settings_of([*record.words, *words])
+    settings = replace(settings, hw=record.hw, spot=record.spot)
+    return _launch(world, settings, env_file, words, overrides, then="keep")
+
+
+def _launch(
+    world: World,
+    settings: Settings,
+    env_file: dict[str, str],
+    words: list[str],
+    overrides: list[str] | None,
+    *,
+    then: str,
+) -> int:
+    """Find or create the launch's record and drive it to its goal."""
+    record = world.store(launches.folder_of(settings), settings.name).load()
+    is_new = record is None or (record.done and (record.goal == "gone" or overrides is None))
+    if record is not None and not is_new:
+        settings = _continued(settings, record)
+    elif not settings.hw:
+        raise LaunchError(f"hw=; it is missing; use one of: {', '.join(rentable())}.")
+    slice_ = load_slice(settings.hw)
+    if record is not None and not record.done and record.goal == "gone":
+        world.say(f"ending the launch before ({record.outcome}); give the command again to begin anew")
+        return _end_it(known_driver(world, [*words, f"name={settings.name}"]), world)
+    job = None if overrides is None else launches.job_for(overrides, settings)
+    if job is not None:
+        check_outlives(job, settings, num_workers=slice_.num_workers)
+    if record is None or is_new:
+        project = launches.project_of(world, settings)
+        record = launches.fresh(world, settings, slice_, project=project, words=tuple(words))
+        limits = launches.limits_of(settings, slice_, zone=record.zone)
+        launches.agree(world, settings, slice_, limits, job, project=project, is_planned=then == "gone")
+    if job is not None:
+        record = launches.with_job(record, job, then=then)
+    launches.offer_key(world, settings)
+    secrets = launches.secrets_of(world, settings, env_file)
+    with launches.locked(world, settings):
+        return drive(launches.driver_of(world, record, settings, secrets=secrets))
+
+
+def _continued(settings: Settings, record: Record) -> Settings:
+    """Return the settings of a resumed launch, with the hardware and zones it has rented.
+
+    Raises:
+        LaunchError: `hw=` names another slice.
+    """
+    if settings.hw and settings.hw != record.hw:
+        raise LaunchError(
+            f"hw={settings.hw}; name={record.name} has rented hw={record.hw}; `down` it, or give another name=."
+        )
+    return replace(settings, hw=record.hw, spot=record.spot, zones=record.zones)
+
+
+def drive(driver: Driver) -> int:
+    """Drive a launch to its goal and return the exit code.
+
+    On failure, the command that finishes the job is printed.
+    """
+    driver.store.save(driver.record)
+    try:
+        record = driver.run()
+    except KeyboardInterrupt:
+        name, record = driver.record.name, driver.record
+        if record.goal != "gone":
+            driver.say(f"the run goes on, and costs: logs name={name}, stop name={name}, down name={name}")
+            return STOPPED
+        driver.say(f"NOT finished: python launch/tpu.py down name={name} (or {by_hand(driver)})")
+        return FAILED
+    except CloudError as error:
+        driver.say(f"NOT deleted, and it may cost: {error}; {by_hand(driver)}")
+        return FAILED
+    if record.goal == "gone":
+        driver.say(f"nothing of {record.name} is left; it cost {record.hours_before:.1f} h, ${record.usd_before:.2f}")
+    else:
+        driver.say(
+            f"{record.resource} in {record.zone} stays, and costs until: python launch/tpu.py down name={record.name}"
+        )
+    return EXIT_CODES.get(record.outcome, FAILED)
+
+
+def by_hand(driver: Driver) -> str:
+    return " ".join(gcloud.delete(driver.target))
+
+
+def down(world: World, words: list[str], overrides: list[str]) -> int:
+    """Delete the machine of a launch; one this launcher did not create, only after confirmation."""
     settings, _ = settings_of(words)
-    count = load_slice(settings.hw).num_workers if settings.hw else 1
-    pretended = dry.DryRun(world.say, num_workers=count, service_account=settings.service_account)
+    require_name(settings)
+    if world.store(launches.folder_of(settings), settings.name).load() is None:
+        return delete_foreign(world, settings)
+    driver = known_driver(world, words)
+    code = _end_it(driver, world)
+    return 0 if driver.record.done else code
 
-    def say_plan(overrides: tuple[str, ...], **where: Any) -> None:
-        world.say(f"$ {' '.join(['python', 'run.py', *plan_words(overrides, results=where['results'])[2:]])}")
 
-    return replace(
-        world,
-        run=pretended,
-        clock=dry.DryClock(),
-        ask=lambda question: "y",
-        promise=say_plan,
-        files=NoFiles(),
-        store=dry.MemoryStore,
-        new_id=lambda: "000000",
-    )
+def _end_it(driver: Driver, world: World) -> int:
+    """Fetch the results and delete the machine; return the exit code of the launch's outcome."""
+    with launches.locked(world, driver.settings):
+        outcome = driver.record.outcome or "down"
+        driver.save(goal="gone", done=False, outcome=outcome, reason=driver.record.reason or "down was asked for")
+        return drive(driver)
+
+
+def delete_foreign(world: World, settings: Settings) -> int:
+    project = launches.project_of(world, settings)
+    items, problems = everything(world, settings, project)
+    found = [item for item in items if item.name == settings.name or item.launch == settings.name]
+    found = [item for item in found if item.kind in ("queued resource", "node")]
+    if not found:
+        raise LaunchError(f"name={settings.name}; there is nothing of that name. {' '.join(problems)}".strip())
+    cloud = Cloud(world.run, sleep=world.clock.sleep)
+    for item in found:
+        world.confirm(f"{item.kind} {item.name} in {item.zone} was not made here; delete it?", settings)
+        target = Target(settings, project, item.zone, item.name)
+        cloud.call(gcloud.delete(target) if item.kind == "queued resource" else gcloud.delete_node(target))
+        world.say(f"{item.name} is being deleted")
+    return 0
+
+
+def logs(world: World, words: list[str], overrides: list[str]) -> int:
+    """Print the log from its first line, until the run ends or Ctrl-C."""
+    driver = known_driver(world, words)
+    progress, offset = Progress(every=10**9), 0
+    progress.show("", bill=driver.record.resource, say=world.say)
+    try:
+        while True:
+            look = driver.vm.look(driver.target, offset)
+            progress.show(look.text, bill="", say=world.say)
+            offset = look.offset
+            if look.state == "exited" and look.is_all:
+                world.say(f"the run ended with exit code {look.code}")
+                return 0
+            if look.is_all:
+                world.clock.sleep(driver.settings.poll_seconds)
+    except KeyboardInterrupt:
+        return 0
+    except UnreachableError as error:
+        raise LaunchError(f"name={driver.record.name}; no answer: {error}.", code=FAILED) from None
+
+
+def status(world: World, words: list[str], overrides: list[str]) -> int:
+    """List everything that costs money, in all zones where conf/hw offers a slice."""
+    settings, _ = settings_of(words)
+    project = launches.project_of(world, settings)
+    items, problems = everything(world, settings, project)
+    world.say(table(items, problems))
+    for file in sorted(launches.folder_of(settings).glob("*.json")):
+        record = Store(file.parent, file.stem).load()
+        if record is not None:
+            end = f"{record.outcome or 'up'}: {record.reason}" if record.done else f"on its way to {record.goal}"
+            world.say(f"{record.name}: {end}; ${record.usd_before:.2f} before its present machine")
+    return FAILED if problems else 0
+
+
+def everything(world: World, settings: Settings, project: str) -> tuple[list[Remaining], list[str]]:
+    zones = list(settings.zones)
+    if not zones:
+        zones = [zone for hw in rentable() for zone in load_slice(hw).zones]
+        stored = (Store(file.parent, file.stem).load() for file in launches.folder_of(settings).glob("*.json"))
+        zones += [zone for record in stored if record is not None for zone in record.zones]
+    return remaining(Cloud(world.run, sleep=world.clock.sleep), settings, project=project, zones=zones)
+
+
+def login(world: World, words: list[str], overrides: list[str]) -> int:
+    """Replace this process with gcloud's ssh."""
+    driver = known_driver(world, words)
+    line = gcloud.shell(driver.target, worker=driver.settings.worker)
+    if isinstance(world.run, dry_run.DryRun):
+        world.run(line)
+        return 0
+    os.execvp(line[0], line)
+
+
+def stop(world: World, words: list[str], overrides: list[str]) -> int:
+    """Send SIGTERM to the run, which saves and exits with 75; the launcher following it notices."""
+    driver = known_driver(world, words)
+    try:
+        driver.vm.stop(driver.target)
+    except UnreachableError as error:
+        raise LaunchError(
+            f"name={driver.record.name}; no answer: {error}; `down` deletes the machine.", code=FAILED
+        ) from None
+    world.say("the run has saved and ended; `run` with the same words goes on, `down` deletes the machine")
+    return 0

@@ -1,22 +1,24 @@
-"""Call the Cloud TPU API, as far as a launch needs it, through gcloud with --format=json."""
+"""Call the Cloud TPU API through gcloud, for one launch's resource and for the list of all that costs money."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from launch.tpu_vm import commands
-from launch.tpu_vm.commands import Target
-from launch.tpu_vm.errors import FAILED, LaunchError
-from launch.tpu_vm.failures import Kind, advice_for, in_one_line, kind_of
-from launch.tpu_vm.machine import Seen
-from launch.tpu_vm.running import Run
-from launch.tpu_vm.slices import Slice
+from launch.tpu_vm import gcloud
+from launch.tpu_vm.errors import FAILED, Kind, LaunchError, advice_for, in_one_line, kind_of
+from launch.tpu_vm.gcloud import LABEL, Target
+from launch.tpu_vm.rules import Seen
+from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.slices import Slice, hw_of, load_slice
+from launch.tpu_vm.world import Run
 
 TRIES = 6
 
 
 class CloudError(Exception):
-    """Failure of the API, classified by `kind` (failures.py)."""
+    """Failure of the API, classified by `kind` (errors.py)."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
@@ -49,7 +51,7 @@ class Cloud:
     def look(self, target: Target) -> Seen:
         """Return the state of the queued resource and, where it is ACTIVE, of its node."""
         try:
-            resource = _json(self.call(commands.describe(target)))
+            resource = _json(self.call(gcloud.describe(target)))
         except CloudError as error:
             if error.kind == "absent":
                 return Seen("ABSENT")
@@ -62,7 +64,7 @@ class Cloud:
 
     def _node_state(self, target: Target) -> str:
         try:
-            return str(_json(self.call(commands.describe_node(target))).get("state", "CREATING"))
+            return str(_json(self.call(gcloud.describe_node(target))).get("state", "CREATING"))
         except CloudError as error:
             if error.kind == "absent":
                 return "ABSENT"
@@ -71,7 +73,7 @@ class Cloud:
     def create(self, target: Target, slice_: Slice, **lengths: Any) -> None:
         """Request the queued resource; one that already exists counts as success."""
         try:
-            self.call(commands.create(target, slice_, **lengths), timeout=300.0)
+            self.call(gcloud.create(target, slice_, **lengths), timeout=300.0)
         except CloudError as error:
             if error.kind != "exists":
                 raise
@@ -79,7 +81,7 @@ class Cloud:
     def delete(self, target: Target) -> bool:
         """Delete the resource with its node; return False where the API refuses in its present state."""
         try:
-            self.call(commands.delete(target), timeout=300.0)
+            self.call(gcloud.delete(target), timeout=300.0)
         except CloudError as error:
             if error.kind == "undeletable":
                 return False
@@ -97,3 +99,109 @@ def as_launch_error(error: CloudError) -> LaunchError:
 def _json(text: str) -> dict[str, Any]:
     content = json.loads(text or "{}")
     return content if isinstance(content, dict) else {}
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """One resource found in the project."""
+
+    kind: str
+    """queued resource, node, VM or disk."""
+    name: str
+    zone: str
+    state: str
+    what: str
+    """Accelerator type, machine type, or size."""
+    usd_per_hour: float | None
+    """0 where this state costs nothing; None where the price is unknown."""
+    launch: str
+    """Launch in the resource's label; empty where another tool created it."""
+
+
+def remaining(
+    cloud: Cloud, settings: Settings, *, project: str, zones: Iterable[str]
+) -> tuple[list[Remaining], list[str]]:
+    """Return everything found, and a sentence for each listing that failed."""
+    targets = [Target(settings, project, zone, "-") for zone in dict.fromkeys(zones)]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        found = list(pool.map(lambda target: _in_zone(cloud, target), targets))
+    return [item for items, _ in found for item in items], [problem for _, problems in found for problem in problems]
+
+
+def _in_zone(cloud: Cloud, target: Target) -> tuple[list[Remaining], list[str]]:
+    items: list[Remaining] = []
+    problems: list[str] = []
+    for kind, words, read in (
+        ("queued resources", gcloud.listing(target, "queued-resources"), _resource),
+        ("nodes", gcloud.listing(target, "tpu-vm"), _node),
+        ("VMs", gcloud.list_loaders(target), _vm),
+        ("disks", gcloud.list_disks(target), _disk),
+    ):
+        try:
+            rows = json.loads(cloud.call(words) or "[]")
+        except CloudError as error:
+            problems.append(f"{target.zone}: the {kind} were not listed: {error}")
+            continue
+        items += [read(row, target.zone) for row in rows]
+    nodes_of_resources = {item.name for item in items if item.kind == "queued resource"}
+    return [item for item in items if item.kind != "node" or item.name not in nodes_of_resources], problems
+
+
+def _resource(row: dict[str, Any], zone: str) -> Remaining:
+    spec = (row.get("tpu", {}).get("nodeSpec") or [{}])[0]
+    node = spec.get("node", {})
+    state = row.get("state", {}).get("state", "?")
+    is_spot = "spot" in row
+    price = _price(node.get("acceleratorType", ""), zone, is_spot=is_spot) if state in ("ACTIVE", "SUSPENDING") else 0.0
+    what = f"{node.get('acceleratorType', '?')}{' spot' if is_spot else ''}"
+    return Remaining("queued resource", _last(row), zone, state, what, price, node.get("labels", {}).get(LABEL, ""))
+
+
+def _node(row: dict[str, Any], zone: str) -> Remaining:
+    state = row.get("state", "?")
+    is_spot = bool(row.get("schedulingConfig", {}).get("spot") or row.get("schedulingConfig", {}).get("preemptible"))
+    costs = state not in ("PREEMPTED", "TERMINATED", "STOPPED")
+    price = _price(row.get("acceleratorType", ""), zone, is_spot=is_spot) if costs else 0.0
+    return Remaining(
+        "node", _last(row), zone, state, row.get("acceleratorType", "?"), price, row.get("labels", {}).get(LABEL, "")
+    )
+
+
+def _vm(row: dict[str, Any], zone: str) -> Remaining:
+    what = str(row.get("machineType", "?")).rsplit("/", 1)[-1]
+    return Remaining("VM", _last(row), zone, row.get("status", "?"), what, None, row.get("labels", {}).get(LABEL, ""))
+
+
+def _disk(row: dict[str, Any], zone: str) -> Remaining:
+    what = f"{row.get('sizeGb', '?')} GB"
+    return Remaining("disk", _last(row), zone, row.get("status", "?"), what, None, row.get("labels", {}).get(LABEL, ""))
+
+
+def _last(row: dict[str, Any]) -> str:
+    return str(row.get("name", "?")).rsplit("/", 1)[-1]
+
+
+def _price(accelerator_type: str, zone: str, *, is_spot: bool) -> float | None:
+    try:
+        return load_slice(hw_of(accelerator_type)).usd_per_hour(spot=is_spot, zone=zone)
+    except LaunchError:
+        return None
+
+
+def table(items: list[Remaining], problems: list[str]) -> str:
+    """Return lines for the terminal, with the sum in dollars per hour."""
+    lines = [f"{'zone':<16} {'what':<16} {'name':<28} {'':<16} {'state':<22} {'$/h':>7}  launch"] if items else []
+    for item in items:
+        price = "?" if item.usd_per_hour is None else f"{item.usd_per_hour:.2f}"
+        row = f"{item.zone:<16} {item.kind:<16} {item.name:<28} {item.what:<16} {item.state:<22} {price:>7}"
+        lines.append(f"{row}  {item.launch or 'not made here'}")
+    total = sum(item.usd_per_hour or 0.0 for item in items)
+    unknown = sum(item.usd_per_hour is None for item in items)
+    if not items and not problems:
+        return "nothing is left that costs money"
+    more = (
+        f", and {unknown} of unknown price (disks and VMs: cloud.google.com/compute/disks-image-pricing)"
+        if unknown
+        else ""
+    )
+    return "\n".join([*lines, f"now ${total:.2f}/h{more}" if items else "nothing was found", *problems])

@@ -8,8 +8,8 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-from launch.tpu_vm.commands import CHECKOUT
 from launch.tpu_vm.errors import LaunchError
+from launch.tpu_vm.gcloud import CHECKOUT
 from launch.tpu_vm.settings import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -1,24 +1,68 @@
-"""Execute the actions chosen by machine.decide, saving the record before each irreversible one."""
+"""Execute the actions chosen by rules.decide, saving the record before each irreversible one.
 
+Meanwhile the run's log is printed as it grows, and periodically its progress and cost.
+"""
+
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.tpu_vm import money
-from launch.tpu_vm.clock import Clock
 from launch.tpu_vm.cloud import Cloud, CloudError
-from launch.tpu_vm.commands import Target
-from launch.tpu_vm.errors import RemoteError, UnreachableError
-from launch.tpu_vm.failures import advice_for
-from launch.tpu_vm.follow import Progress
-from launch.tpu_vm.machine import Action, Seen, decide
+from launch.tpu_vm.errors import RemoteError, UnreachableError, advice_for
+from launch.tpu_vm.gcloud import Target
 from launch.tpu_vm.money import Limits
+from launch.tpu_vm.rules import Action, Seen, decide
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.slices import Slice
 from launch.tpu_vm.state import Record, Store, noted
-from launch.tpu_vm.vm import Look, Vm
-from launch.tpu_vm.workers import ENDING_SECONDS
+from launch.tpu_vm.vm import ENDING_SECONDS, Look, Vm
+from launch.tpu_vm.world import Clock
+
+STEP = re.compile(r"step +(\d+)/(\d+).*?(?:left (\S+))?\s*$", re.MULTILINE)
+
+
+class Progress:
+    """Printer of new log lines and of status lines without repetition."""
+
+    def __init__(self, every: int = 15) -> None:
+        self._every = every
+        self._looks = 0
+        self._last = ""
+
+    def show(self, text: str, *, bill: str, say: Callable[[str], None]) -> None:
+        """Print the new log lines, and at every 15th call the bill with the newest step."""
+        for line in text.replace("\r", "\n").splitlines():
+            if line.strip():
+                say(f"  {line}")
+        if self._looks % self._every == 0:
+            say(f"[{bill}{step_of(text)}]")
+        self._looks += 1
+
+    def is_new(self, line: str) -> bool:
+        """Return whether `line` differs from the last one passed to `once`."""
+        return line != self._last
+
+    def once(self, line: str) -> str:
+        """Remember `line` and return it."""
+        self._last = line
+        return line
+
+    def reset(self) -> None:
+        """Forget the last line, so that any next line is printed."""
+        self._last = ""
+
+
+def step_of(text: str) -> str:
+    """Return `, step 20/120, left 0:00:42` from the newest step line, or an empty string."""
+    found = list(STEP.finditer(text))
+    if not found:
+        return ""
+    step, steps, left = found[-1].groups()
+    return f", step {step}/{steps}" + (f", left {left}" if left else "")
+
 
 MAX_FETCHES = 4
 MAX_STUMBLES = 8

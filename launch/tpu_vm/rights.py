@@ -10,10 +10,10 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.tpu_vm import commands
-from launch.tpu_vm.failures import in_one_line
-from launch.tpu_vm.running import Run
+from launch.tpu_vm import gcloud
+from launch.tpu_vm.errors import in_one_line
 from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.world import Run
 
 SUFFICIENT = ("roles/tpu.admin", "roles/tpu.editor", "roles/editor", "roles/owner")
 INSTALLED = "systemctl is-active --quiet tpuexp-watchdog"
@@ -51,7 +51,7 @@ class Verdict:
         elif self.account == "none":
             what = "the VM has no service account, so it cannot delete itself; give service_account="
         else:
-            grant = shlex.join(commands.grant(project, self.account))
+            grant = shlex.join(gcloud.grant(project, self.account))
             what = f"{self.account} may not delete the VM it runs on ({self.said.rstrip('.')}); {grant}"
         return f"{what}; watchdog=warn goes on without"
 
@@ -79,11 +79,11 @@ def look_ahead(run: Run, settings: Settings, project: str) -> str:
     """
     account = settings.service_account
     if not account:  # Compute Engine's default account, named after the project's number
-        done = run(commands.project_number(project, settings))
+        done = run(gcloud.project_number(project, settings))
         account = f"{done.out.strip()}-compute@developer.gserviceaccount.com"
         if done.code:
             return _not_checked(done.err)
-    done = run(commands.policy(project, settings))
+    done = run(gcloud.policy(project, settings))
     if done.code:
         return _not_checked(done.err)
     try:
@@ -92,7 +92,7 @@ def look_ahead(run: Run, settings: Settings, project: str) -> str:
         return _not_checked(f"gcloud's answer: {error}")
     if roles & set(SUFFICIENT):
         return ""
-    grant = shlex.join(commands.grant(project, account))
+    grant = shlex.join(gcloud.grant(project, account))
     return (
         f"the policy of {project} gives {account} no role to delete the VM it runs on; unless a folder, a group or a "
         f"role of your own does, the machine is given back as soon as it says so: {grant}"

@@ -7,9 +7,11 @@ import difflib
 import re
 import types
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launch.tpu_vm.errors import LaunchError
+from launch.tpu_vm.slices import hw_of
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,11 @@ FROM_ENV_FILE = {
 """Variable names of .env files for start_tpu.sh and similar scripts; ACCELERATOR_TYPE sets `hw`."""
 
 
-def parse(words: list[str], *, env_file: dict[str, str], hw_of: Any) -> Settings:
+def parse(words: list[str], *, env_file: dict[str, str]) -> Settings:
     """Parse settings from `key=value` words.
 
     Args:
         env_file: content of the .env file.
-        hw_of: maps an accelerator type to a name of conf/hw.
 
     Raises:
         LaunchError: an unknown key, or a value of the wrong type.
@@ -185,3 +186,22 @@ def read_env_file(text: str) -> dict[str, str]:
         is_quoted = value[:1] in ("'", '"')
         found[match[1]] = value[1:].split(value[0])[0] if is_quoted else value.split(" #")[0].strip()
     return found
+
+
+def settings_of(words: list[str]) -> tuple[Settings, dict[str, str]]:
+    """Parse settings from the command line and the .env file; return them with the file's content.
+
+    Raises:
+        LaunchError: `env_file=` names a file that does not exist, or a setting is refused.
+    """
+    named = [word.split("=", 1)[1] for word in words if word.startswith("env_file=")]
+    file = Path(named[-1] if named else Settings().env_file)
+    if named and not file.is_file():
+        raise LaunchError(f"env_file={file}; there is no such file.")
+    content = read_env_file(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return parse(words, env_file=content), content
+
+
+def require_name(settings: Settings) -> None:
+    if not settings.name:
+        raise LaunchError("name=; it is missing; it stands for the machine in the commands that follow.")

@@ -1,25 +1,154 @@
 """Control the VMs of a slice over ssh: code transfer, set-up, run, log, stop and results.
 
-Every remote command prints its exit code on its last line, which tells a failed command from a failed ssh.
+Every remote command prints its exit code on its last line, which tells a failed command from a failed ssh. The
+workers' reports are combined into one state of the run: when it is over, and whose exit code counts. The results of a
+run that writes to a bucket are fetched from there.
 """
 
+import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from launch.tpu_vm import code_sync, commands
-from launch.tpu_vm.bucket import COPY_SECONDS, Bucket
-from launch.tpu_vm.commands import CHECKOUT, Target
-from launch.tpu_vm.errors import RemoteError, UnreachableError
-from launch.tpu_vm.failures import in_one_line
-from launch.tpu_vm.local_files import LocalFiles
+from launch.tpu_vm import code_sync, gcloud
+from launch.tpu_vm.errors import STOPPED, RemoteError, UnreachableError, in_one_line, kind_of
+from launch.tpu_vm.gcloud import CHECKOUT, Target
+from launch.tpu_vm.job import is_grid, is_sweep
 from launch.tpu_vm.rights import ASK, ASK_SECONDS, Verdict, verdict_of
-from launch.tpu_vm.running import Completed, Run
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.state import Record
-from launch.tpu_vm.workers import LINE, together, workers_of
+from launch.tpu_vm.world import Completed, LocalFiles, Run
+
+ENDING_SECONDS = 120.0
+"""Time for the others to end after one has failed: their connection breaks at once, but compilation delays them."""
+STATUS_LINE = re.compile(
+    r"^tpuexp worker=(\d+) run=(\w+) code=(\S+) stop=(\w+) preempted=(\w+) bytes=(\d+) at=(\S+)\s*$", re.MULTILINE
+)
+"""Status line printed by `launch/worker.sh look`."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Status of one VM."""
+
+    number: int
+    run: str
+    """none, running, exited, or lost: the VM was restarted."""
+    code: int | None
+    is_stop_asked: bool
+    is_preempted: bool
+    num_bytes: int
+    """Size of its log."""
+    ended_at: float
+    """Seconds since 1970 on its own clock; 0 while it runs."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of the run over all workers."""
+
+    state: Literal["running", "exited", "lost"]
+    """`exited` or `lost` as soon as one worker has failed or was restarted: the others cannot continue alone."""
+    code: int | None
+    is_over: bool
+    """No worker is running any more."""
+    why: str
+    """Which of several workers decided the state."""
+
+
+def workers_of(lines: Iterable["re.Match[str]"]) -> list[Worker]:
+    """Parse workers from matches of STATUS_LINE."""
+    return [
+        Worker(
+            number=int(line[1]),
+            run=line[2],
+            code=None if line[3] == "-" else int(line[3]),
+            is_stop_asked=line[4] == "asked",
+            is_preempted=line[5] == "TRUE",
+            num_bytes=int(line[6]),
+            ended_at=0.0 if line[7] == "-" else float(line[7]),
+        )
+        for line in lines
+    ]
+
+
+def together(workers: Sequence[Worker]) -> RunState:
+    """Combine the workers' states; the first worker to exit with a non-zero code sets the exit code.
+
+    The others ended because they lost it. After a request to stop, the first that did not save counts, if there is one.
+    A restarted worker takes precedence over all: the run continues from its checkpoint.
+    """
+    is_over = not any(worker.run == "running" for worker in workers)
+    lost = [worker.number for worker in workers if worker.run in ("lost", "none")]
+    if lost:
+        return RunState("lost", None, is_over, _of(workers, lost[0], "was restarted"))
+    failed = [worker for worker in workers if worker.code]
+    if any(worker.is_stop_asked for worker in workers):
+        failed = [worker for worker in failed if worker.code != STOPPED] or failed
+    if failed:
+        first = min(failed, key=lambda worker: (worker.ended_at, worker.number))
+        return RunState("exited", first.code, is_over, _of(workers, first.number, f"ended first, with {first.code}"))
+    return RunState("exited" if is_over else "running", 0 if is_over else None, is_over, "")
+
+
+def _of(workers: Sequence[Worker], number: int, what: str) -> str:
+    return f"worker {number} of {len(workers)} {what} (logs/worker-{number}.log)" if len(workers) > 1 else ""
+
+
+COPY_SECONDS = 900.0
+RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "adapter")
+SWEEP_FILES = r"[^/]+/(result\.json|test_results\.json|README\.md|config\.yaml|adapter/.*)|sweep\.json|leaderboard\..*"
+SWEEP_FILES += r"|(tensorboard|logs)/.*"
+"""Files of a sweep to fetch, the same that launch/worker.sh packs; each point has a folder of its own."""
+
+
+class Bucket:
+    """Read-only view of the bucket that the run on the VM writes to."""
+
+    def __init__(self, run: Run, files: LocalFiles) -> None:
+        self._run = run
+        self._files = files
+
+    def fetch(self, record: Record, into: Path) -> list[str]:
+        """Copy the results into an existing local folder; return the names of what was copied.
+
+        Raises:
+            UnreachableError: a copy failed for another reason than a missing object.
+        """
+        if not is_sweep(record.overrides):
+            return [name for name in RESULTS if self._copied(f"{record.run_folder}/{name}", into)]
+        there = self._run(gcloud.bucket_look(f"{record.run_folder}/sweep.json"))
+        if there.code and kind_of(there.err) == "absent":
+            return []
+        words = gcloud.bucket_part(record.run_folder, str(into), kept=SWEEP_FILES)
+        done = self._run(words, timeout=COPY_SECONDS)
+        if done.code:
+            raise UnreachableError(in_one_line(done.err))
+        return self._files.names(into)
+
+    def is_finished(self, record: Record) -> bool:
+        """Return whether the run's result, its last file, exists; for a sweep, that of every point.
+
+        Only a grid lists all of its points in sweep.json when it starts. A failed point does not count, so that it is
+        retried.
+        """
+        if not is_sweep(record.overrides):
+            return self._run(gcloud.bucket_look(f"{record.run_folder}/result.json")).code == 0
+        if not is_grid(record.overrides):
+            return False
+        done = self._run(gcloud.bucket_read(f"{record.run_folder}/sweep.json"))
+        rows = json.loads(done.out or "{}").get("points", []) if done.code == 0 else []
+        return bool(rows) and all(row.get("status") in ("finished", "pruned") for row in rows)
+
+    def _copied(self, address: str, into: Path) -> bool:
+        done = self._run(gcloud.bucket_copy(address, str(into)), timeout=COPY_SECONDS)
+        if done.code and kind_of(done.err) != "absent":
+            raise UnreachableError(in_one_line(done.err))
+        return done.code == 0
+
 
 WORKER = f"cd ~/{CHECKOUT} && bash launch/worker.sh"
 SETUP_SECONDS, STOP_SECONDS = 2400.0, 240.0
@@ -103,7 +232,7 @@ class Vm:
             return
         file = self._scratch / f"{self._settings.name}.tar.gz"
         self._say(f"sending {self._files.archive(file)}")
-        self._copied(self._run(commands.copy_to(target, str(file), file.name), timeout=COPY_SECONDS))
+        self._copied(self._run(gcloud.copy_to(target, str(file), file.name), timeout=COPY_SECONDS))
         self.remote(target, code_sync.unpack_command(file.name), timeout=COPY_SECONDS)
 
     def set_up(self, target: Target, secrets: dict[str, str], where: tuple[str, ...]) -> None:
@@ -141,23 +270,23 @@ class Vm:
         Raises:
             UnreachableError: not every worker answered.
         """
-        first = self._run(commands.ssh(target, f"{WORKER} look {offset}", worker="0"), timeout=180.0)
-        match = LINE.search(first.out)
+        first = self._run(gcloud.ssh(target, f"{WORKER} look {offset}", worker="0"), timeout=180.0)
+        match = STATUS_LINE.search(first.out)
         if match is None:
             raise UnreachableError(in_one_line(first.err or first.out) or f"exit code {first.code}")
         lines = [match]
         if self._num_workers > 1:
-            every = self._run(commands.ssh(target, f"{WORKER} look none"), timeout=240.0)
-            lines = list(LINE.finditer(every.out))
+            every = self._run(gcloud.ssh(target, f"{WORKER} look none"), timeout=240.0)
+            lines = list(STATUS_LINE.finditer(every.out))
             if len(lines) < self._num_workers:
                 raise UnreachableError(f"{len(lines)} of {self._num_workers} workers answered")
         workers = workers_of(lines)
-        verdict = together(workers)
+        combined = together(workers)
         return Look(
-            state=verdict.state,
-            code=verdict.code,
-            is_over=verdict.is_over,
-            why=verdict.why,
+            state=combined.state,
+            code=combined.code,
+            is_over=combined.is_over,
+            why=combined.why,
             is_stop_asked=any(worker.is_stop_asked for worker in workers),
             is_preempted=any(worker.is_preempted for worker in workers),
             offset=min(int(match[6]), offset + MAX_LOG_BYTES),
@@ -171,7 +300,7 @@ class Vm:
         gcloud reaches all workers at once, except through a tunnel, where the ninth waits for the first eight; there,
         all are asked to stop before any is waited for.
         """
-        if self._num_workers > commands.TUNNELS and self._settings.network == "internal":
+        if self._num_workers > gcloud.TUNNELS and self._settings.network == "internal":
             self.remote(target, f"{WORKER} ask-stop")
         self.remote(target, f"{WORKER} stop", timeout=STOP_SECONDS)
 
@@ -188,7 +317,7 @@ class Vm:
         folder = folder if record.run_folder.startswith("/") else f"~/{CHECKOUT}/{folder}"
         self.remote(target, f"{WORKER} pack {folder} >~/{packed}", worker="0", timeout=COPY_SECONDS)
         local = self._scratch / packed
-        self._copied(self._run(commands.copy_from(target, packed, str(local)), timeout=COPY_SECONDS))
+        self._copied(self._run(gcloud.copy_from(target, packed, str(local)), timeout=COPY_SECONDS))
         return self._files.unpack(local, into)
 
     def is_finished(self, record: Record) -> bool:
@@ -198,9 +327,7 @@ class Vm:
     def fetch_logs(self, target: Target, into: Path) -> None:
         """Save the output of each worker's run as `logs/worker-N.log`."""
         for worker in range(self._num_workers):
-            done = self._run(
-                commands.ssh(target, "cat ~/.tpu_experiments/log", worker=str(worker)), timeout=COPY_SECONDS
-            )
+            done = self._run(gcloud.ssh(target, "cat ~/.tpu_experiments/log", worker=str(worker)), timeout=COPY_SECONDS)
             if done.code == 0:
                 self._files.write(into / "logs" / f"worker-{worker}.log", done.out)
 
@@ -214,7 +341,7 @@ class Vm:
             RemoteError: it failed on a worker; the message has its last 12 lines.
         """
         marked = f"( {command} ); code=$?; echo; echo tpuexp-code=$code"
-        done = self._run(commands.ssh(target, marked, worker=worker), stdin=stdin, timeout=timeout)
+        done = self._run(gcloud.ssh(target, marked, worker=worker), stdin=stdin, timeout=timeout)
         codes = [int(code) for code in MARK.findall(done.out)]
         if any(codes):
             said = (MARK.sub("", done.out) + done.err).strip().splitlines()[-12:]

@@ -17,9 +17,9 @@ from dataclasses import astuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.data.store.mixing import measure_mixing
 from tpu_experiments.data.batches import StageRows
 from tpu_experiments.data.rows import Rows
-from tpu_experiments.data.store.mixing import measure_mixing
 from tpu_experiments.data.store.shards import RowStore, row_dtype, write_shard
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
 from tpu_experiments.storage import paths

@@ -174,7 +174,7 @@ DEFECTS = (
         "launch/tpu_vm/money.py",
         "return record.usd_before + present * limits.usd_per_hour",
         "return present * limits.usd_per_hour",
-        "tests/launch/test_edges.py tests/launch/test_machine.py tests/launch/test_train.py",
+        "tests/launch/test_edges.py tests/launch/test_rules.py tests/launch/test_train.py",
     ),
     Defect(
         "a report marks the highest loss as best",

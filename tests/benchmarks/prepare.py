@@ -208,8 +208,7 @@ def run_case(case: str, folder: Path) -> Result:
 
 def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, workers: int) -> Result:
     """Exact duplicates are looked for, and the audit's numbers counted, within the time."""
-    from tpu_experiments.config.model_schema import DataSourceConfig
-    from tpu_experiments.config.schema import PrepareConfig
+    from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
     from tpu_experiments.data.prepare import Preparation, prepare
     from tpu_experiments.data.steps.workers import start_server
 

@@ -97,8 +97,7 @@ def run_case(folder: str, *, near: float | None, workers: int) -> dict[str, Any]
     """Prepare the corpus in a folder; seconds, memory in bytes and what came out."""
     from transformers import AutoTokenizer
 
-    from tpu_experiments.config.model_schema import DataSourceConfig
-    from tpu_experiments.config.schema import PrepareConfig
+    from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
     from tpu_experiments.data.prepare import Preparation, prepare
     from tpu_experiments.data.steps.tokenized import BLOCKS
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.saved import load_latest
 from tests.checkpoint.test_store import save
 from tpu_experiments.checkpoint.manifest import COMMIT, PROGRESS
-from tpu_experiments.checkpoint.store import latest_step, load_latest
+from tpu_experiments.checkpoint.store import latest_step
 from tpu_experiments.config.errors import ConfigError
 
 TENSORS = "parameters.safetensors"

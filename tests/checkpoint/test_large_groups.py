@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.saved import load_latest, save_checkpoint
 from tests.checkpoint.test_hostile import replaced
-from tpu_experiments.checkpoint.store import latest_step, load_latest, read_latest, save_checkpoint
+from tpu_experiments.checkpoint.store import latest_step, read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage.tensors import chunks_of, file_name, group_in, shards
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests import faulty
+from tests.checkpoint.saved import save_checkpoint
 from tests.faulty import FAULTS, Died, going_wrong
 from tpu_experiments.checkpoint import reading
-from tpu_experiments.checkpoint.store import read_latest, save_checkpoint
+from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import retry
 

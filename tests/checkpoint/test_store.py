@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tpu_experiments.checkpoint.store import COMMIT, latest_progress, latest_step, load_latest, save_checkpoint
+from tests.checkpoint.saved import load_latest, save_checkpoint
+from tpu_experiments.checkpoint.store import COMMIT, latest_progress, latest_step
 from tpu_experiments.storage import paths
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.config.composing import composed, refusal
 from tpu_experiments.config.checks import check
+from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import DataSourceConfig
 from tpu_experiments.config.schema import GROUPS, Config
 
 REPOSITORY = Path(__file__).parents[2]

@@ -4,8 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from tpu_experiments.config.model_schema import DataSourceConfig
-from tpu_experiments.config.schema import PrepareConfig
+from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
 from tpu_experiments.data.prepare import Preparation, prepare
 
 REPOSITORY = Path(__file__).parents[2]

@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_with_half_the_processes_takes_the_next_rows(count, g
 
     both = taken(0, border, 8) + taken(border, steps, 4)
     assert both == taken(0, steps, 1)
-    assert both == [rows.locate(position)[1] for position in range(total)]
+    assert both == [rows.order(position // rows.num_rows)[position % rows.num_rows] for position in range(total)]
     assert len(set(both[:count])) == min(count, total)
 
 

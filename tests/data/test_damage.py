@@ -11,9 +11,9 @@ import pytest
 
 from tests.data.preparing import all_rows, chat_source, prepared, text_source, texts, write_lines
 from tpu_experiments.config.curriculum import Geometry, Stage
+from tpu_experiments.config.data_schema import DuplicatesConfig, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import DuplicatesConfig
-from tpu_experiments.config.schema import PrepareConfig, ScheduleConfig
+from tpu_experiments.config.schema import ScheduleConfig
 from tpu_experiments.data import prepare as prepare_module
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.held_out import held_out_documents

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import DataSourceConfig
 from tpu_experiments.data.documents import Document, spec_of
 
 SAMPLE = "tpu_experiments/samples/wiki_ro.jsonl"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.data.preparing import SHARED, all_rows, chat_source, prepared, text_source, texts, write_lines
+from tpu_experiments.config.data_schema import DuplicatesConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import DuplicatesConfig
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.summary import audit_json, audit_table
 from tpu_experiments.data.cleaning.split import SPLITS, joined_groups

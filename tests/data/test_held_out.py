@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.preparing import chat_source, prepared, write_lines
+from tpu_experiments.config.data_schema import PrepareConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data import held_out
 from tpu_experiments.data.held_out import HeldOut, held_out_documents, lay_out, windows
 from tpu_experiments.data.prepare import Preparation

@@ -13,8 +13,8 @@ import pytest
 from tests.data.preparing import REPOSITORY, all_rows, chat_source, prepared, text_source, texts, write_lines
 from tests.data.readers import spec_for
 from tests.hub import HubServer
+from tpu_experiments.config.data_schema import DuplicatesConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import DuplicatesConfig
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.summary import audit_table
 from tpu_experiments.data.cleaning.split import SPLITS

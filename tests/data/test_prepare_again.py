@@ -10,7 +10,7 @@ import pytest
 
 from tests import forks
 from tests.data.preparing import REPOSITORY, digests, prepared, text_source, texts
-from tpu_experiments.config.model_schema import DuplicatesConfig
+from tpu_experiments.config.data_schema import DuplicatesConfig
 from tpu_experiments.data.steps import blocks as blocks_module
 
 SAMPLE = ("model=tiny", "data=sample_text")

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.tpu_vm.running import Completed
+from launch.tpu_vm.world import Completed
 
 STOCKOUT = (
     "There is no more capacity in the zone {zone}; you can try in another zone where Cloud TPU Nodes are offered "

@@ -1,6 +1,6 @@
 """A slice in the fake cloud whose workers do not end alike."""
 
-from launch.tpu_vm.running import Completed
+from launch.tpu_vm.world import Completed
 from tests.launch.fake_cloud import FakeCloud, Machine, SimulatedClock
 
 OTHERS_SECONDS = 5.0

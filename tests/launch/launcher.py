@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.tpu_vm.cli import main
-from launch.tpu_vm.launching import World
-from launch.tpu_vm.local_files import LocalFiles
 from launch.tpu_vm.state import Record, Store
+from launch.tpu_vm.world import LocalFiles, World
 from tests.launch.fake_cloud import FakeCloud, Killed
 
 RUN = ["--", "experiment=mistral7b_ro", "output_dir=gs://bucket/runs"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm import commands, loading
-from launch.tpu_vm.commands import Target
+from launch.tpu_vm import gcloud
+from launch.tpu_vm.gcloud import Target
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.slices import load_slice, rentable
 
@@ -34,7 +34,7 @@ def target(settings: Settings) -> Target:
 
 
 def creation(hw: str, settings: Settings) -> list[str]:
-    return commands.create(
+    return gcloud.create(
         target(settings), load_slice(hw), watchdog=WATCHDOG, watchdog_seconds=86_400.0, valid_seconds=21_600.0
     )
 
@@ -44,29 +44,39 @@ def every_command() -> dict[str, list[str]]:
     plain, full = target(PLAIN), target(FULL)
     lines = {f"create {hw}": creation(hw, FULL if index % 2 else PLAIN) for index, hw in enumerate(rentable())}
     lines |= {f"create spot {hw}": creation(hw, Settings(name="r", spot=True)) for hw in ("v5e8", "v6e16")}
-    lines |= {"describe": commands.describe(plain), "node": commands.describe_node(plain)}
-    lines |= {"delete": commands.delete(full), "delete node": commands.delete_node(full)}
-    lines |= {kind: commands.listing(full, kind) for kind in ("queued-resources", "tpu-vm")}
+    lines |= {"describe": gcloud.describe(plain), "node": gcloud.describe_node(plain)}
+    lines |= {"delete": gcloud.delete(full), "delete node": gcloud.delete_node(full)}
+    lines |= {kind: gcloud.listing(full, kind) for kind in ("queued-resources", "tpu-vm")}
     lines |= {
-        "ssh all": commands.ssh(plain, "echo a b"),
-        "ssh iap": commands.ssh(full, "true", worker="3"),
-        "ssh all iap": commands.ssh(full, "true"),
+        "ssh all": gcloud.ssh(plain, "echo a b"),
+        "ssh iap": gcloud.ssh(full, "true", worker="3"),
+        "ssh all iap": gcloud.ssh(full, "true"),
     }
-    lines |= {"shell": commands.shell(plain, worker="0"), "shell iap": commands.shell(full, worker="0")}
-    lines |= {"to": commands.copy_to(plain, WATCHDOG, "x.gz"), "to iap": commands.copy_to(full, WATCHDOG, "x.gz")}
-    lines |= {"from": commands.copy_from(plain, "x", "/tmp/x"), "from iap": commands.copy_from(full, "x", "/tmp/x")}
-    lines |= {"disk": loading.create_disk(full, "hyperdisk-ml"), "loader": loading.create_vm(full, "shards-loader")}
-    lines |= {"fill": loading.fill(full, "shards-loader"), "loader gone": loading.delete_vm(full, "shards-loader")}
-    lines |= {"share": loading.share_disk(full), "VMs": loading.list_vms(full), "disks": loading.list_disks(full)}
-    lines |= {"number": commands.project_number("p", PLAIN), "policy": commands.policy("p", FULL)}
-    lines |= {"grant": commands.grant("p", "sa@p.iam.gserviceaccount.com")}
-    lines |= {"part": commands.bucket_part("gs://bkt/r", "/tmp", kept="a|b"), "cat": commands.bucket_read("gs://bkt/r")}
-    lines |= {"bucket cp": commands.bucket_copy("gs://bkt/r/adapter", "/tmp"), "ls": commands.bucket_look("gs://bkt/r")}
-    return lines | {"bucket fill": commands.bucket_fill("/tmp", "gs://bkt/prepared")}
+    lines |= {"shell": gcloud.shell(plain, worker="0"), "shell iap": gcloud.shell(full, worker="0")}
+    lines |= {"to": gcloud.copy_to(plain, WATCHDOG, "x.gz"), "to iap": gcloud.copy_to(full, WATCHDOG, "x.gz")}
+    lines |= {"from": gcloud.copy_from(plain, "x", "/tmp/x"), "from iap": gcloud.copy_from(full, "x", "/tmp/x")}
+    lines |= {
+        "disk": gcloud.create_disk(full, "hyperdisk-ml"),
+        "loader": gcloud.create_loader(full, "shards-loader"),
+    }
+    lines |= {
+        "fill": gcloud.fill_disk(full, "shards-loader"),
+        "loader gone": gcloud.delete_loader(full, "shards-loader"),
+    }
+    lines |= {
+        "share": gcloud.share_disk(full),
+        "VMs": gcloud.list_loaders(full),
+        "disks": gcloud.list_disks(full),
+    }
+    lines |= {"number": gcloud.project_number("p", PLAIN), "policy": gcloud.policy("p", FULL)}
+    lines |= {"grant": gcloud.grant("p", "sa@p.iam.gserviceaccount.com")}
+    lines |= {"part": gcloud.bucket_part("gs://bkt/r", "/tmp", kept="a|b"), "cat": gcloud.bucket_read("gs://bkt/r")}
+    lines |= {"bucket cp": gcloud.bucket_copy("gs://bkt/r/adapter", "/tmp"), "ls": gcloud.bucket_look("gs://bkt/r")}
+    return lines | {"bucket fill": gcloud.bucket_fill("/tmp", "gs://bkt/prepared")}
 
 
 @pytest.fixture(scope="module")
-def gcloud(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def accountless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a gcloud without an account."""
     if shutil.which("gcloud") is None:
         pytest.skip("gcloud is not installed")
@@ -80,10 +90,12 @@ def said_by_gcloud(words: list[str], env: dict[str, str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_gcloud_knows_every_command_and_flag(gcloud: dict[str, str]) -> None:
+def test_gcloud_knows_every_command_and_flag(accountless: dict[str, str]) -> None:
     lines = every_command()
     with ThreadPoolExecutor(max_workers=4) as pool:
-        answers = dict(zip(lines, pool.map(lambda words: said_by_gcloud(words, gcloud), lines.values()), strict=True))
+        answers = dict(
+            zip(lines, pool.map(lambda words: said_by_gcloud(words, accountless), lines.values()), strict=True)
+        )
     bad = {name: text for name, (code, text) in answers.items() if code != 1 or not _is_about_the_account(text)}
     assert bad == {}
 
@@ -92,9 +104,9 @@ def _is_about_the_account(text: str) -> bool:
     return "active account" in text or "Your current active account [me@example.org] does not have" in text
 
 
-def test_gcloud_refuses_a_flag_it_does_not_know(gcloud: dict[str, str]) -> None:
+def test_gcloud_refuses_a_flag_it_does_not_know(accountless: dict[str, str]) -> None:
     """What the test above goes by."""
-    code, text = said_by_gcloud([*creation("v6e8", PLAIN), "--autocheckpoint-enabled"], gcloud)
+    code, text = said_by_gcloud([*creation("v6e8", PLAIN), "--autocheckpoint-enabled"], accountless)
     assert code == 2
     assert "unrecognized arguments" in text
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from launch.tpu_vm import code_sync
-from launch.tpu_vm.errors import LaunchError
-from launch.tpu_vm.failures import kind_of
+from launch.tpu_vm.errors import LaunchError, kind_of
 from launch.tpu_vm.money import Limits, began, ended, hours_used, seconds_left, usd_used
-from launch.tpu_vm.running import TIMED_OUT, run
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.state import Record, Store
+from launch.tpu_vm.world import TIMED_OUT, run
 from tests.launch.fake_cloud import NOT_FOUND, PROVISIONING, QUOTA, SSH_LOST, STOCKOUT, UNAVAILABLE
 
 RECORD = Record(name="ro1", launch_id="abc123", hw="v6e8", spot=True, project="p", zones=("z-a", "z-b"))

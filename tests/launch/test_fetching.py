@@ -12,13 +12,12 @@ from typing import Any
 import gcsfs
 import pytest
 
-from launch.tpu_vm.bucket import Bucket
 from launch.tpu_vm.errors import LaunchError, RemoteError
 from launch.tpu_vm.job import check_outlives, is_grid, is_sweep, job_of
-from launch.tpu_vm.local_files import LocalFiles
-from launch.tpu_vm.running import Completed
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.state import Record
+from launch.tpu_vm.vm import Bucket
+from launch.tpu_vm.world import Completed, LocalFiles
 
 pytest_plugins = ("tests.gcs",)
 WORKER = Path(__file__).parents[2] / "launch" / "worker.sh"

@@ -7,7 +7,7 @@ import pytest
 
 from launch.tpu_vm.cli import main
 from launch.tpu_vm.code_sync import ROOT
-from launch.tpu_vm.running import Completed
+from launch.tpu_vm.world import Completed
 from tests.launch.fake_cloud import FakeCloud, Fate, SimulatedClock
 from tests.launch.launcher import RUN, SECRETS, Launcher
 
@@ -127,7 +127,7 @@ def test_a_plan_that_does_not_fit_or_costs_too_much_rents_nothing(
         file.write_text(content)
         return 0
 
-    monkeypatch.setattr("launch.tpu_vm.planning.subprocess.call", planned)
+    monkeypatch.setattr("launch.tpu_vm.job.subprocess.call", planned)
     assert launcher.train("plan=first", "max_usd=60") == 2
     assert "the plan says $128.30" in capsys.readouterr().err
     content = content.replace("true", "false")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm import planning
+from launch.tpu_vm import job
 from launch.tpu_vm.errors import LaunchError
-from launch.tpu_vm.launching import check_price
+from launch.tpu_vm.launches import check_price
 from launch.tpu_vm.money import Limits
 from launch.tpu_vm.settings import Settings
 
@@ -31,21 +31,21 @@ ONE = ("experiment=x", "name=ranks", "output_dir=gs://bkt/runs")
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.py").write_text(RUN_PY)
-    monkeypatch.setattr(planning, "ROOT", tmp_path)
+    monkeypatch.setattr(job, "ROOT", tmp_path)
     return tmp_path / "outputs"
 
 
-def promised(results: Path, *overrides: str, spot: bool = True) -> planning.Promise:
-    return planning.promise((*overrides, *ONE), run_name="ranks", spot=spot, results=results)
+def promised(results: Path, *overrides: str, spot: bool = True) -> job.Promise:
+    return job.promise((*overrides, *ONE), run_name="ranks", spot=spot, results=results)
 
 
 def test_a_run_is_promised_what_its_plan_says(results: Path) -> None:
-    assert promised(results) == planning.Promise(True, 1.5, 2.0, "compiled")
+    assert promised(results) == job.Promise(True, 1.5, 2.0, "compiled")
     assert promised(results, spot=False).usd == 4.0
 
 
 def test_a_sweep_takes_the_hours_of_its_points_and_the_price_of_the_machine(results: Path) -> None:
-    assert promised(results, "-m", "lora.r=8,16,32") == planning.Promise(True, 4.5, None, "compiled, 3 points")
+    assert promised(results, "-m", "lora.r=8,16,32") == job.Promise(True, 4.5, None, "compiled, 3 points")
     shared = promised(results, "-m", "lora.r=8,16,32,64", "sweeping.points_at_once=4")
     assert shared.hours == 1.5
     said: list[str] = []

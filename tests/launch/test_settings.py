@@ -7,7 +7,6 @@ import pytest
 from launch.tpu_vm.cli import main
 from launch.tpu_vm.errors import LaunchError
 from launch.tpu_vm.settings import Settings, parse, read_env_file
-from launch.tpu_vm.slices import hw_of
 
 ENV = """
 # start_tpu.sh
@@ -25,7 +24,7 @@ BATCH_SIZE=32
 
 
 def parsed(*words: str, env: str = "") -> Settings:
-    return parse(list(words), env_file=read_env_file(env), hw_of=hw_of)
+    return parse(list(words), env_file=read_env_file(env))
 
 
 def test_a_env_file_of_the_pod_scripts_is_understood() -> None:

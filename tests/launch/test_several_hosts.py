@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm.workers import LINE, together, workers_of
+from launch.tpu_vm.vm import STATUS_LINE, together, workers_of
 from tests.launch.fake_slice import FakeSlice
 from tests.launch.launcher import Launcher
 
@@ -33,7 +33,7 @@ def verdict(*words: str, stop: str = "no") -> tuple[str, int | None, bool]:
         run = "exited" if at else word
         line = f"tpuexp worker={number} run={run} code={code if at else '-'} stop={stop} preempted=FALSE"
         lines.append(f"{line} bytes=0 at={at or '-'}")
-    found = together(workers_of(LINE.finditer("\n".join(lines))))
+    found = together(workers_of(STATUS_LINE.finditer("\n".join(lines))))
     return found.state, found.code, found.is_over
 
 

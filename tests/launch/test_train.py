@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm.running import Completed
+from launch.tpu_vm.world import Completed
 from tests.launch.fake_cloud import QUOTA, STOCKOUT, FakeCloud, Fate, Killed, SimulatedClock
 from tests.launch.launcher import SECRETS, Launcher
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm.commands import Target
 from launch.tpu_vm.errors import RemoteError, UnreachableError
-from launch.tpu_vm.local_files import LocalFiles
-from launch.tpu_vm.running import Completed
+from launch.tpu_vm.gcloud import Target
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.vm import Vm
+from launch.tpu_vm.world import Completed, LocalFiles
 
 TARGET = Target(Settings(name="r"), "p", "z-a", "r-000000")
 

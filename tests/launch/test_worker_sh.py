@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.tpu_vm.vm import MAX_LOG_BYTES
-from launch.tpu_vm.workers import LINE
+from launch.tpu_vm.vm import MAX_LOG_BYTES, STATUS_LINE
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 RUN_PY = """
@@ -64,7 +63,7 @@ class Vm:
 
     def look(self, offset: int = 0) -> tuple[tuple[str, ...], str]:
         text = self("look", str(offset)).decode()
-        match = LINE.search(text)
+        match = STATUS_LINE.search(text)
         assert match is not None, text
         return match.groups(), text[match.end() + 1 :]
 

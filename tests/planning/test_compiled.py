@@ -1,6 +1,7 @@
 """The TPU's compiler in processes of their own: what it refuses, what is remembered, and what of jax it needs."""
 
 import importlib
+import logging
 import os
 import signal
 import threading
@@ -59,9 +60,10 @@ def refusal(program: Lowered, *, hw: HwConfig, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_an_answer_is_remembered(program: Lowered, tmp_path: Path) -> None:
-    first, second = (compiled(program, hw=HW, folder=tmp_path) for _ in range(2))
-    assert (first.is_remembered, second.is_remembered) == (False, True)
+def test_an_answer_is_remembered(program: Lowered, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        first, second = (compiled(program, hw=HW, folder=tmp_path) for _ in range(2))
+    assert ["on an earlier occasion" in line for line in caplog.messages if ": compiled in" in line] == [False, True]
     assert first.memory == second.memory
     assert first.memory is not None
     assert first.memory.arguments == 8 * 128 * 4
@@ -121,7 +123,7 @@ def test_no_compiler_outlives_a_plan_that_is_stopped(program: Lowered, tmp_path:
 
 
 def test_faults_of_the_compiler_are_one_sentence_each() -> None:
-    kernel = OutOfMemory("vmem", 0.05, 0.03, 0.02, None, None, (), "")
+    kernel = OutOfMemory("vmem", 0.05, 0.03, (), "")
     said = {
         "vmem": oom.about_kernel_memory(kernel, what="train of 1x4x8"),
         "internal": oom.about_program("XlaRuntimeError: INTERNAL: Mosaic failed\nmore", what="train of 1x4x8"),

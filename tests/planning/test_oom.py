@@ -18,22 +18,14 @@ def test_temporaries_of_one_chip() -> None:
     """Two unrolled layers of Mistral 7B, 8 x 4096, attention as plain matrix products, v6e:1x1."""
     report = read_out_of_memory(text("out_of_memory_one_chip.txt"))
     assert (report.memory_space, report.used_gib, report.limit_gib) == ("hbm", pytest.approx(35.64), 31.25)
-    assert report.exceeded_gib == pytest.approx(35.64 - 31.25)
-    assert report.program_gib == pytest.approx(35.64)
-    assert report.arguments_gib == 0.0
     assert len(report.buffers) == 20
     assert report.buffers[0] == Buffer(
         bytes=16 * GIB,
         shape=(256, 4096, 4096),
         dtype="f32",
-        op_name="dot.1323",
-        label="fusion.432.remat2 = fusion(bitcast.120, bitcast.47), kind=kOutput, "
-        "calls=fused_computation.593.clone.clone",
         kind="temporary",
-        padding=0,
     )
     assert [b.bytes for b in report.buffers] == sorted((b.bytes for b in report.buffers), reverse=True)
-    assert report.buffers[13].op_name == ""
 
 
 def test_the_buffers_of_one_chip_in_words() -> None:
@@ -55,26 +47,24 @@ def test_temporaries_per_chip_of_a_sharded_program() -> None:
 
 def test_arguments_count_beside_temporaries() -> None:
     report = read_out_of_memory(text("out_of_memory_with_arguments.txt"))
-    assert (report.used_gib, report.program_gib, report.arguments_gib) == (40.0, 20.0, 20.0)
+    assert report.used_gib == 40.0
     assert [buffer.bytes for buffer in report.buffers] == [20 * GIB]
 
 
 def test_arguments_alone_can_be_too_many() -> None:
     report = read_out_of_memory(text("out_of_memory_arguments_alone.txt"))
-    assert (report.used_gib, report.exceeded_gib) == (40.0, 8.75)
-    assert (report.program_gib, report.arguments_gib, report.buffers) == (None, 40.0, ())
+    assert (report.used_gib, report.limit_gib, report.buffers) == (40.0, 31.25, ())
 
 
 def test_one_buffer_larger_than_the_memory_has_its_own_message() -> None:
     report = read_out_of_memory(ONE_ALLOCATION)
     assert (report.used_gib, report.limit_gib) == (39862665216 / GIB, 31.5)
     (buffer,) = report.buffers
-    assert (str(buffer), buffer.kind, buffer.label) == ("bf16[2097152,36,260]", "temporary", "output of fusion@{}")
-    assert buffer.padding == 39862665216 - 2 * 2097152 * 36 * 260 > 0
+    assert (str(buffer), buffer.kind) == ("bf16[2097152,36,260]", "temporary")
 
 
-def test_padding_arguments_and_small_units_are_read() -> None:
-    """The wording of older reports (sokrypton/ColabFold issue 62) for padding; an argument as XLA calls it."""
+def test_arguments_and_small_units_are_read() -> None:
+    """The wording of older reports (sokrypton/ColabFold issue 62); an argument as XLA calls it."""
     head = "Ran out of memory in memory space vmem. Used 20.50M of 16.00M vmem. Exceeded vmem capacity by 4.50M.\n\n"
     first = '  1. Size: 64.00M\n     Operator: op_type="x" op_name="jit(f)/y"\n'
     first += "     Shape: f32[1024,245,64]{1,2,0:T(8,128)}\n"
@@ -82,10 +72,10 @@ def test_padding_arguments_and_small_units_are_read() -> None:
     first += "     Allocation type: HLO temp\n     ==========================\n\n"
     second = "  2. Size: 512B\n     Shape: pred[]\n     Allocation type: Argument\n"
     report = read_out_of_memory(head + first + second)
-    assert (report.memory_space, report.used_gib * 1024, report.arguments_gib) == ("vmem", 20.5, None)
-    assert [(b.bytes, b.padding, b.kind, b.op_name) for b in report.buffers] == [
-        (64 * MIB, round(2.75 * MIB), "temporary", "jit(f)/y"),
-        (512, 0, "argument", ""),
+    assert (report.memory_space, report.used_gib * 1024) == ("vmem", 20.5)
+    assert [(b.bytes, b.kind) for b in report.buffers] == [
+        (64 * MIB, "temporary"),
+        (512, "argument"),
     ]
     assert report.buffers[1].shape == ()
 
@@ -119,13 +109,13 @@ def test_another_error_is_not_taken_for_it(message: str) -> None:
     ],
 )
 def test_words_of_the_config(shape: tuple[int, ...], dtype: str, kind: str, expected: str) -> None:
-    buffer = Buffer(bytes=0, shape=shape, dtype=dtype, op_name="", label="", kind=kind, padding=0)
+    buffer = Buffer(bytes=0, shape=shape, dtype=dtype, kind=kind)
     assert classify(buffer, **MISTRAL).startswith(expected)
 
 
 def test_one_row_as_long_as_the_model_is_wide() -> None:
     """A weight and an activation of one shape are told apart by whether they are arguments."""
-    square = {"bytes": 0, "shape": (4096, 4096), "dtype": "bf16", "op_name": "", "label": "", "padding": 0}
+    square = {"bytes": 0, "shape": (4096, 4096), "dtype": "bf16"}
     sizes = MISTRAL | {"rows": 1, "seq_len": 4096}
     assert classify(Buffer(kind="argument", **square), **sizes).startswith("base weights")
     assert classify(Buffer(kind="temporary", **square), **sizes).startswith("layer inputs or outputs")

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tpu_experiments.config.schema import LoaderConfig
+from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.runtime.feed import Ahead
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(60)]

@@ -34,7 +34,7 @@ def losses(config: Any, runtime: Any, *, way: str) -> dict[str, Any]:
     from torch_xla import _XLAC
 
     from tests.training.tiny import Run, random_batch
-    from tpu_experiments.config.schema import LoaderConfig
+    from tpu_experiments.config.data_schema import LoaderConfig
 
     run = Run(config, runtime)
     batches = [random_batch(i, accumulation=2, rows=4, dropout=config.lora.dropout) for i in range(NUM_STEPS)]

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
+from tests.checkpoint.saved import save_checkpoint
 from tests.training.test_window import pending
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
-from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.schema import GuardConfig
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training import step as step_module

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests import faulty
+from tests.checkpoint.saved import load_latest
+from tests.checkpoint.test_background import is_running
 from tests.config.composing import composed
 from tests.training.runs import finished, losses
 from tests.training.test_saving import RUNTIME, Run
@@ -18,7 +20,7 @@ from tests.training.tiny import built
 from tpu_experiments.checkpoint import reading
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.state import flat, read_state, snapshot
-from tpu_experiments.checkpoint.store import latest_step, load_latest
+from tpu_experiments.checkpoint.store import latest_step
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.storage import paths, retry
 
@@ -59,7 +61,7 @@ def test_every_save_is_in_front_in_several_files_and_proven(run, caplog):
             run.train()
             run.save(step)
             assert latest_step(run.folder) == step
-    assert not run.saver._worker.is_running
+    assert not is_running(run.saver._worker)
     assert sum("checkpoint.max_copy_gib=0: saves are in front" in line for line in caplog.messages) == 1
     files = sorted(p.name for p in (Path(run.folder) / "step_00000003").glob("parameters-*"))
     assert len(files) >= 3

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.saved import save_checkpoint
 from tpu_experiments.checkpoint.progress import AnswersRecord, GuardState, Progress, StageRecord
 from tpu_experiments.checkpoint.state import newest_parameters, read_state
-from tpu_experiments.checkpoint.store import save_checkpoint
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import strict_json
 

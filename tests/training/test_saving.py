@@ -8,6 +8,7 @@ import torch
 from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.checkpoint.saved import load_latest
 from tests.config.composing import composed
 from tests.training.tiny import built
 from tpu_experiments.checkpoint.errors import TrainingStopped, UnprovenError
@@ -16,7 +17,7 @@ from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.checkpoint.proof import Answers, Start
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import read_state, snapshot
-from tpu_experiments.checkpoint.store import latest_step, load_latest
+from tpu_experiments.checkpoint.store import latest_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import CheckpointConfig

@@ -39,11 +39,6 @@ class Background:
         self._error: BaseException | None = None
 
     @property
-    def is_running(self) -> bool:
-        """Return whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
     def has_failed(self) -> bool:
         """Return whether a job failed and its error has not been raised yet."""
         return self._error is not None

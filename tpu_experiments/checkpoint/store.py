@@ -28,10 +28,9 @@ from tpu_experiments.checkpoint.manifest import (
     strict_object,
 )
 from tpu_experiments.checkpoint.reading import Groups, content_of, forget, held_groups, located_groups, remember, verify
-from tpu_experiments.checkpoint.retention import Keep, Retention
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.tensors import chunks_of, file_name, shards, tensors_in, unequal
+from tpu_experiments.storage.tensors import chunks_of, tensors_in, unequal
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -114,29 +113,6 @@ def commit(draft: Draft, *, eval_loss: float | None = None, proof: dict[str, Any
         remember(draft.target, text)
 
 
-def save_checkpoint(
-    folder: str,
-    *,
-    step: int,
-    groups: Groups,
-    progress: Mapping[str, Any],
-    keep_last: int,
-    max_bytes: float = math.inf,
-) -> str:
-    """Write one checkpoint of host tensors, then remove all but the newest `keep_last`; return its folder.
-
-    Files have at most `max_bytes` of tensors (a larger tensor has a file of its own).
-    """
-    draft = begin(folder, step=step, progress=progress)
-    for group, tensors in groups.items():
-        files = shards({name: t.nbytes for name, t in tensors.items()}, max_bytes=max_bytes)
-        for number, names in enumerate(files, start=1):
-            add_tensors(draft, file_name(group, number, len(files)), {name: tensors[name] for name in names})
-    commit(draft)
-    Retention(folder).apply(newest=step, eval_loss=None, keep=Keep(keep_last))
-    return draft.target
-
-
 def read_latest(
     folder: str,
     use: Callable[[dict[str, Any], Groups], Result],
@@ -180,17 +156,6 @@ def read_step(
     return use(
         _progress(target, manifest), held_groups(target, manifest) if is_held else located_groups(target, manifest)
     )
-
-
-def load_latest(
-    folder: str, *, before: int | None = None
-) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]] | None:
-    """Return progress and all tensors of the newest complete checkpoint, in memory (see `read_latest`)."""
-
-    def use(progress: dict[str, Any], groups: Groups) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        return progress, {group: dict(tensors) for group, tensors in groups.items()}
-
-    return read_latest(folder, use, before=before)
 
 
 def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dict[str, Any]] | None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.model_schema import AXES, OWN_KEYS, SAVABLE
+from tpu_experiments.config.model_schema import AXES, SAVABLE
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.start import start_problems

@@ -20,10 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tpu_experiments.config.checks import check
+from tpu_experiments.config.data_schema import OWN_KEYS, DataSourceConfig, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import OWN_KEYS, DataSourceConfig, ModelConfig
+from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
-from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, PrepareConfig, TrainerConfig
+from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, TrainerConfig
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 # Keys, or prefixes of keys, that do not change what is computed: batches are global, and a row's position in the data

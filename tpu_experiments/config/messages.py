@@ -61,8 +61,7 @@ Examples:
 
 See the config without running anything: add `--cfg job --resolve`; one part of it: `--package optim`.
 Every key with its unit and meaning:
-  tpu_experiments/config/{schema,sources,stages,hardware,preparing,guarding,checkpointing,sweeping}.py, of tasks
-  tpu_experiments/config/{planning,evaluating,generating,reporting,resuming,doctoring}.py.
+  tpu_experiments/config/{schema,model_schema,data_schema,hardware,start,task_schema}.py
 A value with commas, brackets or = in it needs quotes for the shell and for Hydra: 'sample.prompt="Salut, lume"'.
 
 A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config go on where the

@@ -1,7 +1,7 @@
 """Schema of the configuration: name, type, unit and meaning of every key of a run.
 
-The groups model, data, lora, sharding, hw, start and task have modules of their own. Values are set in conf/*.yaml;
-`register` puts the schemas into Hydra's ConfigStore. This package never imports torch.
+Models, adapters and sharding (model_schema.py), data (data_schema.py), hw, start and task have modules of their own.
+Values are set in conf/*.yaml; `register` puts the schemas into Hydra's ConfigStore. This package never imports torch.
 """
 
 from dataclasses import dataclass, field
@@ -10,9 +10,10 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from tpu_experiments.config.data_schema import DataSourceConfig, LoaderConfig, PrepareConfig
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.model_schema import DataSourceConfig, LoraConfig, ModelConfig, ShardingConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, ShardingConfig
 from tpu_experiments.config.places import place
 from tpu_experiments.config.start import StartConfig
 from tpu_experiments.config.task_schema import (
@@ -108,66 +109,6 @@ class CheckpointConfig:
     """Whether a checkpoint is read back and verified before it counts: files and tensors equal what was written,
     training changed the parameters, and an adapter has an effect. For the first checkpoint of a process, the last of a
     stage and the export, held-out rows must also have the live model's loss, bit for bit."""
-
-
-# ---- data ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class PrepareConfig:
-    """Preparation of documents as shuffled rows of one length; done once, on a CPU machine."""
-
-    folder: str | None = place("folder", default=None)
-    """Folder of prepared data, local or gs://; null is `<output_dir>/prepared`. Its subfolders are named by a hash of
-    all inputs and settings, so several runs and machines can share it."""
-    engine: str = choice("local", "ray", default="local")
-    """`local`: processes on this machine. `ray`: each file of a source is a task of a Ray cluster (RAY_ADDRESS)."""
-    workers: int | None = number(default=None, at_least=1)
-    """Worker processes; null starts one per usable core, and none for less than a few MB."""
-    packing: str = choice("best_fit", "pad", "none", default="best_fit")
-    """`best_fit`: several documents share a row (arXiv 2404.10830). `pad`: one document per row, padded to the row
-    length. `none`: one document per row, and each batch is padded to a multiple of `loader.pad_multiple`; eager runtime
-    only, since XLA would compile a program for every length."""
-    long_documents: str = choice("split", "truncate", "drop", default="split")
-    """Handling of documents longer than a row. `split`: into several rows (conversations between turns if possible);
-    not with `packing` pad or none. `truncate`: cut off (conversations after their last whole answer). `drop`:
-    removed."""
-    window_tokens: int = number(default=4 * 2**20, at_least=1)
-    """Tokens that are packed together and written as one shard; a worker needs about 60 bytes of memory for each."""
-    documents: str = choice("keep", "discard", default="discard")
-    """`keep` also writes the cleaned documents as parquet (id, source, text or messages)."""
-    on_finding: str = choice("stop", "warn", default="stop")
-    """Reaction of task=train to an error in the audit, such as held-out documents that another source trains on: `stop`
-    before the first step, or `warn` and continue."""
-    written_epochs: int = number(default=0, at_least=0)
-    """Epochs whose rows are also written in shuffled order, for sequential reads from a disk or bucket
-    (`loader.order=written`)."""
-    shuffle_passes: int = number(default=2, at_least=1)
-    """Shuffle passes over a written epoch: two produce a uniform permutation (data/store/shuffle.py), one a rough
-    one."""
-    shuffle_block_rows: int = number(default=8192, at_least=1)
-    """Rows held in memory and shuffled together in one pass."""
-
-
-@dataclass
-class LoaderConfig:
-    """Loading of rows from disk into batches on the device."""
-
-    order: str = choice("permutation", "written", default="permutation")
-    """`permutation`: rows are read in a random order determined by (seed, stage, epoch). `written`: the shuffled epochs
-    written by `prepare.written_epochs` are read sequentially."""
-    loader_prefetch_size: int = number(default=16, at_least=1)
-    """Batches assembled ahead on the host."""
-    device_prefetch_size: int = number(default=8, at_least=1)
-    """Batches sent to the device ahead, and as many more that each transfer thread holds; xla runtime only."""
-    host_to_device_transfer_threads: int = number(default=1, at_least=1)
-    """Threads that send batches, each with its own queues of the two sizes above; xla runtime only."""
-    read_ahead_mib: int = number(default=64, at_least=1)
-    """MiB fetched ahead from a remote folder."""
-    cache_gib: float = number(default=20.0, above=0)
-    """Largest local copy of a remote folder, in GiB; the oldest part is evicted first."""
-    pad_multiple: int = number(default=64, at_least=1)
-    """Batches of `prepare.packing=none` are padded to a multiple of this many tokens."""
 
 
 # ---- sweeps -------------------------------------------------------------------------------------------------

@@ -137,11 +137,6 @@ class StageRows(OrderedRows):
             self._orders[epoch] = generator.permutation(self.num_rows)
         return self._orders[epoch]
 
-    def locate(self, position: int) -> tuple[int, int]:
-        """Return (epoch, origin of the row) at a position counted from the stage's start."""
-        epoch, offset = divmod(position, self.num_rows)
-        return epoch, int(self.order(epoch)[offset])
-
     def read(self, epoch: int, *, start: int, stop: int) -> tuple[Rows, NDArray[np.int64]]:
         """Return rows and origins, as `OrderedRows.read` does."""
         origins_M = self.order(epoch)[start:stop]

@@ -4,23 +4,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from tpu_experiments.config.data_schema import DOCUMENT, FIRST_TURN, FORMATS_OF_KIND, DataSourceConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import DOCUMENT, FIRST_TURN, DataSourceConfig
 from tpu_experiments.storage.paths import find_local
-
-FORMATS_OF_KIND = {
-    "text": ("auto", "text"),
-    "chat": (
-        "auto",
-        "messages",
-        "alternating",
-        "question_answer",
-        "instruction",
-        "prompt_completion",
-        "llama2",
-        "human_assistant",
-    ),
-}
 
 
 @dataclass(frozen=True)

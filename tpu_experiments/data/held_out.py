@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.model_schema import DataSourceConfig
 from tpu_experiments.data.documents import spec_of
 from tpu_experiments.data.prepare import Preparation
 from tpu_experiments.data.reading.parts import list_parts

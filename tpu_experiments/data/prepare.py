@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.config.data_schema import FIRST_TURN, OWN_KEYS, DataSourceConfig, PrepareConfig, hashed_shares
 from tpu_experiments.config.defaults import Lengths
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import FIRST_TURN, OWN_KEYS, DataSourceConfig, hashed_shares
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.data.audit.summary import audit_hash, origins_text
 from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS

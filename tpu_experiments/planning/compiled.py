@@ -48,7 +48,6 @@ class Compiled:
     """Set where `memory` is None."""
     versions: dict[str, str]
     folder: Path
-    is_remembered: bool
 
     def optimized_hlo(self) -> str:
         """Return the TPU's program as text."""
@@ -114,7 +113,7 @@ class Compilers:
         memory = Memory(**answer["memory"]) if "memory" in answer else None
         shortage = None if memory else _shortage(answer, hw=hw, place=place, what=what)
         log.info("%s: compiled in %.0f s%s", what, answer["seconds"], ", on an earlier occasion" if known else "")
-        return Compiled(program.name, answer["seconds"], memory, shortage, answer["versions"], place, known)
+        return Compiled(program.name, answer["seconds"], memory, shortage, answer["versions"], place)
 
     def _run(self, place: Path, *, flags: str, what: str) -> None:
         given = os.environ | environment() | {"LIBTPU_INIT_ARGS": flags}

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.data_schema import hashed_shares, own_splits
 from tpu_experiments.config.defaults import intervals_of
-from tpu_experiments.config.model_schema import hashed_shares, own_splits
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.money import RunLength, StageLength
 from tpu_experiments.planning.timing import StepTime

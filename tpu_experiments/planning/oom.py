@@ -35,14 +35,8 @@ class Buffer:
     """Dimensions, per chip; empty for a scalar or where the message has none."""
     dtype: str
     """Element type, for example `bf16`."""
-    op_name: str
-    """Operation that produces it, as the traced program names it; empty where the message does not say."""
-    label: str
-    """The compiler's own instruction, truncated by the compiler; empty for an argument."""
     kind: str
     """`argument`, `temporary` or `output`."""
-    padding: int
-    """Bytes of `bytes` that only fill up tiles."""
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -58,12 +52,6 @@ class OutOfMemory:
     """Memory that the program would need, as far as the compiler got."""
     limit_gib: float
     """Memory available to programs: HBM minus what the runtime reserves."""
-    exceeded_gib: float
-    """Used minus limit."""
-    program_gib: float | None
-    """Temporaries and code; None where the compiler stopped at the arguments."""
-    arguments_gib: float | None
-    """Arguments as counted in `used_gib`; 0 where the compiler did not count them, None where it does not say."""
     buffers: tuple[Buffer, ...]
     """The largest ones, largest first."""
     message: str
@@ -96,9 +84,6 @@ def read_out_of_memory(message: str) -> OutOfMemory:
         memory_space=headline[1],
         used_gib=used / GIB,
         limit_gib=limit / GIB,
-        exceeded_gib=(used - limit) / GIB,
-        program_gib=listed_gib(message, name="program"),
-        arguments_gib=listed_gib(message, name="arguments"),
         buffers=tuple(read_buffer(entry) for entry in entries),
         message=first_line(message),
     )
@@ -121,19 +106,13 @@ def one_allocation(size: str, limit: str, shape: str, rest: str, *, message: str
         bytes=int(size),
         shape=array.dims,
         dtype=array.dtype,
-        op_name="",
-        label=label,
         kind="argument" if "argument" in label or "parameter" in label else "temporary",
-        padding=max(0, int(size) - array.num_bytes),
     )
     used, available = int(size) / GIB, int(limit) / GIB
     return OutOfMemory(
         memory_space=space[1] if space else "hbm",
         used_gib=used,
         limit_gib=available,
-        exceeded_gib=used - available,
-        program_gib=None,
-        arguments_gib=None,
         buffers=(buffer,),
         message=message,
     )
@@ -144,28 +123,18 @@ def in_bytes(number: str, unit: str) -> int:
     return round(float(number) * UNITS[unit])
 
 
-def listed_gib(message: str, *, name: str) -> float | None:
-    """Return a line of the table under "Total hbm usage", in GiB; None where there is none."""
-    line = re.search(rf"^ +{name} +{SIZE}\s*$", message, re.MULTILINE)
-    return in_bytes(line[1], line[2]) / GIB if line else None
-
-
 def read_buffer(entry: str) -> Buffer:
     """Parse one numbered entry of the list."""
     fields = dict(re.findall(r"^ +([A-Z][\w ]+): (.*?) *$", entry, re.MULTILINE))
-    size, unpadded = (re.match(SIZE, fields.get(key, "")) for key in ("Size", "Unpadded size"))
+    size = re.match(SIZE, fields.get("Size", ""))
     head = BUFFER.match(entry)
     num_bytes = in_bytes(head[1], head[2]) if head else in_bytes(*size.groups()) if size else 0
     shapes = shapes_in(fields.get("Shape", ""))
-    op_name = re.search(r'op_name="([^"]*)"', fields.get("Operator", ""))
     return Buffer(
         bytes=num_bytes,
         shape=shapes[0].dims if shapes else (),
         dtype=shapes[0].dtype if shapes else "",
-        op_name=op_name[1] if op_name else "",
-        label=fields.get("XLA label", ""),
         kind=kind_of(fields.get("Allocation type", "")),
-        padding=max(0, num_bytes - in_bytes(*unpadded.groups())) if unpadded else 0,
     )
 
 

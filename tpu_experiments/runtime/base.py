@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tpu_experiments.config.schema import LoaderConfig
+from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.runtime.ops import Constrain, Folding, Loop
 
 Shape = tuple[int, ...]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.schema import LoaderConfig
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program, Shape
 from tpu_experiments.runtime.feed import Ahead
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
-from tpu_experiments.config.model_schema import QUESTION_ROWS, DataSourceConfig
+from tpu_experiments.config.data_schema import QUESTION_ROWS, DataSourceConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import (

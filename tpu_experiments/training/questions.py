@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.checkpoint.progress import AnswersRecord
+from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config, SampleConfig
 from tpu_experiments.data.documents import Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of

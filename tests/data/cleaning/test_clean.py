@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tpu_experiments.config.data_schema import CleanConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import CleanConfig
 from tpu_experiments.data.cleaning.clean import Cleaner, check_rules, collapse_blanks, with_commas
 from tpu_experiments.data.documents import Document, Refused
 

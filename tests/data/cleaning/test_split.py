@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_experiments.data.cleaning.duplicates import content_key, prompt_key
-from tpu_experiments.data.cleaning.split import SPLITS, overlaps, split_codes, split_of
+from tpu_experiments.data.cleaning.split import overlaps, split_codes
 from tpu_experiments.data.documents import Document
 
 TRAIN, EVALUATION, TEST = range(3)
@@ -55,13 +55,6 @@ def test_new_documents_move_none_of_the_old_ones(old, new, order):
 def test_copies_in_other_case_or_blanks_are_on_the_same_side(words, blanks):
     one, other = " ".join(words), blanks + (2 * blanks).join(words).swapcase() + blanks
     assert np.array_equal(keys_of([one]), keys_of([other]))
-
-
-def test_one_by_one_is_the_same():
-    texts = [f"document {i}" for i in range(200)]
-    codes = split_codes(keys_of(texts)[:, 0], eval_fraction=0.2, test_fraction=0.3)
-    names = [split_of(content_key(Document("", text=t)), eval_fraction=0.2, test_fraction=0.3) for t in texts]
-    assert names == [SPLITS[code] for code in codes]
 
 
 @pytest.mark.parametrize(("eval_fraction", "test_fraction", "only"), [(0, 0, TRAIN), (0, 1, TEST), (0.5, 0.5, None)])

@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.readers import read, recognised, spec_for, split_rows
+from tpu_experiments.config.data_schema import FORMATS_OF_KIND
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.documents import FORMATS_OF_KIND, Document, Refused
+from tpu_experiments.data.documents import Document, Refused
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.storage import streams

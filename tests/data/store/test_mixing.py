@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tpu_experiments.data.store.mixing import measure_mixing
+from tests.data.store.mixing import measure_mixing
 
 SIZES = (12_000, 5_000, 3_000)
 ROWS = sum(SIZES)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.store.mixing import measure_mixing
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.data.store import shuffle
-from tpu_experiments.data.store.mixing import measure_mixing
 from tpu_experiments.data.store.shards import decode_rows, row_dtype
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
 

@@ -1,4 +1,4 @@
-"""Cleaning rules for documents, each optional and counted; config/model_schema.py documents them.
+"""Cleaning rules for documents, each optional and counted; config/data_schema.py documents them.
 
 The language of a text is identified offline by py3langid's naive Bayes over byte n-grams (Lui & Baldwin, ACL 2012).
 """
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
+from tpu_experiments.config.data_schema import CleanConfig
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.model_schema import CleanConfig
 from tpu_experiments.data.documents import Document, Refused
 
 _CODES = """

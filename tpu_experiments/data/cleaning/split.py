@@ -53,12 +53,6 @@ def joined_groups(groups_D: NDArray[np.uint64], *, first_D: NDArray[np.int64]) -
     return np.where(is_joined_G, mixed(hashes_G[parent_G]), hashes_G)[group_D]
 
 
-def split_of(key: bytes, *, eval_fraction: float, test_fraction: float) -> str:
-    """Return the name of one document's split, by a hash of which the first 8 bytes are used."""
-    numbers_1 = np.frombuffer(key[:8], "<u8")
-    return SPLITS[split_codes(numbers_1, eval_fraction=eval_fraction, test_fraction=test_fraction)[0]]
-
-
 def overlaps(keys_D2: NDArray[np.uint64], prompts_D: NDArray[np.uint64], codes_D: NDArray[np.int8]) -> dict[str, int]:
     """Count the documents of each held-out split whose content, or whose prompt, is in train too.
 

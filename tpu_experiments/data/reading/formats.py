@@ -18,8 +18,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from tpu_experiments.config.data_schema import FORMATS_OF_KIND
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.data.documents import FORMATS_OF_KIND, Document, Refused, SourceSpec, no_document
+from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document
 from tpu_experiments.data.reading.locations import suffixes_of
 from tpu_experiments.data.reading.raw_rows import RawRow, not_utf8
 from tpu_experiments.data.reading.strict_objects import StrictDecoder

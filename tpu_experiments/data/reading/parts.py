@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import OWN_KEYS
 from tpu_experiments.data.documents import SourceSpec
 from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.storage import paths
@@ -42,11 +42,6 @@ class Parts:
 
     parts: list[Part]
     origins: dict[str, str]
-
-    @property
-    def main(self) -> Part:
-        """The rows of `path`."""
-        return self.parts[0]
 
     @property
     def own(self) -> frozenset[str]:

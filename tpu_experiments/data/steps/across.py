@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.config.model_schema import DataSourceConfig
+from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.selection import Selection

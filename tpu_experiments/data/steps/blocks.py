@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.model_schema import CleanConfig
+from tpu_experiments.config.data_schema import CleanConfig
 from tpu_experiments.data.cleaning.clean import Cleaner
 from tpu_experiments.data.cleaning.duplicates import Signer, content_key, exact_key, group_key, prompt_key
 from tpu_experiments.data.documents import Document, Refused, SourceSpec

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from tpu_experiments.config.curriculum import Stage
-from tpu_experiments.config.schema import PrepareConfig
+from tpu_experiments.config.data_schema import PrepareConfig
 from tpu_experiments.data.prepared import MANIFEST, PreparedSource, read_manifest
 from tpu_experiments.data.steps.keys import short_hash
 from tpu_experiments.data.store.shards import RowStore, damaged_shards, row_dtype

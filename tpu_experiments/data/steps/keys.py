@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.model_schema import DataSourceConfig
-from tpu_experiments.config.schema import PrepareConfig
+from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.files import fingerprint
 from tpu_experiments.data.reading.hub import fingerprint_of_hub

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.config.model_schema import FIRST_TURN, DataSourceConfig, hashed_shares
+from tpu_experiments.config.data_schema import FIRST_TURN, DataSourceConfig, hashed_shares
 from tpu_experiments.data.cleaning.duplicates import find_duplicates, is_among
 from tpu_experiments.data.cleaning.split import SPLITS, joined_groups, overlaps, split_codes
 from tpu_experiments.data.steps.blocks import BlockIndex, Keys, joined, read_keys, read_whole

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.model_schema import DataSourceConfig
-from tpu_experiments.config.schema import PrepareConfig
+from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document, raise_if_bad
 from tpu_experiments.data.prepared import NotPrepared, read_record
 from tpu_experiments.data.reading.files import read_raw

@@ -59,8 +59,6 @@ class ProgramCost:
     kernels: tuple[Kernel, ...]
     transfers: tuple[Transfer, ...]
     loops: tuple[Loop, ...]
-    entry_parameters: int
-    """Number of arguments of the program."""
     random_bytes: int
     """Bytes of random numbers written; the compiler estimates no cycles for them."""
     host_bytes: int
@@ -115,7 +113,6 @@ def read_program(hlo: str, *, widths: Widths | None = None) -> ProgramCost:
         kernels=tuple(replace(kernel, count=count) for kernel, count in tally.kernels.items()),
         transfers=tuple(summed(tally.transfers)),
         loops=tuple(tally.loops.values()),
-        entry_parameters=sum(i.opcode == "parameter" for i in module.entry.instructions),
         random_bytes=tally.silent["random"],
         host_bytes=tally.silent["host"],
         cycles_by_part=dict(tally.parts),

@@ -20,11 +20,11 @@ from torch_xla._internal import tpu
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 from torch_xla.utils.utils import getenv_as
 
+from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
-from tpu_experiments.config.schema import LoaderConfig
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program, Shape
 from tpu_experiments.runtime.feed import Dealer
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import psutil
 
-from tpu_experiments.config.model_schema import OWN_KEYS
+from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.metrics.flops import read_decoder

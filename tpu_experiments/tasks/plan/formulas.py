@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.curriculum import Stage, resolve_stages, uneven_rows
+from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.huggingface import ShapesOfModel
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.curriculum import Stage, resolve_stages
-from tpu_experiments.config.model_schema import QUESTION_ROWS
+from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch

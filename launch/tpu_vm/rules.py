@@ -8,10 +8,9 @@ PREEMPTED or gone; neither recovers by itself.
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.tpu_vm.failures import advice_for, in_one_line, kind_of
+from launch.tpu_vm.errors import STOPPED, advice_for, in_one_line, kind_of
 from launch.tpu_vm.money import HOUR, Limits, hours_used, seconds_left
 from launch.tpu_vm.state import Record
-from launch.tpu_vm.workers import STOPPED_EXIT_CODE
 
 WAITING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES")
 UNDELETABLE = ("PROVISIONING", "DELETING", "SUSPENDING")
@@ -157,10 +156,10 @@ def _ready(record: Record, now: float, limits: Limits) -> Action:
         return Action("look")
     if record.exit_code == 0:
         return Action("close", why="the run finished", outcome="finished")
-    if record.exit_code == STOPPED_EXIT_CODE and record.is_stop_asked:
+    if record.exit_code == STOPPED and record.is_stop_asked:
         return Action("close", why="the run was stopped and saved a checkpoint", outcome="stopped")
     if (
-        record.exit_code == STOPPED_EXIT_CODE and record.attempts < MAX_ATTEMPTS
+        record.exit_code == STOPPED and record.attempts < MAX_ATTEMPTS
     ):  # stopped by the machine, for a reclaim or maintenance that did not take place
         return Action("start")
     return Action("close", why=f"the run ended with exit code {record.exit_code}", outcome="failed")

@@ -1,9 +1,10 @@
-"""Build every command line as a list of words; nothing here runs one.
+"""Build every gcloud command line as a list of words; nothing here runs one.
 
 `--accelerator-type` is used and never `--type`, which accepts no v5e or v6e outside alpha. Only ssh through IAP
 (`network=internal`) needs the alpha track.
 """
 
+import shlex
 from dataclasses import dataclass
 
 from launch.tpu_vm.settings import Settings
@@ -14,6 +15,8 @@ CHECKOUT = "tpu_experiments"
 """Folder of the code in the VM's home directory."""
 TUNNELS = 8
 """Workers addressed at a time through IAP."""
+CLOUD_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+LOADER_TYPE = "c3-standard-4"  # supports both Hyperdisk ML and balanced disks
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def create(target: Target, slice_: Slice, *, watchdog: str, watchdog_seconds: fl
     words += [f"--runtime-version={settings.runtime_version or slice_.runtime_version}"]
     words += ["--spot"] if settings.spot else []
     words += [f"--valid-until-duration={max(600, valid_seconds):.0f}s"]
-    words += [f"--labels={LABEL}={settings.name}", "--scopes=https://www.googleapis.com/auth/cloud-platform"]
+    words += [f"--labels={LABEL}={settings.name}", f"--scopes={CLOUD_SCOPE}"]
     words += [f"--service-account={settings.service_account}"] if settings.service_account else []
     words += ["--internal-ips"] if settings.network == "internal" else []
     if settings.data_disk:
@@ -188,3 +191,58 @@ def grant(project_id: str, service_account: str) -> list[str]:
     """Grant the role to delete TPUs; shown to the user, since the launcher itself grants no role."""
     words = ["gcloud", "projects", "add-iam-policy-binding", project_id, f"--member=serviceAccount:{service_account}"]
     return [*words, "--role=roles/tpu.admin", "--condition=None"]
+
+
+def create_disk(target: Target, disk_type: str) -> list[str]:
+    """Create an empty disk."""
+    settings = target.settings
+    words = ["gcloud", "compute", "disks", "create", settings.data_disk, *target.place, f"--type={disk_type}"]
+    return [*words, f"--size={settings.data_disk_gb}GB", f"--labels={LABEL}={settings.name}", "--quiet"]
+
+
+def create_loader(target: Target, vm: str) -> list[str]:
+    """Create a VM with the disk attached for writing; it deletes itself after 12 h at the latest."""
+    words = ["gcloud", "compute", "instances", "create", vm, *target.place, f"--machine-type={LOADER_TYPE}"]
+    words += [f"--labels={LABEL}={target.settings.name}", f"--scopes={CLOUD_SCOPE}", "--image-family=debian-12"]
+    words += ["--image-project=debian-cloud", "--max-run-duration=12h", "--instance-termination-action=DELETE"]
+    words += [f"--disk=name={target.settings.data_disk},device-name=data,mode=rw,boot=no,auto-delete=no"]
+    return [*words, "--quiet"]
+
+
+def fill_disk(target: Target, vm: str) -> list[str]:
+    """Format the disk if it is empty, mount it, and copy the bucket onto it."""
+    device, bucket = "/dev/disk/by-id/google-data", shlex.quote(target.settings.source)
+    command = (
+        f"set -e; sudo blkid {device} >/dev/null || sudo mkfs.ext4 -q -m 0 {device}; sudo mkdir -p /mnt/data; "
+        f"mountpoint -q /mnt/data || sudo mount -o discard,defaults {device} /mnt/data; "
+        f"sudo chmod 777 /mnt/data; gcloud storage rsync --recursive {bucket} /mnt/data; sync; sudo umount /mnt/data"
+    )
+    words = ["gcloud", "compute", "ssh", vm, *target.place, "--quiet", "--strict-host-key-checking=no"]
+    return [*words, f"--command={command}"]
+
+
+def delete_loader(target: Target, vm: str) -> list[str]:
+    """Delete the VM and keep the disk."""
+    return ["gcloud", "compute", "instances", "delete", vm, *target.place, "--keep-disks=data", "--quiet"]
+
+
+def share_disk(target: Target) -> list[str]:
+    """Switch a Hyperdisk ML to READ_ONLY_MANY, so that many VMs can attach it."""
+    words = ["gcloud", "compute", "disks", "update", target.settings.data_disk, *target.place]
+    return [*words, "--access-mode=READ_ONLY_MANY", "--quiet"]
+
+
+def list_loaders(target: Target) -> list[str]:
+    """List the VMs that load_data created."""
+    return _labelled(target, "instances")
+
+
+def list_disks(target: Target) -> list[str]:
+    """List the disks that load_data created."""
+    return _labelled(target, "disks")
+
+
+def _labelled(target: Target, kind: str) -> list[str]:
+    account = [f"--account={target.settings.account}"] if target.settings.account else []
+    place = [f"--project={target.project}", f"--zones={target.zone}", *account]
+    return ["gcloud", "compute", kind, "list", *place, f"--filter=labels.{LABEL}:*", "--format=json"]

@@ -4,9 +4,14 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-from launch.tpu_vm.running import Completed
+from launch.tpu_vm.job import plan_words
+from launch.tpu_vm.settings import settings_of
+from launch.tpu_vm.slices import load_slice
 from launch.tpu_vm.state import Record, Store
+from launch.tpu_vm.world import Completed, LocalFiles, World
 
 
 class DryClock:
@@ -77,3 +82,50 @@ class MemoryStore(Store):
 
     def save(self, record: Record) -> None:
         """Discard the record."""
+
+
+class NoFiles(LocalFiles):
+    """File access of --dry-run, which writes nothing."""
+
+    def archive(self, file: Path) -> str:
+        """Return a description without packing."""
+        return "the files of this working tree"
+
+    def make_dirs(self, folder: Path) -> None:
+        """Create nothing."""
+
+    def write(self, file: Path, text: str) -> None:
+        """Write nothing."""
+
+    def deploy_key(self, folder: Path) -> tuple[str, str]:
+        """Return placeholders for both keys."""
+        return "(the private key)\n", "ssh-ed25519 (made when it is no dry run)"
+
+    def names(self, folder: Path) -> list[str]:
+        """Return no names."""
+        return []
+
+    def unpack(self, file: Path, into: Path) -> list[str]:
+        """Return no names."""
+        return []
+
+
+def dry_world(world: World, words: list[str]) -> World:
+    """Return a world in which commands are printed and nothing is run, written or asked."""
+    settings, _ = settings_of(words)
+    count = load_slice(settings.hw).num_workers if settings.hw else 1
+    pretended = DryRun(world.say, num_workers=count, service_account=settings.service_account)
+
+    def say_plan(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> None:
+        world.say(f"$ {' '.join(['python', 'run.py', *plan_words(overrides, results=results)[2:]])}")
+
+    return replace(
+        world,
+        run=pretended,
+        clock=DryClock(),
+        ask=lambda question: "y",
+        promise=say_plan,
+        files=NoFiles(),
+        store=MemoryStore,
+        new_id=lambda: "000000",
+    )

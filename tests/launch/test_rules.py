@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from launch.tpu_vm.machine import Seen, decide
 from launch.tpu_vm.money import Limits
+from launch.tpu_vm.rules import Seen, decide
 from launch.tpu_vm.state import Record
 from tests.launch.fake_cloud import QUOTA, STOCKOUT
 

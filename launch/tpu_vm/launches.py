@@ -1,59 +1,29 @@
-"""Create the record and driver of a launch; `up`, `run` and `train` differ only in their goal."""
+"""Find or create a launch: its record, limits, lock and driver.
+
+`up`, `run` and `train` differ only in their goal.
+"""
 
 import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from launch.tpu_vm import code_sync, commands, planning, rights
-from launch.tpu_vm.clock import Clock
+from launch.tpu_vm import code_sync, gcloud, rights
 from launch.tpu_vm.cloud import Cloud
 from launch.tpu_vm.driver import Driver
 from launch.tpu_vm.errors import LaunchError
-from launch.tpu_vm.job import Job, is_sweep, job_of
-from launch.tpu_vm.local_files import LocalFiles
+from launch.tpu_vm.job import Job, Promise, is_sweep, job_of
 from launch.tpu_vm.money import HOUR, Limits
-from launch.tpu_vm.planning import Promise
-from launch.tpu_vm.running import Run
-from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.settings import Settings, require_name, settings_of
 from launch.tpu_vm.slices import Slice, load_slice
-from launch.tpu_vm.state import Record, Store, new_id
+from launch.tpu_vm.state import Record
 from launch.tpu_vm.vm import Vm
+from launch.tpu_vm.world import World
 
 WATCHDOG = "launch/watchdog.sh"
-
-
-@dataclass
-class World:
-    """Everything external: network, clock, user and environment; replaced in the tests."""
-
-    run: Run
-    clock: Clock
-    say: Callable[[str], None]
-    ask: Callable[[str], str]
-    environ: Mapping[str, str]
-    promise: Callable[..., Promise | None] = planning.promise
-    files: LocalFiles = field(default_factory=LocalFiles)
-    store: Callable[[Path, str], Store] = Store
-    new_id: Callable[[], str] = new_id
-
-    def confirm(self, question: str, settings: Settings) -> None:
-        """Ask the user for confirmation, unless `yes=true`.
-
-        Raises:
-            LaunchError: the answer is not yes.
-        """
-        if settings.yes:
-            return
-        try:
-            answer = self.ask(f"{question} [y/N] ")
-        except EOFError:
-            answer = ""
-        if answer.strip().lower() not in ("y", "yes"):
-            raise LaunchError("nothing was changed; answer y, or give yes=true.")
 
 
 def folder_of(settings: Settings) -> Path:
@@ -67,7 +37,7 @@ def project_of(world: World, settings: Settings) -> str:
     Raises:
         LaunchError: neither is set.
     """
-    project = settings.project or world.run(commands.project()).out.strip()
+    project = settings.project or world.run(gcloud.project()).out.strip()
     if not project or project == "(unset)":
         raise LaunchError(
             "project=; gcloud has no project of its own; give project=ID or gcloud config set project ID."
@@ -244,3 +214,25 @@ def locked(world: World, settings: Settings) -> Iterator[None]:
         stream.write(f"process {os.getpid()}, since {time.strftime('%H:%M')}")
         stream.flush()
         yield
+
+
+def known_record(world: World, settings: Settings) -> Record:
+    """Return the record of the launch named by `name=`.
+
+    Raises:
+        LaunchError: no such launch is recorded here.
+    """
+    require_name(settings)
+    record = world.store(folder_of(settings), settings.name).load()
+    if record is None:
+        raise LaunchError(f"name={settings.name}; no launch of that name is known in {folder_of(settings)}.")
+    return record
+
+
+def known_driver(world: World, words: list[str]) -> Driver:
+    """Return the driver of a recorded launch."""
+    settings, _ = settings_of(words)
+    record = known_record(world, settings)
+    settings, env_file = settings_of([*record.words, *words])
+    secrets = secrets_of(world, settings, env_file)
+    return driver_of(world, record, settings, secrets=secrets)
