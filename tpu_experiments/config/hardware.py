@@ -125,4 +125,5 @@ class HwConfig:
     """Largest block of queries and of keys in the attention kernel, in tokens; a multiple of 128 that fits into the
     chip's VMEM. Shorter rows are one block."""
     num_threads: int | None = number(default=None, at_least=1)
-    """CPU threads per process of the eager runtime; null divides the usable cores among the processes."""
+    """CPU threads per process of the eager runtime; null takes OMP_NUM_THREADS, and where that is not set,
+    divides the usable cores among the processes."""

@@ -24,6 +24,12 @@ from tpu_experiments.runtime.ops import Constrain, Folding, Loop, python_loop, u
 GIB = 2**30
 
 
+def threads_of(num_processes: int) -> int:
+    """Return OMP_NUM_THREADS where it is set to a number, else this process's part of the usable cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
 class EagerRuntime:
     """One process in plain torch; `rank` of `world_size` when torch.distributed is initialised."""
 
@@ -35,7 +41,7 @@ class EagerRuntime:
         self.num_devices = hw.num_devices
         self.device = torch.device(f"cuda:{self.rank}" if hw.device == "cuda" else "cpu")
         if hw.device == "cpu":
-            torch.set_num_threads(hw.num_threads or max(1, len(os.sched_getaffinity(0)) // self.world_size))
+            torch.set_num_threads(hw.num_threads or threads_of(self.world_size))
         self.loop: Loop = python_loop
         self.constrain: Constrain = unconstrained
         self.folding: Folding | None = None
