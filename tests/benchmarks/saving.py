@@ -91,7 +91,7 @@ class Job:
                 p.copy_(p - batch["lr"] * slots["mean"] / (slots["square"].sqrt() + 1e-8))
             return product.sum()
 
-    def train_one(self) -> None:
+    def queue_step(self) -> None:
         """One step, waited for."""
         self.program(self.runtime.put({"lr": torch.tensor([1e-4])}, rows_dim=-1))
         self.runtime.wait()
@@ -129,7 +129,7 @@ def main() -> None:
 
     job = Job(XlaRuntime(config.hw, sharding=config.sharding, trace_every=50), num_products=args.products)
     for _ in range(5):
-        job.train_one()
+        job.queue_step()
     folder = tempfile.mkdtemp(dir=args.folder)
     try:
         parts(job, folder)
@@ -186,7 +186,7 @@ def steps(job: Job, folder: str, *, rounds: int, every: int) -> None:
                     saver.save(job.live, step=job.progress.step, is_interval=True)
                 in_saves[name].append(time.perf_counter() - started)
                 for _ in range(every):
-                    job.train_one()
+                    job.queue_step()
                 blocks[name].append(time.perf_counter() - started)
                 if saver is not None:
                     saver.join()

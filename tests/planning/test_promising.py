@@ -10,7 +10,7 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.schema import Config
-from tpu_experiments.loggers.promise import Measured, Promise, held_against, promise_line
+from tpu_experiments.loggers.promise import Measured, Promise, compared_with_plan, promise_line
 from tpu_experiments.planning.analytic import estimated_time
 from tpu_experiments.planning.promise import NOT_ALL, promise_of
 from tpu_experiments.planning.saved import programs_key
@@ -80,7 +80,7 @@ def test_without_a_compiled_plan_the_formulas_promise(tmp_path: Path) -> None:
 
 def test_a_mean_step_is_held_against_the_steps_that_were_done() -> None:
     promise = Promise("compiled", "plan.json", {"text": 0.5, "chat": 0.25, "other": 9.0}, 2.0, 40.0)
-    assert held_against(promise, MEASURED) == {
+    assert compared_with_plan(promise, MEASURED) == {
         "source": "compiled",
         "file": "plan.json",
         "reason": None,
@@ -94,18 +94,18 @@ def test_a_mean_step_is_held_against_the_steps_that_were_done() -> None:
         "hbm_gib": {"planned": 2.0, "measured": 1.5, "ratio": 0.75, "reason": None},
         "compile_seconds": {"planned": 40.0, "measured": 30.0, "ratio": 0.75, "reason": None},
     }
-    [line] = promise_line(held_against(promise, MEASURED))
+    [line] = promise_line(compared_with_plan(promise, MEASURED))
     assert line == "  planned         0.438 s a step (compiled), measured 1.25: 2.86 times as long"
 
 
 def test_what_is_not_known_is_null_with_a_reason() -> None:
-    nothing = held_against(Promise(reason="there is no plan"), MEASURED)
+    nothing = compared_with_plan(Promise(reason="there is no plan"), MEASURED)
     figures = ("step_seconds", "tokens_per_second_per_chip", "hbm_gib", "compile_seconds")
     assert {nothing[name]["reason"] for name in figures} == {nothing["reason"]} == {"there is no plan"}
     assert {nothing[name]["ratio"] for name in figures} == {nothing["source"]} == {None}
     assert nothing["step_seconds"]["measured"] == 10 / 8
     promise = Promise("analytic", None, {"text": 0.5, "chat": 0.25}, 2.0, None, compile_reason="not compiled")
-    silent = held_against(promise, replace(MEASURED, hbm_gib=None))
+    silent = compared_with_plan(promise, replace(MEASURED, hbm_gib=None))
     assert silent["hbm_gib"] == {
         "planned": 2.0,
         "measured": None,
@@ -113,8 +113,8 @@ def test_what_is_not_known_is_null_with_a_reason() -> None:
         "reason": "the device does not tell its memory",
     }
     assert silent["compile_seconds"]["reason"] == "not compiled"
-    idle = held_against(promise, replace(MEASURED, steps={}, train_seconds=None))
+    idle = compared_with_plan(promise, replace(MEASURED, steps={}, train_seconds=None))
     assert idle["step_seconds"]["reason"] == "no step was trained since the last start"
-    part = held_against(replace(promise, step_seconds={"text": 0.5}), MEASURED)
+    part = compared_with_plan(replace(promise, step_seconds={"text": 0.5}), MEASURED)
     assert part["step_seconds"]["reason"] == "the plan has no time of a stage of this run"
     assert promise_line(part) == promise_line(idle) == promise_line(None) == []

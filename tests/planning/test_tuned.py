@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.config.composing import composed
-from tpu_experiments.config.defaults import settled
+from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.tuned import KEPT, SPEED, value_of
 from tpu_experiments.planning import tuned as table
@@ -21,7 +21,7 @@ FOLDED = {
 
 
 def settled_of(*words: str):
-    return settled(composed(*words), None)
+    return with_lengths(composed(*words), None)
 
 
 def line(*, speed: float = 12_000.0, compiling: float = 200.0, **changed) -> Line:
@@ -128,7 +128,7 @@ def test_a_run_keeps_what_belongs_to_its_identity(known, tmp_path) -> None:
     begun = tuned(settled_of(*words))
     RunFolder(str(tmp_path), "first").create(begun)
     known()  # another version of the table, or none
-    again = settled(continued(composed(*words)), None)
+    again = with_lengths(continued(composed(*words)), None)
     assert {key: value_of(again, key) for key in KEPT} == {key: value_of(begun, key) for key in KEPT}
     assert tuned(again, is_begun=True).sharding.name == "fsdp"
     known(line(settings={**FOLDED, "model.remat": "none"}), line())
@@ -139,7 +139,7 @@ def test_a_run_keeps_what_belongs_to_its_identity(known, tmp_path) -> None:
 def test_a_run_of_before_is_not_changed(known, tmp_path) -> None:
     words = (*HEADLINE, f"output_dir={tmp_path}", "name=before")
     RunFolder(str(tmp_path), "before").create(replace(settled_of(*words), tuned="off"))
-    again = settled(continued(composed(*words)), None)
+    again = with_lengths(continued(composed(*words)), None)
     assert tuned(again, is_begun=True) == again
 
 

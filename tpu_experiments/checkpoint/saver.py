@@ -104,7 +104,7 @@ class Saver:
         self._saved_at = time.monotonic()
         self._saved: Progress | None = None
 
-    def begins_with(self, marks: Mapping[str, str]) -> None:
+    def use_start_fingerprints(self, marks: Mapping[str, str]) -> None:
         """Verify saves against the initial fingerprints of a warm start; empty `marks` change nothing."""
         if marks:
             self.start = replace(self.start, fingerprints=dict(marks))

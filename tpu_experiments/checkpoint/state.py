@@ -152,7 +152,7 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.contiguous() for name, t in unstacked(copies).items()}
 
 
-def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def to_host_one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield as `to_host`, in the order of `shapes_of`, copying one device tensor at a time."""
     for name, tensor in tensors.items():
         yield from to_host({name: tensor}).items()

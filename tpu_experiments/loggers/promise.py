@@ -43,7 +43,7 @@ class Measured:
     num_devices: int
 
 
-def held_against(promise: Promise, measured: Measured) -> dict[str, Any]:
+def compared_with_plan(promise: Promise, measured: Measured) -> dict[str, Any]:
     """Return the field `plan`: planned, measured and their ratio for every figure; null with a reason."""
     steps = sum(measured.steps.values())
     tokens = sum(count * measured.step_tokens[stage] for stage, count in measured.steps.items())

@@ -9,8 +9,8 @@ from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import told
-from tpu_experiments.training.batches import prepare_sources, prepared_folder, stages_of, tokenizer_for
-from tpu_experiments.training.row_lengths import settle
+from tpu_experiments.training.batches import load_run_tokenizer, prepare_sources, prepared_folder, stages_with_data
+from tpu_experiments.training.row_lengths import measure_rows
 
 
 def run(config: Config) -> None:
@@ -35,9 +35,9 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
     """Return the sources, their manifests and the path of the audit's page."""
     if config.prepare.engine == "local":
         start_server()  # its imports overlap with loading the tokenizer here
-    config = settle(config)
-    stages = stages_of(config)
-    tokenizer = tokenizer_for(config)
+    config = measure_rows(config)
+    stages = stages_with_data(config)
+    tokenizer = load_run_tokenizer(config)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages, verify="all")
     for stage in stages:
         write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)

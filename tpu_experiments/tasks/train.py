@@ -29,7 +29,7 @@ from tpu_experiments.storage.process import started_seconds
 from tpu_experiments.storage.retry import StorageFailed, complaint, is_told, told
 from tpu_experiments.storage.run_folder import RunFolder, continued, has_begun, has_other_length, open_run
 from tpu_experiments.storage.spool import Spool, keep_in, key_of
-from tpu_experiments.tasks.settling import settled_run
+from tpu_experiments.tasks.settling import with_open_settings
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
 from tpu_experiments.training.batches import RunInputs, expected_programs, num_steps, prepared_folder
 from tpu_experiments.training.length import NewLength, lengthen, new_length
@@ -108,7 +108,7 @@ def with_rows(config: Config) -> Config:
     """
     with told(config.output_dir):
         found, is_begun = continued(config), has_begun(config)
-    found = settled_run(found, is_begun=is_begun)
+    found = with_open_settings(found, is_begun=is_begun)
     if config.hw.chip is not None and is_open(config):
         from tpu_experiments.planning.check import check_memory
 
@@ -208,7 +208,7 @@ def make_outputs(
         promise=promise,
         ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
         spool=spool,
-        reopened=lambda: make_loggers(config, folder, inputs),
+        reopen_loggers=lambda: make_loggers(config, folder, inputs),
     )
 
 

@@ -17,7 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
-from tpu_experiments.training.start import told_of
+from tpu_experiments.training.start import lineage_text
 
 CARD = "README.md"
 
@@ -189,7 +189,7 @@ def _starts(lineage: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a line for the warm start of a run, for that of its source, and so on."""
     while lineage is not None:
         hashes = ", ".join(sorted((lineage.get("data") or {}).values()))
-        yield f"`{lineage['run']}`: {told_of(lineage)}{f', trained on data of audit hash {hashes}' if hashes else ''}"
+        yield f"`{lineage['run']}`: {lineage_text(lineage)}{f', trained on data of audit hash {hashes}' if hashes else ''}"
         lineage = lineage.get("start")
 
 

@@ -320,7 +320,7 @@ class Exchange:
     reference: str
 
 
-def as_records(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+def decoded_documents(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
     """Return the documents as text, decoded from their tokens."""
     if held_out.kind == "chat":
         found = exchanges(held_out, tokenizer=tokenizer, num=held_out.flat.num_documents)

@@ -40,7 +40,7 @@ class NewLength:
 
 
 @dataclass(frozen=True)
-class _Agreement:
+class _CommonPrefix:
     """Common prefix of the shorter and the longer run."""
 
     num_steps: int
@@ -67,23 +67,23 @@ def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLengt
     found = latest_progress(checkpoints)
     if found is None:
         return NewLength(0, sum(now))
-    before = _as_it_was(config, stored)
+    before = _with_stored_values(config, stored)
     was = [num_steps_of(inputs, stage, config=before) for stage in resolve_stages(before)]
     if any(new < old for new, old in zip(now, was, strict=True)):
         raise _refusal(folder, config, stored, why=f"{sum(was)} steps, and {sum(now)} are fewer in one of its stages")
-    agreed = _agreement(inputs, config, before=before)
-    if found[0] > agreed.num_steps:
-        found = latest_progress(checkpoints, before=agreed.num_steps + 1) if agreed.is_decay else None
+    prefix = _common_prefix(inputs, config, before=before)
+    if found[0] > prefix.num_steps:
+        found = latest_progress(checkpoints, before=prefix.num_steps + 1) if prefix.is_decay else None
     if found is None:
-        assert agreed.why is not None, "a run has no checkpoint behind its last step"
-        why = f"{agreed.why}, and no checkpoint from before is kept" if agreed.is_decay else agreed.why
+        assert prefix.why is not None, "a run has no checkpoint behind its last step"
+        why = f"{prefix.why}, and no checkpoint from before is kept" if prefix.is_decay else prefix.why
         raise _refusal(folder, config, stored, why=why)
     progress = progress_of(found[1], folder=checkpoints)
     last = progress.stages[-1] if progress.stages else None
     if last is not None and progress.stage == len(progress.stages) and (last.ended_by or last.restored_step):
         why = last.ended_by or f"it ended with step {last.restored_step}, its best"
         raise _refusal(folder, config, stored, why=f"stage {last.name} did not end with its last step: {why}")
-    return NewLength(found[0], sum(now), agreed.why)
+    return NewLength(found[0], sum(now), prefix.why)
 
 
 def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
@@ -114,7 +114,7 @@ def num_steps_of(inputs: RunInputs, stage: Stage, *, config: Config) -> int:
     return stage_steps(stage_rows(inputs, stage, config=config), stage, inputs=inputs, config=config)
 
 
-def _as_it_was(config: Config, stored: Mapping[str, Any]) -> Config:
+def _with_stored_values(config: Config, stored: Mapping[str, Any]) -> Config:
     """Return a copy of the config with the values stored in the run folder's identity."""
     before = copy.deepcopy(config)
     for key in changes(stored, config):
@@ -136,7 +136,7 @@ def _path(key: str, config: Config) -> list[str]:
     return key.split(".")
 
 
-def _agreement(inputs: RunInputs, config: Config, *, before: Config) -> _Agreement:
+def _common_prefix(inputs: RunInputs, config: Config, *, before: Config) -> _CommonPrefix:
     done = 0
     for old, new in zip(resolve_stages(before), inputs.stages, strict=True):
         rows = stage_rows(inputs, new, config=config)
@@ -146,11 +146,11 @@ def _agreement(inputs: RunInputs, config: Config, *, before: Config) -> _Agreeme
             why = _difference(rows, old, new, step=step, then=then, now=now)
             if why is not None:
                 is_decay = new is inputs.stages[-1] and old.schedule.name == "wsd"
-                return _Agreement(done + step, f"stage {new.name}, step {step + 1} of it: {why}", is_decay)
+                return _CommonPrefix(done + step, f"stage {new.name}, step {step + 1} of it: {why}", is_decay)
         done += then
         if then != now:
-            return _Agreement(done, f"the stage after {new.name} has begun")
-    return _Agreement(done)
+            return _CommonPrefix(done, f"the stage after {new.name} has begun")
+    return _CommonPrefix(done)
 
 
 def _difference(rows: ReplayedRows, old: Stage, new: Stage, *, step: int, then: int, now: int) -> str | None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
-from tpu_experiments.checkpoint.state import one_by_one, shapes_of, to_host
+from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import audit_json, audit_table
@@ -20,7 +20,7 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.loggers.base import Loggers
 from tpu_experiments.loggers.jsonl import METRICS_FILE, read_records
-from tpu_experiments.loggers.promise import Measured, Promise, held_against
+from tpu_experiments.loggers.promise import Measured, Promise, compared_with_plan
 from tpu_experiments.loggers.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
@@ -108,12 +108,12 @@ class RunOutputs:
         promise: Promise,
         ledger: Ledger | None,
         spool: Spool,
-        reopened: Callable[[], Loggers] = lambda: Loggers({}),
+        reopen_loggers: Callable[[], Loggers] = lambda: Loggers({}),
     ) -> None:
-        """Take the outputs' parts; `reopened` creates the loggers anew, as for a resumed run."""
+        """Take the outputs' parts; `reopen_loggers` creates the loggers anew, as for a resumed run."""
         self.config, self.folder, self.inputs, self.ledger, self.spool = config, folder, inputs, ledger, spool
         self.loggers, self.provenance, self.promise = loggers, provenance, promise
-        self.reopened = reopened
+        self.reopen_loggers = reopen_loggers
         self.adapter_path: str | None = None
         self.base_path: str | None = None
         self.export_digests: dict[str, str] = {}
@@ -129,7 +129,7 @@ class RunOutputs:
             self.ledger.roll_back(step, num_lost=num_lost)
         if self.loggers is not None:
             self.loggers.finish()
-            self.loggers = self.reopened()
+            self.loggers = self.reopen_loggers()
         self._records = [record for record in self._records if record["step"] <= step]
 
     def close(self, ended: str = "failed") -> None:
@@ -161,7 +161,7 @@ class RunOutputs:
             self.ledger.begin(step=step, input_wait=lambda: meters.input_wait_seconds)
         if self.loggers is not None and step > 0 and not self._records:
             earlier = read_records(self.folder.path(METRICS_FILE))
-            self._records = [_losses_of(record) for record in earlier if record["step"] <= step]
+            self._records = [_figure_values(record) for record in earlier if record["step"] <= step]
 
     def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
         """Log one training record: mean loss of the interval, learning rate, norms and meters.
@@ -217,7 +217,7 @@ class RunOutputs:
             values |= {f"eval/{name}_{source}": value for name, value in measured.items()}
         self._scalars(step, values)
 
-    def border(self, step: int, text: str) -> None:
+    def stage_border(self, step: int, text: str) -> None:
         """Log the step after which a stage begins."""
         if self.loggers is not None:
             self.loggers.text(step, tag="stage", text=text)
@@ -258,7 +258,7 @@ class RunOutputs:
         if config.lora.r == 0:
             self.adapter_path = self.folder.path("model")
             shapes = shapes_of(model.trainable)
-            tensors = one_by_one(model.trainable)
+            tensors = to_host_one_by_one(model.trainable)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
             return
         self.base_path = source.reference
@@ -301,14 +301,14 @@ class RunOutputs:
             "expected_programs": expected_programs(self.inputs, config),
         }
         fields["tuned"] = self.promise.tuned
-        fields |= {"plan": held_against(self.promise, self._measured(ending)), "goodput": goodput}
+        fields |= {"plan": compared_with_plan(self.promise, self._measured(ending)), "goodput": goodput}
         write_card(self.folder, fields, config, self.inputs.stages)
         write_result(self.folder, fields)
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         assert self.loggers is not None
         self.loggers.scalars(step, values)
-        self._records.append(_losses_of(values | {"step": step}))
+        self._records.append(_figure_values(values | {"step": step}))
 
     def _pictures(self, ending: Ending) -> None:
         """Log losses and data as images, if a logger accepts them."""
@@ -337,6 +337,6 @@ class RunOutputs:
         )
 
 
-def _losses_of(record: Mapping[str, Any]) -> dict[str, float]:
+def _figure_values(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the step, the losses and the shares of right answers of a log record."""
     return {name: value for name, value in record.items() if name == "step" or name.startswith(SHOWN)}

@@ -30,7 +30,7 @@ from tpu_experiments.tasks.evaluate.report import as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.setup import check_model
 from tpu_experiments.training.evaluation import Exchange
-from tpu_experiments.training.row_lengths import settle
+from tpu_experiments.training.row_lengths import measure_rows
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def run(config: Config) -> None:
     start_run_log(None, rank=0)
     try:
         subject = subject_of(continued(config))
-        subject = replace(subject, config=settle(subject.config))
+        subject = replace(subject, config=measure_rows(subject.config))
         vocab_size = check_model(subject.config)
         given = make_given(subject, vocab_size=vocab_size)
         launch(evaluate_process, subject.config, subject, given)

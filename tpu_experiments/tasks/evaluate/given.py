@@ -13,8 +13,14 @@ from tpu_experiments.data.held_out import HeldOut, held_out_documents
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 from tpu_experiments.tasks.setup import check_ids
-from tpu_experiments.training.batches import RunInputs, preparation, prepare_sources, stages_of, tokenizer_for
-from tpu_experiments.training.evaluation import Exchange, as_records, exchanges
+from tpu_experiments.training.batches import (
+    RunInputs,
+    load_run_tokenizer,
+    preparation_settings,
+    prepare_sources,
+    stages_with_data,
+)
+from tpu_experiments.training.evaluation import Exchange, decoded_documents, exchanges
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +45,8 @@ def make_given(subject: Subject, *, vocab_size: int) -> Given:
     """
     config = subject.config
     task = task_of(config)
-    stages = stages_of(config)
-    tokenizer = tokenizer_for(config)
+    stages = stages_with_data(config)
+    tokenizer = load_run_tokenizer(config)
     inputs = RunInputs(tokenizer, prepare_sources(config, tokenizer=tokenizer, stages=stages), stages)
     check_ids(config, inputs, vocab_size=vocab_size)
     check_audit(subject, inputs)
@@ -76,7 +82,7 @@ def check_length(config: Config, seq_len: int) -> None:
 
 def write_documents(splits: dict[str, HeldOut], *, tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """Write the documents of all sources as text, one JSON object per line."""
-    records = [record for held_out in splits.values() for record in as_records(held_out, tokenizer=tokenizer)]
+    records = [record for held_out in splits.values() for record in decoded_documents(held_out, tokenizer=tokenizer)]
     paths.make_dirs(paths.folder_of(file))
     paths.write_text_atomic(file, "".join(strict_json.dumps(record) + "\n" for record in records))
     log.info("%d documents: %s", len(records), file)
@@ -88,7 +94,7 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
     Raises:
         ConfigError: no source has.
     """
-    task, how = task_of(config), preparation(config, tokenizer=tokenizer, is_lookup=True)
+    task, how = task_of(config), preparation_settings(config, tokenizer=tokenizer, is_lookup=True)
     found = {
         name: held_out_documents(
             name,

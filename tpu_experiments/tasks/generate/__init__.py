@@ -22,7 +22,7 @@ from tpu_experiments.storage.retry import told
 from tpu_experiments.tasks.generate.answers import Answer, Answers, Reader
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
 from tpu_experiments.tasks.generate.prompts import Prompt, asked, ends_of, given_prompts, ids_of, kind_of, typed
-from tpu_experiments.training.batches import tokenizer_for
+from tpu_experiments.training.batches import load_run_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
 def _reader(origin: Origin, task: GenerateTaskConfig) -> tuple[Reader, HuggingFaceModel]:
     """Return how prompts are tokenized and answers end, and the source of the model's weights."""
     config = origin.config
-    tokenizer = tokenizer_for(config)
+    tokenizer = load_run_tokenizer(config)
     kind = kind_of(origin, tokenizer, task)
     source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
     limit = getattr(source.config, "max_position_embeddings", None)

@@ -17,7 +17,7 @@ from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.storage import paths
-from tpu_experiments.training.batches import tokenizer_of
+from tpu_experiments.training.batches import tokenizer_location
 
 log = logging.getLogger(__name__)
 TAKEN = ("seed", "plugins", "model", "lora")
@@ -72,7 +72,7 @@ def _of_run(config: Config, folder: str) -> Origin:
 def _with_overrides(config: Config, task: GenerateTaskConfig) -> Config:
     model = config.model
     if task.base is not None:
-        own = tokenizer_of(config) if model.tokenizer_path or model.size == "tiny" else None
+        own = tokenizer_location(config) if model.tokenizer_path or model.size == "tiny" else None
         model = replace(model, path=task.base, revision=None, init="pretrained", size="full", tokenizer_path=own)
     return replace(config, model=replace(model, dtype=task.dtype or model.dtype))
 

@@ -30,10 +30,16 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
         return steps, []
     # Importing tokenizers and readers takes seconds.
     from tpu_experiments.data.prepared import NotPrepared
-    from tpu_experiments.training.batches import RunInputs, prepare_sources, shuffled_rows, stage_steps, tokenizer_for
+    from tpu_experiments.training.batches import (
+        RunInputs,
+        load_run_tokenizer,
+        prepare_sources,
+        shuffled_rows,
+        stage_steps,
+    )
 
     try:
-        tokenizer = tokenizer_for(config)
+        tokenizer = load_run_tokenizer(config)
         sources = prepare_sources(config, tokenizer=tokenizer, stages=list(stages), is_lookup=True)
     except (NotPrepared, ConfigError) as error:
         why = f"data.{error} is not prepared (task=prepare)" if isinstance(error, NotPrepared) else str(error)

@@ -42,9 +42,11 @@ def case_of(config: Config, *overrides: str) -> Case:
     if config.task.explore != "none":
         config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
     if is_open(config):
-        from tpu_experiments.tasks.settling import settled_run  # imports tokenizers and readers, which takes seconds
+        from tpu_experiments.tasks.settling import (
+            with_open_settings,  # imports tokenizers and readers, which takes seconds
+        )
 
-        found = settled_run(config, is_lookup=True)
+        found = with_open_settings(config, is_lookup=True)
         overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN))
     else:
         found = tuned(config)
