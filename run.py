@@ -120,7 +120,7 @@ def run(config: Config) -> None:
         prepare_environment(config.hw, is_planned=is_planned)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
-        log.info("%s: loading torch and what goes with it", config.name)
+        log.info("%s: loading torch and its dependencies", config.name)
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
 

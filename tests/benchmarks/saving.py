@@ -29,7 +29,7 @@ from tests.config.composing import composed
 from tpu_experiments.checkpoint import store
 from tpu_experiments.checkpoint.manifest import COMMIT
 from tpu_experiments.checkpoint.progress import Progress
-from tpu_experiments.checkpoint.proof import Answers, Start
+from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot, snapshot
 from tpu_experiments.config.schema import CheckpointConfig
@@ -108,10 +108,12 @@ class Job:
     def saver(self, folder: str, **settings: Any) -> Saver:
         """With nothing to answer: what that costs, the main job's log tells."""
         nothing: Any = None
-        answers = Answers(nothing, None, runtime=self.runtime, parameters=self.parameters)
+        loss_comparison = LossComparison(nothing, None, runtime=self.runtime, parameters=self.parameters)
         config = CheckpointConfig(**settings)
         spool = Spool(folder, key="saving", marker=COMMIT)
-        return Saver(config, spool, runtime=self.runtime, start=Start(self.marks), answers=answers)
+        return Saver(
+            config, spool, runtime=self.runtime, start=InitialTensors(self.marks), loss_comparison=loss_comparison
+        )
 
 
 def main() -> None:
@@ -160,7 +162,7 @@ def parts(job: Job, folder: str) -> None:
         found = timed(f"read {group} back, compare", lambda file=file, tensors=tensors: store.read_tensors(
             draft, file, tensors))  # fmt: skip
         if group == PARAMETERS:
-            timed("differs from its start, adds something", lambda found=found: Start(job.marks).verdict(
+            timed("differs from its start, adds something", lambda found=found: InitialTensors(job.marks).verify(
                 found, copy.progress))  # fmt: skip
         del found
     store.commit(draft, proof={})

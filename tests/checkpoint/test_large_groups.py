@@ -30,14 +30,14 @@ def save(folder: Path, step: int) -> Path:
 def found(folder: Path, *, max_held_bytes: float) -> int | None:
     """Step of the checkpoint that is used, after a look at all its numbers."""
 
-    def use(progress, groups) -> int:
+    def restore(progress, groups) -> int:
         expected = content(progress["step"])
         assert groups["parameters"].keys() == expected.keys()
         assert all(torch.equal(groups["parameters"][name], t) for name, t in expected.items())
         assert groups["optimizer"]["/count"].item() == progress["step"]
         return progress["step"]
 
-    return read_latest(str(folder), use, max_held_bytes=max_held_bytes)
+    return read_latest(str(folder), restore, max_held_bytes=max_held_bytes)
 
 
 @pytest.mark.parametrize("max_held_bytes", [0, 10**9], ids=["tensor by tensor", "whole"])

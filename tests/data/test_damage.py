@@ -209,7 +209,7 @@ def test_what_is_too_large_for_the_start_is_refused_when_it_is_opened(job, whole
     damage(shard, "last byte")
     sources, _ = job(tmp_path / "p")
     assert sources["a"].check == "at_open"
-    with pytest.raises(ConfigError, match=r"00001\.npy; the shard's sha256 is .* it is made again"):
+    with pytest.raises(ConfigError, match=r"00001\.npy; the shard's sha256 is .* it is prepared again"):
         all_rows(sources["a"], "train")
     job(tmp_path / "p", verify="all")
     all_rows(job(tmp_path / "p")[0]["a"], "train")

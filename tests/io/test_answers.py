@@ -129,7 +129,7 @@ def test_what_is_never_answered_is_told_and_given_up(operation, server, caplog):
         OPERATIONS[operation]()
     lines = [text for text in caplog.messages if text.startswith("waiting for gs://bkt/runs")]
     assert len(lines) == 2, "one line a try, and one further try"
-    assert all(re.search(rf": {operation}, no answer for \d+ s; given up after \d+ s$", line) for line in lines)
+    assert all(re.search(rf": {operation}, no answer for \d+ s; it times out after \d+ s$", line) for line in lines)
 
 
 @pytest.mark.parametrize("call", [lambda: paths.size_of(PLACE), lambda: paths.read_range(PLACE, 0, 9)])
@@ -201,7 +201,7 @@ def test_a_save_that_hangs_is_made_on_the_local_disk(at, monkeypatch, tmp_path, 
         assert kept.save(write) == str(kept.local)
         assert kept.is_out
         assert any(text.startswith("waiting for faulty://bkt/checkpoints/step_00000002") for text in caplog.messages)
-        assert any("Training goes on; checkpoints are kept in" in text for text in caplog.messages)
+        assert any("Training continues; checkpoints are spilled to" in text for text in caplog.messages)
     kept.close()
     assert sorted(name.rpartition("/")[2] for name in faulty.snapshot()) == [
         "COMMIT.json",

@@ -174,7 +174,7 @@ def test_what_is_no_lease_holds_nobody_up(folder, caplog):
     paths.make_dirs(folder)
     paths.write_text_atomic(paths.join(folder, lease.NAME), "{")
     made(folder).acquire().release()
-    assert "is no lease" in caplog.text
+    assert "is not a valid lease" in caplog.text
 
 
 def test_hosts_of_one_slice_are_one_run(tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_after_a_long_stop_a_lease_that_is_gone_was_anothers(tmp_path, monkeypat
     assert told
     assert mine.is_lost
     assert lease.read(str(tmp_path)) is None
-    assert "the same command goes on" in caplog.text
+    assert "the same command resumes it" in caplog.text
     mine.release()
 
 

@@ -205,17 +205,17 @@ def test_a_full_disk_makes_room_and_tries_again(caplog):
     place.save(writer(1))
     paths.write_text_atomic(f"{TARGET}/step_00000009/a.safetensors", "an earlier life was killed in it")
     writes = iter([FULL, None])
-    assert place.save(lambda f: writer(2, fail=next(writes))(f), make_room=lambda: rooms.append(1)) == TARGET
+    assert place.save(lambda f: writer(2, fail=next(writes))(f), free_space=lambda: rooms.append(1)) == TARGET
     assert rooms == [1]
     assert paths.list_names(TARGET) == ["step_00000001", "step_00000002"]
-    assert "removing what retention no longer needs" in caplog.text
+    assert "removing checkpoints that retention does not keep" in caplog.text
 
 
 def test_a_disk_that_stays_full_costs_checkpoints_and_ends_the_run_after_ten(tmp_path, caplog):
     place = Spool(str(tmp_path / "checkpoints"), key="x", marker=MARKER)
     with caplog.at_level(logging.WARNING):
         for step in range(1, spool.LIMIT):
-            assert place.save(writer(step, fail=FULL, on=place.target), make_room=lambda: None) is None
+            assert place.save(writer(step, fail=FULL, on=place.target), free_space=lambda: None) is None
     assert "the disk is full; free some space" in caplog.text
     assert "MiB free" in caplog.text
     assert "stops after 10 in a row" in caplog.text

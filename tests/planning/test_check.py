@@ -158,7 +158,7 @@ def test_a_torn_plan_is_passed_over_with_a_word(tmp_path: Path, caplog: pytest.L
     check_memory(config)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"{file} is passed over: it is not JSON")
+    assert record.getMessage().startswith(f"{file} is skipped: it is not JSON")
 
 
 @pytest.mark.parametrize("seen", ["outputs", "outputs/sweeps/lr"])

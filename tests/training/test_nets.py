@@ -91,7 +91,7 @@ def test_a_wrong_background_save_is_found(bench, tmp_path, trainer, found):
     differences = bench.differences(trainer, place=tmp_path)
     assert found in differences
     assert "rows (source:row)" not in differences
-    assert "goes on from the newest checkpoint" not in differences
+    assert "resumes from the newest checkpoint" not in differences
     if trainer == "LostWindow":
         assert list(differences) == ["losses"]
         assert "step 6: " in differences["losses"]

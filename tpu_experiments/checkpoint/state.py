@@ -109,7 +109,7 @@ def read_state(
     """
     begun: list[int] = []
 
-    def use(values: dict[str, Any], groups: Groups) -> Progress:
+    def restore(values: dict[str, Any], groups: Groups) -> Progress:
         progress = progress_of(values, folder=folder, stages=stages)
         target = paths.join(folder, folder_name(progress.step))
         shapes = {PARAMETERS: shapes_of(parameters), OPTIMIZER: shapes_of(flat(state))}
@@ -117,10 +117,10 @@ def read_state(
             found = without_values(groups.get(group, {}))
             require_tensors(found, expected, place=paths.join(target, f"{group}.safetensors"))
         begun.append(progress.step)
-        from_host(groups, parameters=parameters, state=state, place=place, order=order, source=target)
+        place_on_device(groups, parameters=parameters, state=state, place=place, order=order, source=target)
         return progress
 
-    found = read_latest(folder, use, before=before, max_held_bytes=max_held_bytes)
+    found = read_latest(folder, restore, before=before, max_held_bytes=max_held_bytes)
     if found is None and begun:
         raise ConfigError(
             f"{folder}; the checkpoint of step {begun[-1]} was changed while it was read, and there is none before it; "
@@ -135,10 +135,10 @@ def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mappi
     The tensors of a checkpoint above `max_held_bytes` are read one by one, when they are accessed.
     """
 
-    def use(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
+    def restore(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
         return progress_of(progress, folder=folder).step, groups.get(PARAMETERS, {})
 
-    return read_latest(folder, use, max_held_bytes=max_held_bytes)
+    return read_latest(folder, restore, max_held_bytes=max_held_bytes)
 
 
 def flat(state: State) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ def require_tensors(
             raise ConfigError(f"{place}; {name} is {described(found[name])}, and {described(tensor)} here; {advice}")
 
 
-def from_host(
+def place_on_device(
     groups: Mapping[str, Mapping[str, Tensor]],
     *,
     parameters: dict[str, Tensor],
@@ -239,7 +239,7 @@ def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, 
         target = paths.join(folder, folder_name(step)) if type(step) is int and step >= 0 else folder
         raise ConfigError(
             f"{paths.join(target, PROGRESS)}; {error}, where no run of this config is: it is from another version of "
-            "this program, or was changed; remove that checkpoint's folder to go on from the one before, or choose "
+            "this program, or was changed; remove that checkpoint's folder to resume from the one before, or choose "
             "another name=."
         ) from error
     return progress

@@ -184,7 +184,7 @@ def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     found = dataclasses.replace(config, **values)
     check(found)
     for key, url in _new_urls(values, config):
-        log.warning("%s names %s=%s, which this command does not: it is asked for now", place, key, url)
+        log.warning("%s has the URL %s=%s, which this command does not name: it will be contacted", place, key, url)
     return found
 
 
@@ -299,7 +299,7 @@ def _with_places_of(stored: PrepareConfig, own: PrepareConfig, *, place: str) ->
     """Return a run's preparation settings, with this command's folder, engine and processes."""
     if stored.folder is not None and stored.folder != own.folder:
         log.info(
-            "%s names prepare.folder=%s; the rows are looked for in this command's own: prepare.folder= changes that",
+            "%s was prepared in prepare.folder=%s; this command looks for its rows in its own folder (prepare.folder=)",
             place,
             redacted_text(stored.folder),
         )

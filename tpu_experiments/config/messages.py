@@ -61,19 +61,18 @@ Examples:
 
 See the config without running anything: add `--cfg job --resolve`; one part of it: `--package optim`.
 Every key with its unit and meaning:
-  tpu_experiments/config/{schema,sources,stages,hardware,preparing,guarding,checkpointing,sweeping}.py, of tasks
-  tpu_experiments/config/{planning,evaluating,generating,reporting,resuming,doctoring}.py.
+  tpu_experiments/config/*schema.py and hardware.py; of tasks task_schema.py.
 A value with commas, brackets or = in it needs quotes for the shell and for Hydra: 'sample.prompt="Salut, lume"'.
 
-A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config go on where the
-run stopped; the same name with another config is refused.
+A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config resume the run where
+it stopped; the same name with another config is refused.
 
 Exit codes:
    0  finished
    1  failed; the message and the log say why; of task=resume_check: the resumed run differs; of task=doctor: training
       would not start; of a sweep: a point failed
    2  refused: something in the command, the config or the data; nothing was run or written
-  75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint; the same command goes on
+  75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint; the same command resumes
 
 --hydra-help lists Hydra's own flags.
 """

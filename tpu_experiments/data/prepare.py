@@ -155,7 +155,7 @@ def _rows_of_length(
             try:
                 manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
             except DamagedFile as error:
-                log.warning("%s It is made again.", error)
+                log.warning("%s It is prepared again.", error)
                 tokens = _tokenized(tokens.spec, source=source, how=how, found="verified")
                 manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
             manifest = {"key": key, **manifest}
@@ -183,7 +183,7 @@ def _are_whole(manifest: Mapping[str, Any], *, folder: str, verify: str) -> bool
     damaged = damaged_shards(folder, shards, md5=manifest.get("md5", {}))
     seconds = time.perf_counter() - started
     for complaint in damaged:
-        log.warning("data.%s: %s It is made again.", manifest["source"], complaint)
+        log.warning("data.%s: %s It is prepared again.", manifest["source"], complaint)
     if seconds > TOLD_SECONDS:
         log.info("data.%s: checked %.0f MB of rows in %.1f s", manifest["source"], num_bytes / 1e6, seconds)
     return not damaged

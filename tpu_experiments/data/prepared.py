@@ -78,5 +78,5 @@ def read_record(path: str, *, expected: Mapping[str, Any], is_lookup: bool = Fal
     except DamagedFile as error:
         if is_lookup:
             raise DamagedFile(f"{error} {ADVICE}") from error
-        log.warning("%s It is made again.", error)
+        log.warning("%s It is prepared again.", error)
         return None

@@ -119,7 +119,7 @@ def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
     return [
         *lines,
         f"    the first sentence counts: a base does not stop, and {whole} of {asked} whole answers were right before; "
-        "where one person is told of, what is asked and not who",
+        "in stories of one person they test what is asked, not who",
     ]
 
 
@@ -165,10 +165,10 @@ def _guard_lines(guard: dict[str, Any]) -> list[str]:
     """Return the skipped and rolled-back steps, where there were any."""
     parts = []
     if guard["skipped"]:
-        parts.append(f"{guard['skipped']} updates left out, their loss or gradient was not finite")
+        parts.append(f"{guard['skipped']} updates skipped, their loss or gradient was not finite")
     if guard["rollbacks"]:
         steps = ", ".join(f"{first} to {last}" for first, last in guard["passed_over"])
-        parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} passed over")
+        parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} skipped")
     return [f"  guard           {'; '.join(parts)}"] if parts else []
 
 

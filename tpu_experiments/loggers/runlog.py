@@ -88,7 +88,7 @@ class RunLogHandler(logging.FileHandler):
             super().handleError(record)
         elif not self._has_complained:
             self._has_complained = True
-            log.warning("%s; %s: lines are missing there", self._mirror.local, shown(error))
+            log.warning("%s; %s: log lines are missing in this file", self._mirror.local, shown(error))
 
     def close(self) -> None:
         """Close the file and upload it where the run folder is remote."""

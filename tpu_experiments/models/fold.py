@@ -41,10 +41,10 @@ def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str
     path, layers = _decoder_layers(module)
     period = _period(layers)
     if not period:
-        log.info("%d layers of %s do not repeat: each is compiled on its own", len(layers), path or "the model")
+        log.info("%d layers of %s do not repeat: each is compiled separately", len(layers), path or "the model")
         return 0
     if not gives_tensor(layers[0], module=module):  # Falcon's return attention weights as well
-        log.info("layers of %s give more than hidden states: each is compiled on its own", path)
+        log.info("layers of %s return more than hidden states: each is compiled separately", path)
         return 0
     period *= max(1, min(group, len(layers) // (2 * period)))
     folded = FoldedLayers(layers, path=path, period=period, folding=folding, remat=remat, saved=tuple(saved))

@@ -185,8 +185,11 @@ def has_plain_head(module: nn.Module) -> bool:
     if module not in _known:
         _known[module] = _is_product(module)
         if not _known[module]:
-            told = "its logits are not a plain product; those of whole rows are made, whatever loss_chunk_tokens is"
-            log.info("%s: %s", type(module).__name__, told)
+            log.info(
+                "logits of %s are not a plain matrix product: they are computed for whole rows, and "
+                "trainer.loss_chunk_tokens has no effect",
+                type(module).__name__,
+            )
     return _known[module]
 
 

@@ -78,8 +78,8 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         raise
     except UNFIT as error:
         reason = " ".join(str(error).split())[:200]
-        log.warning("%s: whether %s keeps documents apart was not checked, since no small copy of its config computes "
-                    "(%s: %s)", name, kind, type(error).__name__, reason)  # fmt: skip
+        log.warning("%s: the isolation of packed documents in %s was not checked, since no small copy of its config "
+                    "runs (%s: %s)", name, kind, type(error).__name__, reason)  # fmt: skip
         return
     if moved["past"] > TOLERANCE:
         raise ConfigError(

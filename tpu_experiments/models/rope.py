@@ -42,7 +42,10 @@ def computed(module: nn.Module, compute: Callable[[], Result]) -> Result:
                 return compute()
         except ChangedAfterTurning:
             _turns_itself.add(type(module))
-            log.info("%s changes queries after turning them: it turns them itself", type(module).__name__)
+            log.info(
+                "%s changes queries after applying RoPE: the model applies RoPE, not the attention kernel",
+                type(module).__name__,
+            )
     return compute()
 
 

@@ -146,7 +146,7 @@ def finding(config: Config) -> Finding | None:
             return None if known.fields["fits"] else Finding(planned_words(config, known), "known")
         return by_formulas(config, arch)
     except ConfigError as error:
-        log.info("nothing is known of the run's memory: %s", error)
+        log.info("the run's memory was not checked: %s", error)
         return None
 
 

@@ -113,7 +113,7 @@ class Compilers:
         answer: dict[str, Any] = json.loads((place / ANSWER).read_text())
         memory = Memory(**answer["memory"]) if "memory" in answer else None
         shortage = None if memory else _shortage(answer, hw=hw, place=place, what=what)
-        log.info("%s: compiled in %.0f s%s", what, answer["seconds"], ", on an earlier occasion" if known else "")
+        log.info("%s: compiled in %.0f s%s", what, answer["seconds"], ", from the cache" if known else "")
         return Compiled(program.name, answer["seconds"], memory, shortage, answer["versions"], place, known)
 
     def _run(self, place: Path, *, flags: str, what: str) -> None:

@@ -99,8 +99,8 @@ def tuned(
     if not found:
         if kept_out and is_told:
             words = ", ".join(sorted(kept_out))
-            log.info("conf/tuned.yaml has settings for model=%s hw=%s; this command sets %s itself, so they are left "
-                     "out", config.model.name, config.hw.name, words)  # fmt: skip
+            log.info("conf/tuned.yaml has settings for model=%s hw=%s; this command sets %s itself, so they are "
+                     "not used", config.model.name, config.hw.name, words)  # fmt: skip
         return config
     _, line, best = min(found, key=lambda each: each[0])
     if is_told:
@@ -112,7 +112,7 @@ def tell(line: Line, config: Config) -> None:
     """Log which settings were chosen, and their planned figures."""
     log.info(
         "settings of conf/tuned.yaml: %s trainer.micro_batch_rows=%s, planned at %s tokens/s per chip and %.2f GiB "
-        "(%s); tuned=off leaves them out",
+        "(%s); tuned=off disables them",
         line.words, config.trainer.micro_batch_rows, f"{line.tokens_per_second:,.0f}", line.hbm_gib, line.date,
     )  # fmt: skip
 

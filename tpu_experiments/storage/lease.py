@@ -142,7 +142,7 @@ class Lease:
             if holder is None and silent > VALID_SECONDS:
                 log.error(
                     "name=%s was not renewed for %.0f s (was this process stopped?), and its lease is gone: others "
-                    "may have written the run; this process writes nothing more to it, and the same command goes on",
+                    "may have written the run; this process stops writing to it, and the same command resumes it",
                     self._name,
                     silent,
                 )
@@ -155,7 +155,7 @@ class Lease:
                 return
             if not self.is_lost:
                 log.error(
-                    "name=%s was taken over by process %d on %s; this process writes nothing more to it",
+                    "name=%s was taken over by process %d on %s; this process stops writing to it",
                     self._name,
                     holder.pid,
                     holder.host,
@@ -215,7 +215,7 @@ def read(folder: str) -> Owner | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError) as error:
-        log.warning("%s is no lease (%s); passing over it", paths.join(folder, NAME), error)
+        log.warning("%s is not a valid lease (%s): ignored", paths.join(folder, NAME), error)
         return None
 
 
@@ -232,7 +232,9 @@ def _refuse_if_held(folder: str, *, name: str, clear: bool) -> None:
             raise ConfigError(_refusal(name, holder, seconds=left))
     if clear:
         if holder is not None:
-            log.warning("took over name=%s from process %d on %s, which is gone", name, holder.pid, holder.host)
+            log.warning(
+                "took over the lease of name=%s from process %d on %s, which has ended", name, holder.pid, holder.host
+            )
         _remove(path, generation=before)
 
 

@@ -192,7 +192,7 @@ def answered(call: Callable[[], Result], *, place: str, operation: str) -> Resul
         if silent >= TOLD_SECONDS and not is_told:
             is_told = True
             log.warning(
-                "waiting for %s: %s, no answer for %.0f s; given up after %.0f s", place, operation, silent, limit
+                "waiting for %s: %s, no answer for %.0f s; it times out after %.0f s", place, operation, silent, limit
             )
         if silent >= limit:
             raise NoAnswer(errno.ETIMEDOUT, f"{operation}: no answer for {silent:.0f} s")
@@ -354,7 +354,7 @@ def retried(
                 raise
             if num_silent > (0 if has_substitute() else SILENT_TRIES_AGAIN):
                 raise
-            log.info("%s; %s, tried again in %.0f s", place, shown(error), seconds)
+            log.info("%s; %s, retrying in %.0f s", place, shown(error), seconds)
             if (wait or pause)(seconds * random.uniform(0.75, 1.25)) is False:
                 raise
     return call() if is_local else answered(call, place=place, operation=operation)
@@ -412,7 +412,7 @@ def told(place: str, *, full: Literal["refused", "failed"] = "refused") -> Itera
         if isinstance(error, ConfigError) or not is_told(error, place=place):
             raise
         if full == "failed" and kind_of(error) == "full":
-            raise StorageFailed(f"{complaint(error, place=place)} The same command goes on.") from error
+            raise StorageFailed(f"{complaint(error, place=place)} The same command resumes.") from error
         raise ConfigError(complaint(error, place=place)) from error
 
 

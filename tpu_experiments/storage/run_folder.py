@@ -132,7 +132,7 @@ class RunFolder:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.path(RESULT)}; it holds a value that no run writes ({type(error).__name__}: {error}); remove "
-                "it, and the run goes on from its last checkpoint."
+                "it, and the run resumes from its last checkpoint."
             ) from error
 
     def put_aside_unreadable_result(self) -> None:
@@ -141,7 +141,7 @@ class RunFolder:
         if paths.exists(path) and not isinstance(self._stored_result(), dict):
             aside = put_aside(path, paths.read_bytes(path))
             paths.remove_tree(path)
-            log.warning("%s cannot be read; moved to %s, and the run goes on from its last checkpoint", path, aside)
+            log.warning("%s cannot be read; moved to %s, and the run resumes from its last checkpoint", path, aside)
 
     def _stored_result(self) -> Any:
         """Return the content of result.json; None if it is missing or unreadable."""

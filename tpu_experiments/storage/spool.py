@@ -142,7 +142,7 @@ class Mirror:
         except Exception as error:
             if self._failed_since is None:
                 self._failed_since = time.monotonic()
-                log.warning("upload to %s failed, to be repeated: %s", self._target, shown(error))
+                log.warning("upload to %s failed and will be retried: %s", self._target, shown(error))
             return
         if self._failed_since is not None:
             minutes = (time.monotonic() - self._failed_since) / 60
@@ -210,7 +210,7 @@ LIMIT = 10
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 15.0, 300.0
 
 Result = TypeVar("Result")
-MakeRoom = Callable[[], object]
+FreeSpace = Callable[[], object]
 First = Literal["there", "here"]
 
 
@@ -258,11 +258,11 @@ class Spool:
         return self._out_since is not None
 
     def save(
-        self, write: Callable[[str], Result], *, make_room: MakeRoom | None = None, first: First = "there"
+        self, write: Callable[[str], Result], *, free_space: FreeSpace | None = None, first: First = "there"
     ) -> Result | None:
         """Write a checkpoint to the target, or to the local spool while the target is out of reach.
 
-        If the target's disk is full, incomplete checkpoints are removed, `make_room` is called, and `write` is called
+        If the target's disk is full, incomplete checkpoints are removed, `free_space` is called, and `write` is called
         again.
 
         Args:
@@ -282,10 +282,10 @@ class Spool:
             try:
                 return self._kept(write)
             except OSError as error:
-                log.warning("%s; %s: the checkpoint goes to %s alone", self.local, shown(error), self.target)
+                log.warning("%s; %s: the checkpoint is written to %s only", self.local, shown(error), self.target)
         if not self.is_out:
             try:
-                return self._written(write, make_room)
+                return self._written(write, free_space)
             except Exception as error:
                 if not self._is_outage(error) and kind_of(error) != "full":
                     raise
@@ -352,17 +352,17 @@ class Spool:
         kind = kind_of(error)
         return kind is not None and (kind == "transient" or paths.is_remote(self.target))
 
-    def _written(self, write: Callable[[str], Result], make_room: Callable[[], object] | None) -> Result:
+    def _written(self, write: Callable[[str], Result], free_space: Callable[[], object] | None) -> Result:
         try:
             with retry.substituted():
                 result = write(self.target)
         except Exception as error:
             if kind_of(error) != "full":
                 raise
-            log.warning("%s; %s: removing what retention no longer needs", self.target, shown(error))
+            log.warning("%s; %s: removing checkpoints that retention does not keep", self.target, shown(error))
             self._remove_incomplete()
-            if make_room is not None:
-                make_room()
+            if free_space is not None:
+                free_space()
             result = write(self.target)
         self._num_full = 0
         return result
@@ -376,15 +376,15 @@ class Spool:
     def _go_on_without(self, error: Exception) -> None:
         """Count and log a save that did not fit; raise StorageFailed after LIMIT in a row."""
         self._num_full += 1
-        sentence = f"{complaint(error, place=self.target)} This checkpoint is not written ({_free_text(self.target)})"
+        sentence = f"{complaint(error, place=self.target)} This checkpoint is skipped ({_free_text(self.target)})"
         if self._num_full >= LIMIT:
             raise StorageFailed(f"{sentence}; stopped after {LIMIT} in a row.") from error
-        log.warning("%s; training goes on, and stops after %d in a row.", sentence, LIMIT)
+        log.warning("%s; training continues, and stops after %d in a row.", sentence, LIMIT)
 
     def _begin_outage(self, error: Exception) -> None:
         self._out_since = time.monotonic()
         log.warning(
-            "%s Training goes on; checkpoints are kept in %s (%s) and uploaded when it is back.",
+            "%s Training continues; checkpoints are spilled to %s (%s) and uploaded once storage answers.",
             complaint(error, place=self.target),
             self.local,
             _free_text(str(self.local)),
@@ -393,7 +393,7 @@ class Spool:
     def _end_outage(self, arrived: int) -> None:
         if self._out_since is not None:
             minutes = (time.monotonic() - self._out_since) / 60
-            log.warning("%s is back after %.1f min; %d checkpoints uploaded.", self.target, minutes, arrived)
+            log.warning("%s is reachable again after %.1f min; %d checkpoints uploaded.", self.target, minutes, arrived)
         self._out_since = None
 
     def _deliver_later(self) -> None:
@@ -407,7 +407,7 @@ class Spool:
             try:
                 self.deliver()
             except Exception as error:  # of any type: the checkpoints stay in the spool
-                log.info("%s is still out of reach: %s; %s", self.target, shown(error), self._kept_text())
+                log.info("%s is still unreachable: %s; %s", self.target, shown(error), self._kept_text())
             seconds = min(2 * seconds, LONGEST_WAIT_SECONDS)
 
     def _names(self) -> list[str]:
@@ -452,7 +452,7 @@ class Spool:
             if file.suffix == ".json" or not paths.exists(place) or kept.startswith(paths.read_bytes(place)):
                 paths.write_bytes_atomic(place, kept)
             else:
-                log.info("%s holds more than %s; it stays as it is", place, file)
+                log.info("%s has more data than the spilled copy %s, which is not uploaded", place, file)
             file.unlink(missing_ok=True)
 
     def _kept_text(self) -> str:
@@ -479,7 +479,7 @@ def key_of(folder: str, *, identity: str) -> str:
 
 def _free_text(place: str) -> str:
     if paths.is_remote(place):
-        return "of a bucket's quota nothing is known"
+        return "free space of a bucket is unknown"
     folder = Path(place.removeprefix("file://"))
     while not folder.exists():
         folder = folder.parent

@@ -134,8 +134,8 @@ class PointLauncher(Launcher):
     def _leave(self, sweep: "Sweep") -> None:
         from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
-        goes_on = f"the same command goes on with {'; '.join(sweep.left) or 'further points'}"
-        print(f"the sweep was stopped on request; {goes_on}", file=sys.stderr)
+        next_points = f"the same command resumes with {'; '.join(sweep.left) or 'further points'}"
+        print(f"the sweep was stopped on request; {next_points}", file=sys.stderr)
         sys.exit(STOPPED_EXIT_CODE)
 
     def _returned(self, sweep: "Sweep", name: str) -> JobReturn:

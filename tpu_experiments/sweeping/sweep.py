@@ -160,7 +160,7 @@ class Sweep:
             self.relay.ask()  # a stop signal sent to one point stops the whole sweep
         else:
             row.status = FAILED
-            self._say(f"sweep point {point.name} ended with exit code {code}; the sweep goes on")
+            self._say(f"sweep point {point.name} ended with exit code {code}; the sweep continues")
         self._write(row)
 
     def _look(self) -> None:

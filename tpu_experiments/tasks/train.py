@@ -51,7 +51,7 @@ def run(config: Config) -> None:
         hosts = meet(config.hw)
         train(config, hosts)
     except HostLost as error:
-        print(f"error: {error} The same command, on every host, goes on.", file=sys.stderr, flush=True)
+        print(f"error: {error} The same command, on every host, resumes the run.", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # a regular exit would wait for programs that run over all hosts
     except ConfigError:
@@ -153,7 +153,7 @@ def train_process(
         trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
     except StoppedByRequest:
         end(runtime, outputs, folder=folder, ended="stopped")
-        say(runtime, f"stopped on request; the same command goes on from {folder.path('checkpoints')}")
+        say(runtime, f"stopped on request; the same command resumes from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
     except (TrainingStopped, StorageFailed) as error:
         say(runtime, f"error: {error}")
@@ -161,7 +161,7 @@ def train_process(
     except Exception as error:
         if not is_told(error, place=folder.path()):
             raise
-        say(runtime, f"error: {complaint(error, place=folder.path())} The same command goes on.")
+        say(runtime, f"error: {complaint(error, place=folder.path())} The same command resumes.")
         sys.exit(1)
     finally:
         end(runtime, outputs, folder=folder)
@@ -170,19 +170,19 @@ def train_process(
 def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ended: str = "failed") -> None:
     """Close all outputs; storage that is still unreachable is reported in one sentence."""
     retry.leave()
-    told_of: list[str] = []
+    complaints: list[str] = []
     closing = [] if outputs is None else [lambda: outputs.close(ended)]
     for close in (*closing, stop_run_log):
         try:
             close()
         except StorageFailed as error:
-            told_of.append(str(error))
+            complaints.append(str(error))
         except Exception as error:
             if not is_told(error, place=folder.path()):
                 raise
-            told_of.append(complaint(error, place=folder.path()))
-    if told_of:
-        say(runtime, f"error: {told_of[0]}")
+            complaints.append(complaint(error, place=folder.path()))
+    if complaints:
+        say(runtime, f"error: {complaints[0]}")
 
 
 def make_outputs(

@@ -119,7 +119,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
 def stages_with_data(config: Config) -> list[Stage]:
     """Return the stages that have a source; the others are logged."""
     for name in skipped_stages(config):
-        log.info("stage %s is left out: no source of its kind in data=%s", name, list(config.data))
+        log.info("stage %s is skipped: data=%s has no source of its kind", name, list(config.data))
     return resolve_stages(config)
 
 

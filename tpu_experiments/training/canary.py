@@ -99,7 +99,7 @@ def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
     """
     reason = skip_reason(trainer)
     if reason is not None:
-        log.info("canary: not asked: %s", reason)
+        log.info("gradient check across devices: skipped (%s)", reason)
         return None
     batch, rows = canary_rows(trainer)
     found = step_on_devices(trainer, batch)
@@ -114,7 +114,7 @@ def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
     if findings is None:
         return None
     is_odd = findings.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO)
-    log.log(logging.WARNING if is_odd else logging.INFO, "canary: %s", findings)
+    log.log(logging.WARNING if is_odd else logging.INFO, "gradient check across devices: %s", findings)
     return asdict(findings)
 
 
@@ -128,12 +128,12 @@ def skip_reason(trainer: "Trainer") -> str | None:
     if settings.when == "always":
         return None
     if config.hw.device != "tpu":
-        return "no TPU; trainer.canary.when=always asks it all the same"
+        return "no TPU; trainer.canary.when=always runs it"
     # float32 weights; for trained ones also a copy, their gradient and two moments; half as much again for the rest.
     report = trainer.model.report
     needed, free = 1.5 * 4 * (report.total + 4 * report.trainable), psutil.virtual_memory().available
     if needed > free:
-        return f"the reference takes {needed / 2**30:.1f} GiB of the host's memory and {free / 2**30:.1f} are free"
+        return f"its float32 reference needs {needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} GiB are free"
     return None
 
 

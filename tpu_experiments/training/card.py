@@ -189,7 +189,8 @@ def _starts(lineage: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a line for the warm start of a run, for that of its source, and so on."""
     while lineage is not None:
         hashes = ", ".join(sorted((lineage.get("data") or {}).values()))
-        yield f"`{lineage['run']}`: {lineage_text(lineage)}{f', trained on data of audit hash {hashes}' if hashes else ''}"
+        data = f", trained on data of audit hash {hashes}" if hashes else ""
+        yield f"`{lineage['run']}`: {lineage_text(lineage)}{data}"
         lineage = lineage.get("start")
 
 

@@ -32,7 +32,7 @@ class RollBack(Exception):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.reason}; steps {self.first} to {self.last} are to be passed over"
+        return f"{self.reason}; steps {self.first} to {self.last} are to be skipped"
 
 
 class Guard:
@@ -48,7 +48,7 @@ class Guard:
         self.request = None
         passed = [*before.passed_over, [request.first, request.last]]
         log.warning(
-            "%s; rolled back to step %d; steps %d to %d are passed over",
+            "%s; rolled back to step %d; steps %d to %d are skipped",
             request.reason,
             found.seen,
             request.first,
@@ -132,7 +132,7 @@ class Guard:
         state.skipped += 1
         progress.stages[-1].tokens -= skipped.num_tokens
         if self.rank == 0 or skipped.rows:
-            log.warning("%s; its update was left out (%d so far)", text, state.skipped)
+            log.warning("%s; its update was skipped (%d so far)", text, state.skipped)
 
     def _note_loss(self, loss: float, pending: Pending | None, *, state: GuardState, step: int) -> None:
         """Compare a finite loss with the median of the steps before it."""

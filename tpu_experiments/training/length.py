@@ -93,7 +93,7 @@ def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
     and removes checkpoints after `length.step`. The shorter run's export remains until the next one replaces it.
     """
     log.info(
-        "name=%s has %d steps now; it goes on from its checkpoint of step %d%s",
+        "name=%s has %d steps now; it resumes from its checkpoint of step %d%s",
         folder.name,
         length.num_steps,
         length.step,

@@ -356,17 +356,17 @@ class Meters:
         if each["trace"] > TRACING_BOUND * each["seconds"] and "trace" not in self._warned:
             self._warned.add("trace")
             log.warning(
-                "tracing-bound: of %.3f s a step the host traces for %.3f s, and the device waits for it; "
-                "model.stack=scanned traces one layer for all, more rows a step (trainer.global_batch_rows) take no "
-                "longer, and trainer.trace_every_steps=200 replays most steps of this project's own trainers",
+                "tracing-bound: a step takes %.3f s, the host traces for %.3f s of it, and the device waits; "
+                "model.stack=scanned traces one layer for all, more rows per step (trainer.global_batch_rows) take no "
+                "longer to trace, and trainer.trace_every_steps=200 replays most steps of this project's own trainers",
                 each["seconds"],
                 each["trace"],
             )
         if each["input_wait"] > INPUT_BOUND * each["seconds"] and "input" not in self._warned:
             self._warned.add("input")
             log.warning(
-                "input-bound: of %.3f s a step the loop waits %.3f s for a batch; try loader.loader_prefetch_size or "
-                "loader.host_to_device_transfer_threads, and prepared data on a local disk",
+                "input-bound: a step takes %.3f s, and the loop waits %.3f s of it for a batch; try "
+                "loader.loader_prefetch_size or loader.host_to_device_transfer_threads, and prepared data on a local disk",
                 each["seconds"],
                 each["input_wait"],
             )

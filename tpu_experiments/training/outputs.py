@@ -150,7 +150,7 @@ class RunOutputs:
         except Exception as error:
             if self.ledger is None or not is_told(error, place=self.folder.path()):
                 raise
-            log.info("%s; %s: kept in %s", self.folder.path(), shown(error), self.spool.records)
+            log.info("%s; %s: the remaining files are kept in %s", self.folder.path(), shown(error), self.spool.records)
         finally:
             if self.ledger is not None:
                 self.spool.close()

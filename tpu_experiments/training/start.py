@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tpu_experiments.checkpoint.manifest import COMMIT, folder_name, steps_in
 from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.reading import PIECE_BYTES, Groups, size, without_values
-from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, flat, from_host, require_tensors
+from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, flat, place_on_device, require_tensors
 from tpu_experiments.checkpoint.store import latest_progress, read_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
@@ -96,13 +96,13 @@ def find_start(config: Config, module: nn.Module) -> StartPoint | None:
         stored = folder.stored_identity()
         assert config.name is not None, "to_config names the run"
         if paths.absolute(folder.path()) == paths.absolute(RunFolder(config.output_dir, config.name).path()):
-            raise ConfigError(f"start.run={run}; it is this very run, which goes on by itself; leave start.run out.")
+            raise ConfigError(f"start.run={run}; it is this very run, which resumes by itself; leave start.run out.")
         if stored is None:
             return _adapter_point(config, module, folder=run)
         _require_same_model(stored, config, run=run)
         point = _checkpoint_or_export(config, folder, stored=stored)
         _require_tensors(point, config, module)
-        log.info("starts from %s: %s", run, lineage_text(point.lineage()))
+        log.info("warm start from %s: %s", run, lineage_text(point.lineage()))
         return point
 
 
@@ -136,9 +136,9 @@ def load_start(
     """
     marks: dict[str, str] = {}
 
-    def use(groups: Groups) -> None:
+    def restore(groups: Groups) -> None:
         taken = {group: tensors for group, tensors in groups.items() if group == OPTIMIZER}
-        from_host(
+        place_on_device(
             {PARAMETERS: _FingerprintedTensors(groups[PARAMETERS], marks), **taken},
             parameters=parameters,
             state=state if point.take == "all" else {},
@@ -153,11 +153,11 @@ def load_start(
             if _digest([paths.join(point.place, COMMIT)]) != point.sha256:
                 raise ValueError(f"{COMMIT} was changed since this run looked at it")
             parent = point.place.rpartition("/")[0]
-            read_step(parent, point.step, lambda _, groups: use(groups), max_held_bytes=max_held_bytes)
+            read_step(parent, point.step, lambda _, groups: restore(groups), max_held_bytes=max_held_bytes)
         elif point.kind == "adapter":
-            use({PARAMETERS: read_adapter(point.place).tensors})
+            restore({PARAMETERS: read_adapter(point.place).tensors})
         else:
-            use({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})
+            restore({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})
     return marks
 
 
@@ -274,7 +274,7 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     sha256 = _digest([paths.join(folder, ADAPTER_FILE)])
     point = StartPoint(run=folder, kind="adapter", place=folder, take="weights", sha256=sha256)
     _require_tensors(point, config, module)
-    log.info("starts from %s: %s", folder, lineage_text(point.lineage()))
+    log.info("warm start from %s: %s", folder, lineage_text(point.lineage()))
     return point
 
 
@@ -357,14 +357,14 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         if point.take == "all" and config.trainer._target_ == TrainerConfig._target_:
             wanted[OPTIMIZER] = flat(optimizer_of(config).init(parameters))
 
-        def use(_: Mapping[str, Any], groups: Groups) -> None:
+        def restore(_: Mapping[str, Any], groups: Groups) -> None:
             for group, expected in wanted.items():
                 found = without_values(groups.get(group, {}))
                 place = paths.join(point.place, f"{group}.safetensors")
                 require_tensors(found, expected, place=f"start.run={point.run}; {place}", advice=advice)
 
         with _read_errors_as_sentences(point.run, point.place):
-            read_step(point.place.rpartition("/")[0], point.step, use, max_held_bytes=0)
+            read_step(point.place.rpartition("/")[0], point.step, restore, max_held_bytes=0)
         return
     if point.kind == "adapter":
         _require_own_start(config, run=point.run)

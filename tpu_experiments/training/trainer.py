@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRecord
-from tpu_experiments.checkpoint.proof import Answers, Export, Start
+from tpu_experiments.checkpoint.proof import Export, InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import Snapshot, flat, read_state, snapshot, zero_state
 from tpu_experiments.checkpoint.store import latest_step, remove_after
@@ -248,13 +248,15 @@ class Trainer:
     def build_saver(self) -> Saver:
         """Create the saver, which verifies on held-out rows of the first source that has some."""
         batches = (next(iter(found), None) for found in self.held_out.values())
-        answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
-        start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
+        loss_comparison = LossComparison(
+            self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters
+        )
+        start = InitialTensors(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
         spool = self.outputs.spool
         settings = replace(self.config.checkpoint, every_steps=self.intervals.save)
-        return Saver(settings, spool, runtime=self.runtime, start=start, answers=answers)
+        return Saver(settings, spool, runtime=self.runtime, start=start, loss_comparison=loss_comparison)
 
-    def proof_of_export(self) -> dict[str, Any] | None:
+    def verify_export(self) -> dict[str, Any] | None:
         """Return the verification of the written adapter or model; every process takes part."""
         if not self.config.checkpoint.prove:
             return None
@@ -266,7 +268,7 @@ class Trainer:
             start=self.saver.start,
             max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
         )
-        return export.proof(self.progress, answers=self.saver.answers, runtime=self.runtime)
+        return export.verify(self.progress, loss_comparison=self.saver.loss_comparison, runtime=self.runtime)
 
     def model_source(self) -> HuggingFaceModel:
         """Return the source of the model's config, module and weights."""
@@ -416,7 +418,7 @@ class Trainer:
             with self.meters.excluded():
                 self.evaluate_stage(stage)
         agrees = step % self.intervals.log == 0 or self.runtime.world_size == 1
-        self.saver.look(agrees=agrees)
+        self.saver.raise_background_error(agrees=agrees)
         if agrees:
             self.raise_requested_rollback()
         is_best = is_evaluated and self.progress.stages[-1].held_step == step
@@ -485,7 +487,7 @@ class Trainer:
         with self.watch.measure("checkpoint"):
             self.outputs.export(self.model)
             self.runtime.barrier("exported")
-            proof = self.proof_of_export()
+            proof = self.verify_export()
         seconds = dict(self.watch.seconds)
         ending = Ending(
             progress=self.progress,
@@ -517,7 +519,7 @@ class Trainer:
         with self.watch.measure("checkpoint"), self.meters.excluded():
             step = self.progress.step
             if leaves:
-                self.saver.leave(self.snapshot)
+                self.saver.save_on_stop(self.snapshot)
             else:
                 self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
             self.runtime.barrier("saved")
@@ -566,7 +568,7 @@ class Trainer:
         step, kept = self.progress.step, "the checkpoints stay"
         if step > 0 and self.runtime.world_size == 1:
             self.save()
-            kept = "a checkpoint of this step is saved, and the same command goes on from it"
+            kept = "a checkpoint of this step is saved, and the same command resumes from it"
         value = error.explain()
         raise TrainingStopped(f"stopped after step {step}: {error}{value and f': {value}'}; {kept}.") from error
 
@@ -638,14 +640,19 @@ class Trainer:
         folder = self.outputs.folder.path("checkpoints")
         if self.runtime.any_process(latest_step(folder, before=best + 1) != best):
             log.warning(
-                "stage %s: there is no checkpoint of step %d, its best; it ends with its last", stage.name, best
+                "stage %s: there is no checkpoint of step %d, its best; it ends with its last step", stage.name, best
             )
             return
         self.read_checkpoint(before=best + 1)
         assert record.best_loss is not None
         record.restored_step, record.eval_loss, record.eval_sources = best, record.best_loss, {}
         self.evaluated = self.answered = None
-        log.info("stage %s ends with step %d, whose exit loss %.4f is its best", stage.name, best, record.best_loss)
+        log.info(
+            "stage %s ends with the parameters of step %d, whose exit loss %.4f is its best",
+            stage.name,
+            best,
+            record.best_loss,
+        )
 
     def read_checkpoint(self, *, before: int | None = None) -> Progress | None:
         """Restore tensors from the newest complete checkpoint (of a step below `before`)."""

@@ -174,5 +174,5 @@ def _data_files(found: dict[str, str], *, spec: SourceSpec) -> dict[str, str]:
     others = [name for name in inside if name not in files]
     left_out = [name for name in others if name.lower().endswith((*ARCHIVES, *OTHER_DATA)) or not suffixes_of(name)[0]]
     if left_out:
-        log.warning("%s; not read: %s", spec.key, ", ".join(left_out))
+        log.warning("%s: files of unsupported types are skipped: %s", spec.key, ", ".join(left_out))
     return files

@@ -286,7 +286,7 @@ def is_whole(folder: str, name: str) -> bool:
             if kind in index.sha256:
                 read_whole(f"{stem}.{suffix}", sha256=index.sha256[kind])
     except DamagedFile as error:
-        log.warning("%s It is made again.", error)
+        log.warning("%s It is prepared again.", error)
         return False
     return True
 

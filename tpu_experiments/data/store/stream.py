@@ -217,11 +217,11 @@ class RemoteShards:
                 if self._copies.is_whole(copy_name(file), sha256=file.sha256):
                     self._whole.add(shard)
                     return True
-                log.warning("the local copy of %s is damaged; it is fetched again", file.path)
+                log.warning("the local copy of %s is damaged: it is downloaded again", file.path)
             return False
         except (ConfigError, OSError) as error:  # network or disk; rows are fetched one by one meanwhile
             if not self._closed.is_set():
-                log.warning("no local copy of %s for now: %s", file.path, error)
+                log.warning("%s is read remotely, since it could not be cached: %s", file.path, error)
             return False
 
     def _fill(self, copy: BinaryIO, file: ShardFile, size: int) -> None:

@@ -107,7 +107,7 @@ class HostWatch:
             return
         print(
             f"error: host {self._rank} of {self._num_hosts} lost host {rank}; that host's log says why. The same "
-            "command, on every host, goes on.",
+            "command, on every host, resumes the run.",
             file=sys.stderr,
             flush=True,
         )

@@ -8,7 +8,7 @@ import os
 import sys
 from types import TracebackType
 
-INTERRUPTED = "error: interrupted; the same command goes on from the last checkpoint, where there is one."
+INTERRUPTED = "error: interrupted; the same command resumes from the last checkpoint, where there is one."
 INTERRUPTED_EXIT_CODE = 130  # a shell's exit code for a program that Ctrl-C ended
 
 

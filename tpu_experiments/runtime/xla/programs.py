@@ -316,7 +316,11 @@ class XlaProgram(Generic[Out]):
             self.compiles.dispatch_seconds += replay.dispatch_seconds - before
             if self.num_traced == num_traced and not self._is_replayed:
                 self._is_replayed = True
-                log.info("%s: one call in %d on average is traced from here on", self.name, replay.every)
+                log.info(
+                    "%s: from now on one call in %d on average is traced, and the others are replayed",
+                    self.name,
+                    replay.every,
+                )
         if then is not None:
             self.closures.run(partial(then, out))
         self._num_calls += 1
@@ -350,7 +354,7 @@ class XlaProgram(Generic[Out]):
         if is_known and self._is_told and not self._is_explained:
             self._is_explained = True
             out, changes = self._compared(batch, signature)
-            log.warning("%s: %s", self.name, changes or "its constants are as at first")
+            log.warning("%s: %s", self.name, changes or "its constants are unchanged")
             return out
         started = time.perf_counter()
         with NoHostReads(self.name, device_type="xla", count_reads=num_reads):

@@ -149,7 +149,7 @@ def judge_runtime_version(machine: Machine, config: Config) -> Finding:
         return not_checked("this is no TPU VM (no metadata server, no TPU_ACCELERATOR_TYPE)")
     seen = f"{machine.accelerator_type}, runtime version {machine.runtime_version or 'not told'}"
     if hw.device != "tpu":
-        return warning(seen, f"hw={hw.name} leaves the TPU of this machine alone; choose its hw=")
+        return warning(seen, f"hw={hw.name} does not use the TPU of this machine; choose its hw=")
     if generation_of(machine.accelerator_type) != (hw.topology or "").partition(":")[0]:
         return failed(f"{seen}, and hw={hw.name} is {hw.topology}", "choose the hw= of this machine")
     wanted = hw.rent.runtime_version if hw.rent else None

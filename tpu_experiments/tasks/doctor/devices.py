@@ -197,4 +197,4 @@ def judge_lock_file(lock: LockFile, config: Config) -> Finding:
     remedy = f"`sudo rm -f {LOCK_FILE}`: no process holds it"
     if not lock.is_writable or not is_me(lock.owner):
         return failed(f"{LOCK_FILE} belongs to user {lock.owner}", remedy)
-    return warning(f"{LOCK_FILE} is there and nobody holds it", f"if libtpu says that it is in use, {remedy}")
+    return warning(f"{LOCK_FILE} exists and no process holds it", f"if libtpu says that it is in use, {remedy}")

@@ -262,7 +262,7 @@ def judge_run(state: RunState, config: Config) -> Finding:
         return warning(f"name={state.name} is finished, nothing would be run", "give another name= to train again")
     if state.holder is not None:
         return failed(f"{state.holder} is writing name={state.name}", "stop it, or choose another name=")
-    return ok(f"name={state.name} {'goes on' if state.is_there else 'is new'}")
+    return ok(f"name={state.name} {'resumes' if state.is_there else 'is new'}")
 
 
 def look_at_settings(config: Config) -> bool:

@@ -146,7 +146,10 @@ def _judge_variable(name: str, value: str, *, hw: HwConfig) -> Finding | None:
     if name in TYPES:
         return warning(seen, f"`unset {name}`: it changes data types behind the program; use model.dtype=")
     if name in DEBUG and hw.device == "tpu":
-        return warning(seen, f"`unset {name}`: with it the compile cache keeps nothing that fits")
+        return warning(
+            seen,
+            f"`unset {name}`: it changes the keys of the compile cache, so nothing in it is found",
+        )
     if name in FLAGS:
         unknown = "a flag that XLA does not know ends the process" if name == "XLA_FLAGS" else "libtpu aborts on others"
         return warning(seen, f"`unset {name}` unless you mean it, or use hw.libtpu_flags=: {unknown}")

@@ -68,7 +68,9 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
         )
     widths = widths_of(given.tokenizer)
     if widths is None:
-        log.warning("bits per byte is left out: this tokenizer is neither byte-level nor has SentencePiece's blanks")
+        log.warning(
+            "bits per byte is not reported: this tokenizer is neither byte-level nor has SentencePiece's blanks"
+        )
     sums: dict[str, dict[str, Sums]] = {}
     scores: dict[str, dict[str, Sums]] = {}
     for state in model.states():

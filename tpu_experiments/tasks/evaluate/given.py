@@ -124,7 +124,7 @@ def _has_documents(held_out: HeldOut, config: Config) -> bool:
     """Return whether there is something to evaluate; log a warning if not."""
     if held_out.flat.num_documents:
         return True
-    log.warning("data.%s has no document in the %s split; it is left out", held_out.name, task_of(config).split)
+    log.warning("data.%s has no document in the %s split: the source is skipped", held_out.name, task_of(config).split)
     return False
 
 
@@ -140,7 +140,9 @@ def check_audit(subject: Subject, inputs: RunInputs) -> None:
         ConfigError: the audit hash of a source differs.
     """
     if subject.audit is None or task_of(subject.config).data == "selected":
-        log.warning("nobody knows what %s was trained on; these documents may be among it", subject.place or "the base")
+        log.warning(
+            "the training data of %s is unknown: these documents may be part of it", subject.place or "the base"
+        )
         return
     changed = [key for key, value in inputs.audit_hashes.items() if subject.audit.get(key) != value]
     if changed:

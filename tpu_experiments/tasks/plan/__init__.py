@@ -37,7 +37,7 @@ def run(config: Config) -> None:
     try:
         plan_all(config, machines, settings, method=method)
     except KeyboardInterrupt:
-        print("stopped; what is compiled so far is kept, and the same command goes on", file=sys.stderr)
+        print("stopped; finished compilations are cached, and the same command continues", file=sys.stderr)
         sys.exit(STOPPED_EXIT_CODE)
 
 

@@ -119,7 +119,7 @@ class Children:
             raise ConfigError("\n".join(problems) or lines[-1])
         if code == 2:
             raise LifeFailed(
-                "task=resume_check; the run that was killed is refused when it is to go on from its checkpoint: "
+                "task=resume_check; the run that was killed is refused when it resumes from its checkpoint: "
                 + ("\n".join(problems) or lines[-1])
             )
         shown = "\n".join(lines[-SHOWN_LINES:])

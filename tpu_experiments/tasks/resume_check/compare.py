@@ -70,7 +70,7 @@ def check_position(killed: list[Life]) -> Check:
                 f"the newest checkpoint was of step {before.checkpoint_after}, it went on from {life.resume_step} and "
                 f"its first step was {first}"
             )
-    return Check("goes on from the newest checkpoint", difference, f"{len(killed) - 1} resumes")
+    return Check("resumes from the newest checkpoint", difference, f"{len(killed) - 1} resumes")
 
 
 def check_rows(whole: Life, killed: list[Life]) -> Check:

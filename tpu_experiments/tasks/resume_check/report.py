@@ -59,5 +59,5 @@ def as_text(verdict: Verdict, lives: list[Life], *, place: str) -> str:
             f"{cost['seconds_to_first_step']:.1f} s to the first step "
             f"(a fresh start: {whole.first_step - whole.started:.1f} s), {cost['bytes_read'] / MIB:.2f} MiB read"
         )
-    word = "this run can be killed: it goes on exactly" if verdict.is_equal else "this run does not go on exactly"
+    word = "this run can be killed: it resumes exactly" if verdict.is_equal else "this run does not resume exactly"
     return "\n".join([*lines, f"{word}; {place}"])
