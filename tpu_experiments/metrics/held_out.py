@@ -123,12 +123,12 @@ def _compared(
     sides = [base] if trained is None else [base, trained]
     parts = [np.concatenate([side[name] for side in sides], axis=1) for name in names]
     pair = _Pair(parts, width=len(COLUMNS), how=how)
-    base_told = pair.told(lambda sums: measures(sums[0]))
+    base_told = pair.estimates(lambda sums: measures(sums[0]))
     counts = pair.total_1K[0]
     trained_told = difference = share = None
     if trained is not None:
-        trained_told = pair.told(lambda sums: measures(sums[1]))
-        difference = pair.told(lambda sums: _less(measures(sums[1]), measures(sums[0])))
+        trained_told = pair.estimates(lambda sums: measures(sums[1]))
+        difference = pair.estimates(lambda sums: _less(measures(sums[1]), measures(sums[0])))
         share = pair.share(lambda sums: measures(sums[1])["loss"] < measures(sums[0])["loss"])
     return Comparison(pair.num_documents, int(counts[0]), int(counts[1]), base_told, trained_told, difference, share)
 
@@ -146,10 +146,10 @@ def compared_answers(base: Sums, trained: Sums | None, *, how: Resampling) -> di
     def by_name(sums_RK: Sums) -> dict[str, Sums]:
         return dict(zip(SCORES, sums_RK.T, strict=True))
 
-    found: dict[str, Any] = {"answers": len(base), "base": pair.told(lambda sums: by_name(sums[0]))}
+    found: dict[str, Any] = {"answers": len(base), "base": pair.estimates(lambda sums: by_name(sums[0]))}
     if trained is not None:
-        found["trained"] = pair.told(lambda sums: by_name(sums[1]))
-        found["difference"] = pair.told(lambda sums: by_name(sums[1] - sums[0]))
+        found["trained"] = pair.estimates(lambda sums: by_name(sums[1]))
+        found["difference"] = pair.estimates(lambda sums: by_name(sums[1] - sums[0]))
     return found
 
 
@@ -166,7 +166,7 @@ class _Pair:
     def _sides(self, sums_RK: Sums) -> list[Sums]:
         return [sums_RK[:, start : start + self._width] for start in range(0, sums_RK.shape[1], self._width)]
 
-    def told(self, values_of: Callable[[list[Sums]], dict[str, Sums]]) -> dict[str, Estimate]:
+    def estimates(self, values_of: Callable[[list[Sums]], dict[str, Sums]]) -> dict[str, Estimate]:
         """Estimate values with their intervals; a value that is not finite is left out."""
         values, spreads = values_of(self._sides(self.total_1K)), values_of(self._sides(self._drawn_RK))
         return {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.forward import attention_input, by_layer_type, in_its_form
+from tpu_experiments.models.forward import attention_input, by_layer_type, in_attention_form
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.ops import Tensors
 
@@ -75,11 +75,11 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
     def mask_of(window: int | None) -> Tensor:
         return full & (index_S > slot - window) if window else full
 
-    return in_its_form(by_layer_type(mask_of, config=module.config), module)
+    return in_attention_form(by_layer_type(mask_of, config=module.config), module)
 
 
 @contextmanager
-def kernel_left_out(module: nn.Module) -> Iterator[None]:
+def without_kernel(module: nn.Module) -> Iterator[None]:
     """Replace the attention kernel by sdpa or eager attention inside the block.
 
     The kernel of `model.attention=flash` takes whole rows only.
@@ -210,7 +210,7 @@ class Decoder:
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
         uniforms_BN = np.pad(uniforms_BN, ((0, self.num_rows - len(prompts)), (0, 0)))
         with torch.no_grad():
-            for written_BN in self.buckets[bucket].write(filled, torch.from_numpy(uniforms_BN)):
+            for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN)):
                 yield written_BN[: len(prompts), : self.max_new_tokens].tolist()
 
     def _uniforms(self, draw: int) -> np.ndarray:
@@ -235,10 +235,10 @@ class Bucket:
         self.num_slots = length + 1 + decoder.num_calls * decoder.tokens_per_call
         self.state: dict[str, Tensor] = {}
         runtime = decoder.runtime
-        self.read_program = runtime.program(self.read, name=f"read {length}")
-        self.write_program = runtime.program(self.write_some, name=f"write {length}", held=lambda: self.state)
+        self.prefill_program = runtime.program(self.prefill, name=f"read {length}")
+        self.decode_program = runtime.program(self.generate_tokens, name=f"write {length}", held=lambda: self.state)
 
-    def write(self, prompts: Sequence[list[int]], uniforms_BN: Tensor) -> Iterator[Tensor]:
+    def generate(self, prompts: Sequence[list[int]], uniforms_BN: Tensor) -> Iterator[Tensor]:
         """Yield the tokens generated so far (B, n) on the host: after the first one, then N at a time."""
         decoder, put = self.decoder, self.decoder.runtime.put
         ids_BT = torch.zeros(len(prompts), self.length, dtype=torch.int32)
@@ -246,18 +246,18 @@ class Bucket:
             ids_BT[row, self.length - len(ids) :] = torch.tensor(ids, dtype=torch.int32)
         pads_B = torch.tensor([self.length - len(ids) for ids in prompts], dtype=torch.int32)
         batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous()}, rows_dim=-1)
-        self.state = self.read_program(batch)
+        self.state = self.prefill_program(batch)
         yield self._written(self.state["ids"], 1)
         for call in range(decoder.num_calls):
             begin = 1 + call * decoder.tokens_per_call
             end = begin + decoder.tokens_per_call
             batch = put({"uniforms": uniforms_BN[:, begin:end].T.contiguous()}, rows_dim=-1)
-            yield self._written(self.write_program(batch)["ids"], end)
+            yield self._written(self.decode_program(batch)["ids"], end)
 
     def _written(self, ids_BS: Tensor, num: int) -> Tensor:
         return ids_BS.cpu()[:, self.length : self.length + num]
 
-    def read(self, batch: Batch) -> dict[str, Tensor]:
+    def prefill(self, batch: Batch) -> dict[str, Tensor]:
         """Compute keys and values of prompts `ids` (B, T), and the first token after them (prefill program).
 
         Raises:
@@ -285,31 +285,31 @@ class Bucket:
         state = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=batch["uniforms"])
         return dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
 
-    def write_some(self, batch: Batch) -> dict[str, Tensor]:
+    def generate_tokens(self, batch: Batch) -> dict[str, Tensor]:
         """Generate N more tokens in `state`; returns `ids` as a separate tensor (decoding program)."""
-        new = self.more(batch)
+        new = self.next_states(batch)
         with torch.no_grad():
             for name, tensor in new.items():
                 self.state[name].copy_(tensor)
         return {"ids": new["ids"]}
 
-    def more(self, batch: Batch) -> dict[str, Tensor]:
+    def next_states(self, batch: Batch) -> dict[str, Tensor]:
         """Return what N more tokens, sampled by `uniforms` (N, B), change in `state`."""
         state = self.state
         names = [name for name in state if name != "pads"]
 
         def body(carry: Tensors, xs: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            return self.one_more(dict(zip(names, carry, strict=True)), pads_B=consts[0], uniform_B=xs[0]), ()
+            return self.next_state(dict(zip(names, carry, strict=True)), pads_B=consts[0], uniform_B=xs[0]), ()
 
         carry = tuple(state[name] for name in names)
         new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=(state["pads"],))
         return dict(zip(names, new, strict=True))
 
-    def one_more(self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor) -> Tensors:
+    def next_state(self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor) -> Tensors:
         """Return `state` with the token after `slot`; keys and values of the token in `slot` are written."""
         module, slot, ids_BS = self.decoder.module, state["slot"], state["ids"]
         layers = [(state[name], state[f"value{name[3:]}"]) for name in state if name.startswith("key")]
-        with kernel_left_out(module):
+        with without_kernel(module):
             logits_BV = _logits(
                 module,
                 ids_BS.index_select(1, slot.long()),

@@ -232,7 +232,7 @@ class HuggingFaceModel:
         return prefixes(self._on_meta(self.config), self._on_meta(self.whole_config))
 
     def _stored(self, names: list[str]) -> dict[str, StoredTensor | ConvertedTensor]:
-        found, outer = self._as_named, [self.outer_name(name) for name in names]
+        found, outer = self._tensors_by_name, [self.outer_name(name) for name in names]
         absent = [name for name in outer if name not in found]
         if absent:
             raise ConfigError(
@@ -242,7 +242,7 @@ class HuggingFaceModel:
         return {name: found[whole] for name, whole in zip(names, outer, strict=True)}
 
     @cached_property
-    def _as_named(self) -> dict[str, StoredTensor | ConvertedTensor]:
+    def _tensors_by_name(self) -> dict[str, StoredTensor | ConvertedTensor]:
         """Every tensor of the checkpoint under its name in the model; cached, so that files are indexed once."""
         assert self.folder is not None
         return converted_tensors(stored_tensors(self.folder), self._on_meta(self.whole_config))

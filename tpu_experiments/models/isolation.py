@@ -123,7 +123,7 @@ def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict
             document as transformers computes it; `other`: documents in one row, against each alone.
     """
     first, second = LENGTHS
-    ids = _drawn(first + second)
+    ids = _random_ids(first + second)
     changed = ids.clone()
     changed[first - 1] = ids[first - 1] % (AT_MOST["vocab_size"] - len(IDS)) + len(IDS)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict
     return {name: float((a - b).abs().max() / largest) for name, (a, b) in pairs.items()}
 
 
-def _drawn(count: int) -> Tensor:
+def _random_ids(count: int) -> Tensor:
     """Draw token ids, none of them a special one."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(len(IDS), AT_MOST["vocab_size"], (count,), generator=generator)
@@ -172,13 +172,13 @@ def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Mod
             module = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=source.runs_code)
             made.append(module.eval())
         for parameter in made[0].parameters():
-            _draw(parameter)
+            _randomise(parameter)
     made[1].load_state_dict(made[0].state_dict())
     return made[0], made[1]
 
 
 @torch.no_grad()
-def _draw(parameter: nn.Parameter) -> None:
+def _randomise(parameter: nn.Parameter) -> None:
     """Draw weights that move logits: matrices preserve the activations' scale, vectors change a little."""
     if parameter.ndim > 1:
         parameter.normal_(std=parameter.shape[-1] ** -0.5)

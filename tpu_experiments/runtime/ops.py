@@ -107,7 +107,7 @@ def unconstrained(tensor: Tensor, *, axes: Axes) -> Tensor:
     return tensor
 
 
-def nothing_split(name: str, shape: tuple[int, ...]) -> Axes:
+def replicated(name: str, shape: tuple[int, ...]) -> Axes:
     """Return no axes: the parameter is replicated."""
     return ()
 
@@ -120,7 +120,7 @@ def in_use(axes: Axes) -> Axes:
     return tuple("tensor" if "tensor" in (axis or ()) else None for axis in axes)
 
 
-def same(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     """Return `tensor` unchanged."""
     return tensor
 
@@ -129,8 +129,8 @@ def same(tensor: Tensor) -> Tensor:
 class HostMemory:
     """Transfers of an intermediate value to host memory and back; by default it stays on the device."""
 
-    put: Callable[[Tensor], Tensor] = same
-    take: Callable[[Tensor], Tensor] = same
+    put: Callable[[Tensor], Tensor] = identity
+    fetch: Callable[[Tensor], Tensor] = identity
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Folding:
 
     loop: Loop
     constrain: Constrain = unconstrained
-    axes: Callable[[str, tuple[int, ...]], Axes] = nothing_split
+    axes: Callable[[str, tuple[int, ...]], Axes] = replicated
     """Maps the name and shape of a parameter to the mesh axes that each dimension is sharded over."""
     host: HostMemory = HostMemory()
 

@@ -22,7 +22,7 @@ from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, meet
+from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, rendezvous
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import lease, retry
 from tpu_experiments.storage.process import started_seconds
@@ -48,20 +48,20 @@ def run(config: Config) -> None:
     """
     hosts = Hosts()
     try:
-        hosts = meet(config.hw)
+        hosts = rendezvous(config.hw)
         train(config, hosts)
     except HostLost as error:
         print(f"error: {error} The same command, on every host, resumes the run.", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # a regular exit would wait for programs that run over all hosts
     except ConfigError:
-        hosts.part()
+        hosts.announce_end()
         raise
     except SystemExit as ending:
         if ending.code == STOPPED_EXIT_CODE:
-            hosts.part()
+            hosts.announce_end()
         raise
-    hosts.part()
+    hosts.announce_end()
 
 
 def train(config: Config, hosts: Hosts) -> None:

@@ -366,7 +366,8 @@ class Meters:
             self._warned.add("input")
             log.warning(
                 "input-bound: a step takes %.3f s, and the loop waits %.3f s of it for a batch; try "
-                "loader.loader_prefetch_size or loader.host_to_device_transfer_threads, and prepared data on a local disk",
+                "loader.loader_prefetch_size or loader.host_to_device_transfer_threads, and prepared data on a "
+                "local disk",
                 each["seconds"],
                 each["input_wait"],
             )

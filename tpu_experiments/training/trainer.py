@@ -397,7 +397,7 @@ class Trainer:
             pending.output = output
             self.window.read(steps)
 
-        pending.output = self.step_program(batch, then=read if due else None)
+        pending.output = self.step_program(batch, on_output=read if due else None)
         if due and self.intervals.log < CLOSE_STEPS:
             self.runtime.wait()
         self.progress.advance(info.stage_step + 1)

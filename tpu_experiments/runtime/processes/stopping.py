@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 
-from tpu_experiments.runtime.processes.tether import tied
+from tpu_experiments.runtime.processes.tether import tied_command
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_PROCESSES = 256
@@ -193,7 +193,7 @@ class Relay:
         with ExitStack() as stack:
             stream = None if output is None else stack.enter_context(output.open("ab"))
             child = subprocess.Popen(
-                tied(command, cores=cores),
+                tied_command(command, cores=cores),
                 env={**os.environ, **(env or {})},
                 stdout=stream,
                 stderr=stream,

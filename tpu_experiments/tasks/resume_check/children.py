@@ -15,7 +15,7 @@ from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.processes.env import compile_cache_root
-from tpu_experiments.runtime.processes.tether import tied
+from tpu_experiments.runtime.processes.tether import tied_command
 from tpu_experiments.storage import paths
 from tpu_experiments.training.batches import prepared_folder
 
@@ -96,7 +96,7 @@ class Children:
         log.info("%s: %s", run, f"until it is killed after step {kill.after}, {kill.where}" if kill else "to its end")
         with output.open("wb") as file:
             code = subprocess.run(
-                tied([sys.executable, RUN, *self._common, f"name={run}", *kill_overrides(events, kill)]),
+                tied_command([sys.executable, RUN, *self._common, f"name={run}", *kill_overrides(events, kill)]),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment(self._config),
