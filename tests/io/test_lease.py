@@ -192,11 +192,11 @@ def test_after_a_long_stop_a_lease_that_is_gone_was_anothers(tmp_path, monkeypat
     told = []
     mine = Lease(str(tmp_path), name="x", on_lost=lambda: told.append(1), renew_seconds=3600).acquire()
     paths.remove_tree(mine.path)
-    mine.look()
+    mine.check()
     assert lease.read(str(tmp_path)).id == mine._owner.id, "removed by accident: taken again"
     paths.remove_tree(mine.path)
     monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
-    mine.look()
+    mine.check()
     assert told
     assert mine.is_lost
     assert lease.read(str(tmp_path)) is None

@@ -69,11 +69,11 @@ def test_an_outage_is_told_once_and_what_it_kept_arrives_newest_first(monkeypatc
     monkeypatch.setattr(FaultyFileSystem, "down", True)
     assert place.save(writer(4)) == str(place.local)
     assert place.save(writer(6)) == str(place.local)
-    assert place.is_out
+    assert place.is_unreachable
     with pytest.raises(ConnectionError):
         place.deliver()
     assert caplog.text.count("storage does not answer") == 1
-    assert f"checkpoints are kept in {place.local}" in caplog.text
+    assert f"checkpoints are spilled to {place.local}" in caplog.text
     monkeypatch.setattr(FaultyFileSystem, "down", False)
     order = []
     copy = paths.copy_file
@@ -84,7 +84,7 @@ def test_an_outage_is_told_once_and_what_it_kept_arrives_newest_first(monkeypatc
         "00000006.safetensors", "00000006.json", "00000004.safetensors", "00000004.json"
     ]  # fmt: skip
     assert "2 checkpoints uploaded" in caplog.text
-    assert not place.is_out
+    assert not place.is_unreachable
     assert not place.local.exists()
     assert place.save(writer(8)) == TARGET
     place.close()
@@ -120,7 +120,7 @@ def test_what_is_saved_while_it_delivers_arrives_too(monkeypatch):
     assert place.deliver() == 2
     assert saved == [str(place.local)]
     assert arrived() == [4, 6]
-    assert not place.is_out
+    assert not place.is_unreachable
 
 
 def test_the_next_life_delivers_what_a_killed_one_left(monkeypatch):

@@ -117,10 +117,10 @@ def test_host_memory(make_config, memory, expected):
 
 
 def test_the_memory_of_a_7b_model(make_config):
-    once = sources.look_at_host_memory(make_config(*TPU)).needed
+    once = sources.inspect_host_memory(make_config(*TPU)).needed
     assert once == pytest.approx(7_241_732_096 * 2 * 1.01 + sources.BASE_BYTES, rel=1e-6)
     spawned = make_config(*TPU, "hw.parallel=spawn", "sharding=replicated")
-    assert sources.look_at_host_memory(spawned).needed == 8 * once
+    assert sources.inspect_host_memory(spawned).needed == 8 * once
 
 
 def test_chip_memory(make_config):

@@ -43,7 +43,7 @@ def test_versions_that_this_hardware_does_not_need(make_config):
 
 
 def test_versions_of_this_environment(make_config):
-    seen = software.look_at_software()
+    seen = software.inspect_software()
     assert {"torch", "torch_xla", "hydra-core", "psutil", "libtpu"} <= {package.name for package in seen.packages}
     assert software.judge_versions(seen, make_config()).verdict == "ok"
 
@@ -78,7 +78,7 @@ def test_no_other_variable_is_read(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
     monkeypatch.setenv("TPU_PROCESS_BOUNDS", "")
-    seen = software.look_at_variables()
+    seen = software.inspect_variables()
     assert seen["XLA_FLAGS"] == "--xla_dump_to=/x"
     assert set(seen) <= set(software.KNOWN) - {"TPU_PROCESS_BOUNDS"}
 

@@ -16,7 +16,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.tasks import evaluate
-from tpu_experiments.tasks.evaluate.beside import BesideBase
+from tpu_experiments.tasks.evaluate.beside import ModelAndBase
 from tpu_experiments.tasks.evaluate.given import held_out_of
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of
 from tpu_experiments.training.batches import load_run_tokenizer
@@ -142,7 +142,7 @@ def test_answers_are_what_transformers_writes_however_many_are_written_at_once(r
     config = composed("task=evaluate", *sized(TRAINING), f"hw.runtime={runtime}", "task.adapter=none")
     made = make_runtime(config)
     before = made.counters().num_compiles
-    built = BesideBase(
+    built = ModelAndBase(
         made,
         config,
         subject=Subject(config, "base", "", ""),

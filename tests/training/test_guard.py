@@ -119,7 +119,7 @@ def test_steps_that_a_checkpoint_knows_are_not_counted_again():
     resumed = Progress.from_dict(known.to_dict())
     assert resumed == known
     whole = reading(1, 2.0, math.nan, math.nan)
-    Guard(GuardConfig(), process=(0, 1)).look(whole, resumed)
+    Guard(GuardConfig(), process=(0, 1)).observe(whole, resumed)
     assert (resumed.guard.streak, resumed.guard.skipped) == ([2, 3], 2)
 
 

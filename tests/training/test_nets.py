@@ -51,7 +51,7 @@ class Bench:
         """What differs, by the name of the check, where a mutant is killed behind its background save and resumed."""
         children, kill = self.children(place, trainer=trainer), plan_kills(self.config)[0]
         (place / WHOLE).symlink_to(self.place / WHOLE)
-        lives = [children.live(KILLED, kill=kill), children.live(KILLED)]
+        lives = [children.run_process(KILLED, kill=kill), children.run_process(KILLED)]
         assert lives[0].was_in_background
         assert lives[1].resume_step == kill.checkpoint
         verdict = compare([self.whole, *lives], place=str(place))
@@ -68,7 +68,7 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
             command.delenv(name, raising=False)
         config = shortened(composed(*GIVEN, "task=resume_check", f"output_dir={place}"))
         bench = Bench(config, place, Life(WHOLE, None, 0.0), command)
-        bench.whole = bench.children(place, trainer=None).live(WHOLE)
+        bench.whole = bench.children(place, trainer=None).run_process(WHOLE)
         yield bench
 
 

@@ -285,7 +285,7 @@ class Saver:
             proof["answer"] = answer
         eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
         folder = draft.target.rpartition("/")[0]
-        self._spool.bring_records(folder)
+        self._spool.upload_records(folder)
         store.commit(draft, eval_loss=eval_loss, proof=proof)
         retention = self._retention if folder == self.folder else Retention(folder)
         retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._policy_for(progress))

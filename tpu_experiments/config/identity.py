@@ -206,7 +206,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
         chosen = {key: stored[key] for key in keys}
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, *OF_VALUES) as error:
         raise _not_ours(place, error) from error  # OSError: the text is a single value
-    problems = list(_doors(stored, config))
+    problems = list(_unsafe_values(stored, config))
     if problems:
         raise ConfigError("\n".join(f"{place}; {problem}" for problem in problems[:8]))
     chosen = _with_secrets_of(chosen, config, place=place)
@@ -222,7 +222,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     return values
 
 
-def _doors(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
+def _unsafe_values(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Yield problems of stored values that would run code, or read values from outside the config."""
     plugins = stored.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list) else [plugins]:

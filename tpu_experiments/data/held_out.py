@@ -55,7 +55,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True, eq=False)
-class LaidOut:
+class HeldOutRows:
     """Rows of held-out documents, with the token index of each position."""
 
     rows: Rows
@@ -163,7 +163,7 @@ def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[B
     return FlatTokens(np.concatenate(ids), np.concatenate(flags), np.concatenate(chosen))
 
 
-def lay_out(held_out: HeldOut, *, seq_len: int, pad_id: int) -> LaidOut:
+def rows_of_documents(held_out: HeldOut, *, seq_len: int, pad_id: int) -> HeldOutRows:
     """Lay documents out in rows; every trainable token but a document's first is predicted exactly once."""
     flat = held_out.flat
     learn_L = (flat.flags_L & LEARN) > 0
@@ -189,7 +189,7 @@ def lay_out(held_out: HeldOut, *, seq_len: int, pad_id: int) -> LaidOut:
         rows.learn_NT[row, column + new - start : place.stop] = learn_L[new:end]
         rows.positions_NT[row, place] = np.arange(end - start)
         rows.segments_NT[row, place] = 1 + (rows.segments_NT[row, column - 1] if column else 0)
-    return LaidOut(rows, token_NT)
+    return HeldOutRows(rows, token_NT)
 
 
 def windows(length: int, *, seq_len: int) -> Iterator[tuple[int, int, int]]:

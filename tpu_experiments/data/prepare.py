@@ -27,7 +27,7 @@ from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import SourceSpec, spec_of
 from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
-from tpu_experiments.data.steps.across import add_across, write_groups
+from tpu_experiments.data.steps.across import add_overlaps_across_sources, write_groups
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.report import write_report
@@ -46,7 +46,7 @@ from tpu_experiments.storage.sealed import DamagedFile, write_sealed_json
 log = logging.getLogger(__name__)
 
 START_BYTES = 16 * 2**30  # verified at startup, per source and row length: a quarter of a minute of TPU time at 1 GB/s
-TOLD_SECONDS = 2.0
+LOG_AFTER_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def prepare(
             folders={n: folder for n, (folder, _) in rows.items()},
             manifests={n: manifest for n, (_, manifest) in rows.items()},
             cache=how.cache,
-            check=_left_check(manifest for _, manifest in rows.values()),
+            check=_shard_check(manifest for _, manifest in rows.values()),
         )
-    add_across(prepared, sources=sources)
+    add_overlaps_across_sources(prepared, sources=sources)
     return prepared
 
 
@@ -131,7 +131,7 @@ def _tokenized(spec: SourceSpec, *, source: DataSourceConfig, how: Preparation, 
     )
 
 
-def _left_check(manifests: Iterable[Mapping[str, Any]]) -> Check:
+def _shard_check(manifests: Iterable[Mapping[str, Any]]) -> Check:
     """Return `at_open` where a row length has too many bytes to verify its shards at startup, else `none`."""
     shards = [[record for split in m["splits"].values() for record in split["shards"]] for m in manifests]
     return "at_open" if any(sum(r["bytes"] for r in records) > START_BYTES for records in shards) else "none"
@@ -184,7 +184,7 @@ def _are_whole(manifest: Mapping[str, Any], *, folder: str, verify: str) -> bool
     seconds = time.perf_counter() - started
     for complaint in damaged:
         log.warning("data.%s: %s It is prepared again.", manifest["source"], complaint)
-    if seconds > TOLD_SECONDS:
+    if seconds > LOG_AFTER_SECONDS:
         log.info("data.%s: checked %.0f MB of rows in %.1f s", manifest["source"], num_bytes / 1e6, seconds)
     return not damaged
 

@@ -13,21 +13,21 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.promise import promise_line
 from tpu_experiments.metrics.goodput import goodput_lines
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.retry import told
-from tpu_experiments.storage.run_folder import RunFolder, continued, has_other_length, open_run
+from tpu_experiments.storage.retry import explain_storage_errors
+from tpu_experiments.storage.run_folder import RunFolder, has_other_length, open_run, with_settings_of_run
 
 OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*)=")
 """Arguments of a command that a follow-up run with the same settings does not repeat."""
 
 
-def told_finished(config: Config) -> bool:
+def print_if_finished(config: Config) -> bool:
     """Return whether the run of this config is finished, and print its closing lines if so.
 
     Raises:
         ConfigError: the folder belongs to another config, or its result.json is invalid.
     """
-    with told(config.output_dir):
-        config = continued(config)
+    with explain_storage_errors(config.output_dir):
+        config = with_settings_of_run(config)
         folder = open_run(config, may_lengthen=True)
         finished = folder.finished()
     if finished is None or has_other_length(folder, config):

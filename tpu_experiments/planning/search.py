@@ -33,7 +33,7 @@ def predicted_gib(memory: ChipMemory, *, micro: int, at: int) -> float:
     return memory.arguments + memory.outputs + memory.temporaries * micro / at
 
 
-def climb(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
+def find_largest(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
     """Find the largest micro-batch that compiles within the memory.
 
     It begins at the prediction and goes up to the first that does not fit, or down to the first that does.

@@ -165,7 +165,7 @@ def _literal(value: Any) -> Any:
     return INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def continued(config: Config) -> Config:
+def with_settings_of_run(config: Config) -> Config:
     """Return the config with open settings filled in from the run that it continues, if there is one.
 
     These are the rows that the config leaves open and, with `tuned=auto`, the tuned speed settings that belong to the

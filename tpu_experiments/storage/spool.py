@@ -2,8 +2,8 @@
 
 Object stores cannot append (gcsfs opens "a" as overwrite), so a mirror's local copy is uploaded whole every
 `UPLOAD_SECONDS` from one background thread, before a checkpoint counts (`upload_all`), and at `close`. Where the
-place is local there is no copy: it is written directly. What cannot be uploaded in the end is kept where `keep_in`
-says.
+place is local there is no copy: it is written directly. What cannot be uploaded in the end is kept in the
+folder of `set_spill_folder`.
 
 `Spool.save` writes to the place a checkpoint belongs to. When that fails as storage fails (storage/retry.py), it
 writes to `<cache>/spool/<key>` instead, says so once, and a thread tries the place again from then on: the newest
@@ -34,7 +34,7 @@ UPLOAD_SECONDS = 30.0  # event files and logs are kilobytes; GCS allows one upda
 log = logging.getLogger(__name__)
 _open: list["Mirror"] = []
 """Open mirrors of this process with remote targets."""
-_keeping: tuple[str, Path] | None = None
+_spill_folder: tuple[str, Path] | None = None
 
 
 class Mirror:
@@ -96,15 +96,15 @@ class Mirror:
             self._upload()
 
     def copy(self) -> Path | None:
-        """Copy the local files to the folder set by `keep_in` and return it; None if none is set for this run."""
-        if _keeping is None or not self.is_below(_keeping[0]):
+        """Copy the local files to the spill folder and return it; None if none is set for this run."""
+        if _spill_folder is None or not self.is_below(_spill_folder[0]):
             return None
         for file in self._files():
-            kept = self._kept_at(file, *_keeping)
+            kept = self._spill_path(file, *_spill_folder)
             kept.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(file, kept)
-        return _keeping[1]
+        return _spill_folder[1]
 
     def close(self) -> None:
         """Upload the local copy a last time and remove it.
@@ -119,14 +119,14 @@ class Mirror:
         try:
             self._upload()
         except Exception:
-            log.error("the last upload to %s failed; its data is in %s", self._target, self._keep())
+            log.error("the last upload to %s failed; its data is in %s", self._target, self._keep_local_copy())
             raise
         finally:
             _open.remove(self)
             self._temporary.cleanup()
             self._temporary = None
 
-    def _keep(self) -> Path:
+    def _keep_local_copy(self) -> Path:
         """Keep the local copy after a failed last upload; return its path."""
         folder = self.copy()
         if folder is not None:
@@ -160,8 +160,10 @@ class Mirror:
                 if self._uploaded.get(file) != state:
                     paths.write_bytes_atomic(self._place(file), data)
                     self._uploaded[file] = state
-                if _keeping is not None and self.is_below(_keeping[0]):
-                    self._kept_at(file, *_keeping).unlink(missing_ok=True)  # no newer than what was just uploaded
+                if _spill_folder is not None and self.is_below(_spill_folder[0]):
+                    self._spill_path(file, *_spill_folder).unlink(
+                        missing_ok=True
+                    )  # no newer than what was just uploaded
 
     def _files(self) -> list[Path]:
         if self.local.is_file():
@@ -171,7 +173,7 @@ class Mirror:
     def _place(self, file: Path) -> str:
         return paths.join(self._target, *file.relative_to(self.local).parts) if file != self.local else self._target
 
-    def _kept_at(self, file: Path, run: str, folder: Path) -> Path:
+    def _spill_path(self, file: Path, run: str, folder: Path) -> Path:
         return folder / self._place(file).removeprefix(run)
 
 
@@ -181,10 +183,10 @@ def _state(file: Path) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def keep_in(folder: Path, *, run: str) -> None:
+def set_spill_folder(folder: Path, *, run: str) -> None:
     """Keep files below `run` that cannot be uploaded at the end of the process in `folder` from now on."""
-    global _keeping
-    _keeping = run.rstrip("/") + "/", folder
+    global _spill_folder
+    _spill_folder = run.rstrip("/") + "/", folder
 
 
 def upload_all(*, run: str) -> None:
@@ -199,7 +201,7 @@ def upload_all(*, run: str) -> None:
 
 
 def copy_all() -> None:
-    """Copy what `upload_all` would upload to the folder set by `keep_in`, for a restart on this machine."""
+    """Copy what `upload_all` would upload to the folder set by `set_spill_folder`, for a restart on this machine."""
     for mirror in list(_open):
         mirror.copy()
 
@@ -230,10 +232,10 @@ class Spool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._out_since: float | None = None
+        self._unreachable_since: float | None = None
         self._num_full = 0
 
-    def bring_records(self, folder: str) -> None:
+    def upload_records(self, folder: str) -> None:
         """Upload the run's records, or copy them to the spool; call it before a checkpoint is committed there.
 
         Args:
@@ -253,9 +255,9 @@ class Spool:
         return self.local / RECORDS
 
     @property
-    def is_out(self) -> bool:
+    def is_unreachable(self) -> bool:
         """Whether the target is out of reach, so that checkpoints are spilled to the local disk."""
-        return self._out_since is not None
+        return self._unreachable_since is not None
 
     def save(
         self, write: Callable[[str], Result], *, free_space: FreeSpace | None = None, first: First = "there"
@@ -280,26 +282,26 @@ class Spool:
         """
         if first == "here" and paths.is_remote(self.target):
             try:
-                return self._kept(write)
+                return self._write_locally(write)
             except OSError as error:
                 log.warning("%s; %s: the checkpoint is written to %s only", self.local, shown(error), self.target)
-        if not self.is_out:
+        if not self.is_unreachable:
             try:
-                return self._written(write, free_space)
+                return self._write_to_target(write, free_space)
             except Exception as error:
                 if not self._is_outage(error) and kind_of(error) != "full":
                     raise
                 if kind_of(error) == "full":
-                    self._go_on_without(error)
+                    self._skip_checkpoint(error)
                     return None
                 self._begin_outage(error)
         try:
-            self._out_since = self._out_since or time.monotonic()
-            result = self._kept(write)
+            self._unreachable_since = self._unreachable_since or time.monotonic()
+            result = self._write_locally(write)
         except OSError as error:
-            self._go_on_without(error)
+            self._skip_checkpoint(error)
             return None
-        self._deliver_later()
+        self._start_delivery()
         return result
 
     def deliver(self) -> int:
@@ -315,7 +317,7 @@ class Spool:
             with self._lock:  # a concurrent save may spill another one
                 names = self._names()
                 if not names:
-                    if not self._kept_records():
+                    if not self._spilled_records():
                         shutil.rmtree(self.local, ignore_errors=True)
                     self._end_outage(arrived)
                     return arrived
@@ -332,17 +334,17 @@ class Spool:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        if not self._names() and not self._kept_records():
+        if not self._names() and not self._spilled_records():
             return
         try:
             self.deliver()
         except Exception as error:
             raise StorageFailed(
-                f"{complaint(error, place=self.target)} {self._kept_text()}; the same command on this machine "
+                f"{complaint(error, place=self.target)} {self._spilled_text()}; the same command on this machine "
                 "delivers them."
             ) from error
 
-    def _kept(self, write: Callable[[str], Result]) -> Result:
+    def _write_locally(self, write: Callable[[str], Result]) -> Result:
         with self._lock:
             self.local.mkdir(parents=True, exist_ok=True)
             return write(str(self.local))
@@ -352,9 +354,9 @@ class Spool:
         kind = kind_of(error)
         return kind is not None and (kind == "transient" or paths.is_remote(self.target))
 
-    def _written(self, write: Callable[[str], Result], free_space: Callable[[], object] | None) -> Result:
+    def _write_to_target(self, write: Callable[[str], Result], free_space: Callable[[], object] | None) -> Result:
         try:
-            with retry.substituted():
+            with retry.with_substitute():
                 result = write(self.target)
         except Exception as error:
             if kind_of(error) != "full":
@@ -373,7 +375,7 @@ class Spool:
             if name.startswith("step_") and not paths.exists(paths.join(self.target, name, self._marker)):
                 paths.remove_tree(paths.join(self.target, name))
 
-    def _go_on_without(self, error: Exception) -> None:
+    def _skip_checkpoint(self, error: Exception) -> None:
         """Count and log a save that did not fit; raise StorageFailed after LIMIT in a row."""
         self._num_full += 1
         sentence = f"{complaint(error, place=self.target)} This checkpoint is skipped ({_free_text(self.target)})"
@@ -382,7 +384,7 @@ class Spool:
         log.warning("%s; training continues, and stops after %d in a row.", sentence, LIMIT)
 
     def _begin_outage(self, error: Exception) -> None:
-        self._out_since = time.monotonic()
+        self._unreachable_since = time.monotonic()
         log.warning(
             "%s Training continues; checkpoints are spilled to %s (%s) and uploaded once storage answers.",
             complaint(error, place=self.target),
@@ -391,23 +393,23 @@ class Spool:
         )
 
     def _end_outage(self, arrived: int) -> None:
-        if self._out_since is not None:
-            minutes = (time.monotonic() - self._out_since) / 60
+        if self._unreachable_since is not None:
+            minutes = (time.monotonic() - self._unreachable_since) / 60
             log.warning("%s is reachable again after %.1f min; %d checkpoints uploaded.", self.target, minutes, arrived)
-        self._out_since = None
+        self._unreachable_since = None
 
-    def _deliver_later(self) -> None:
+    def _start_delivery(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._keep_trying, name="spool", daemon=True)
+            self._thread = threading.Thread(target=self._deliver_until_done, name="spool", daemon=True)
             self._thread.start()
 
-    def _keep_trying(self) -> None:
+    def _deliver_until_done(self) -> None:
         seconds = FIRST_WAIT_SECONDS
-        while (self.is_out or self._names()) and not self._closed.wait(seconds):
+        while (self.is_unreachable or self._names()) and not self._closed.wait(seconds):
             try:
                 self.deliver()
             except Exception as error:  # of any type: the checkpoints stay in the spool
-                log.info("%s is still unreachable: %s; %s", self.target, shown(error), self._kept_text())
+                log.info("%s is still unreachable: %s; %s", self.target, shown(error), self._spilled_text())
             seconds = min(2 * seconds, LONGEST_WAIT_SECONDS)
 
     def _names(self) -> list[str]:
@@ -438,7 +440,7 @@ class Spool:
         shutil.rmtree(source, ignore_errors=True)
         return True
 
-    def _kept_records(self) -> list[Path]:
+    def _spilled_records(self) -> list[Path]:
         return sorted(file for file in self.records.rglob("*") if file.is_file() and not file.is_symlink())
 
     def _deliver_records(self) -> None:
@@ -446,7 +448,7 @@ class Spool:
 
         One that grows is uploaded only if the target file is a prefix of it: else another process has continued it.
         """
-        for file in self._kept_records():
+        for file in self._spilled_records():
             place = paths.join(self._run, *file.relative_to(self.records).parts)
             kept = file.read_bytes()
             if file.suffix == ".json" or not paths.exists(place) or kept.startswith(paths.read_bytes(place)):
@@ -455,9 +457,9 @@ class Spool:
                 log.info("%s has more data than the spilled copy %s, which is not uploaded", place, file)
             file.unlink(missing_ok=True)
 
-    def _kept_text(self) -> str:
+    def _spilled_text(self) -> str:
         names = self._names()
-        if not names and self._kept_records():
+        if not names and self._spilled_records():
             return f"records wait in {self.records}"
         return f"{len(names)} checkpoints wait in {self.local}" + (f", the newest {names[-1]}" if names else "")
 

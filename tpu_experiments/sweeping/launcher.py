@@ -57,7 +57,7 @@ class PointLauncher(Launcher):
         points = [self._point(overrides, sweep) for overrides in job_overrides]
         sweep.run([point for point in points if isinstance(point, Point)])
         if sweep.relay.asked and (sweep.left or not self._is_grid()):
-            self._leave(sweep)
+            self._exit_on_stop(sweep)
         return [self._returned(sweep, point if isinstance(point, str) else point.name) for point in points]
 
     def finish(self) -> int:
@@ -131,7 +131,7 @@ class PointLauncher(Launcher):
         require_single_choices(composed.hydra.runtime.choices)
         return to_config(_without_hydra(composed))
 
-    def _leave(self, sweep: "Sweep") -> None:
+    def _exit_on_stop(self, sweep: "Sweep") -> None:
         from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
         next_points = f"the same command resumes with {'; '.join(sweep.left) or 'further points'}"

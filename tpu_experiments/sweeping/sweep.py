@@ -16,7 +16,7 @@ from tpu_experiments.sweeping import hparams, leaderboard
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
 from tpu_experiments.sweeping.placement import place_of, slots
 from tpu_experiments.sweeping.points import Point, command_of
-from tpu_experiments.sweeping.pruning import Evaluations, step_to_prune_at, why_nothing_is_pruned
+from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
 from tpu_experiments.sweeping.screen import Screen
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
@@ -80,7 +80,7 @@ class Sweep:
         at_once = slots(waiting[0].config)
         # A single point writes to the terminal itself.
         self.screen = Screen(is_live=at_once > 1 and sys.stdout.isatty())
-        self._say(why_nothing_is_pruned(waiting[0].config))
+        self._say(no_pruning_reason(waiting[0].config))
         while waiting or self._running:
             while waiting and len(self._running) < at_once and not self.relay.asked:
                 slot = next(slot for slot in range(at_once) if slot not in self._running)
@@ -89,7 +89,7 @@ class Sweep:
                 if running.process.poll() is not None:
                     del self._running[slot]
                     self._ended(running)
-            self._look()
+            self._prune_due()
             if self.relay.asked:
                 waiting.clear()
             time.sleep(LOOK_SECONDS)
@@ -163,7 +163,7 @@ class Sweep:
             self._say(f"sweep point {point.name} ended with exit code {code}; the sweep continues")
         self._write(row)
 
-    def _look(self) -> None:
+    def _prune_due(self) -> None:
         """Read the points' progress and prune those that the median rule gives up."""
         period = READ_REMOTE_SECONDS if paths.is_remote(self.folder) else READ_SECONDS
         if time.monotonic() - self._read_at < period:

@@ -8,7 +8,7 @@ from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.training.batches import load_run_tokenizer, prepare_sources, prepared_folder, stages_with_data
 from tpu_experiments.training.row_lengths import measure_rows
 
@@ -23,12 +23,12 @@ def run(config: Config) -> None:
     start_run_log(None, rank=0)
     folder = prepared_folder(config)
     try:
-        with told(folder, full="failed"):
+        with explain_storage_errors(folder, full="failed"):
             sources, manifests, page = _prepare(config, folder)
     finally:
         stop_run_log()
     print(audit_table(manifests))
-    _say_where(sources, page=page)
+    _print_folders(sources, page=page)
 
 
 def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], list[Manifest], str]:
@@ -52,7 +52,7 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
     return sources, manifests, paths.join(target, f"{name}.html")
 
 
-def _say_where(sources: dict[str, PreparedSource], *, page: str) -> None:
+def _print_folders(sources: dict[str, PreparedSource], *, page: str) -> None:
     for source in sources.values():
         for length, folder in source.folders.items():
             print(f"data.{source.name}, rows of {length}: {folder}")

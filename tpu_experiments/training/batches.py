@@ -25,8 +25,8 @@ from tpu_experiments.data.batches import (
     StageRows,
     WrittenRows,
     fixed_batches,
-    learning_all,
     trimmed,
+    with_all_tokens_learnt,
 )
 from tpu_experiments.data.prepare import Preparation, prepare
 from tpu_experiments.data.prepared import PreparedSource
@@ -304,7 +304,7 @@ def step_batches(
             continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = trim_padding(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
-        whole = learning_all(whole) if stage.learn == "all" else whole
+        whole = with_all_tokens_learnt(whole) if stage.learn == "all" else whole
         whole = with_dropout_noise(whole, stage.index, step, config=config)
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)

@@ -26,7 +26,7 @@ from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import adapted_weights
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.retry import is_told, shown
+from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.spool import Spool
 from tpu_experiments.training.batches import RunInputs, expected_programs
@@ -148,7 +148,7 @@ class RunOutputs:
                 if loggers is not None:
                     stack.callback(loggers.finish)
         except Exception as error:
-            if self.ledger is None or not is_told(error, place=self.folder.path()):
+            if self.ledger is None or not is_explained(error, place=self.folder.path()):
                 raise
             log.info("%s; %s: the remaining files are kept in %s", self.folder.path(), shown(error), self.spool.records)
         finally:

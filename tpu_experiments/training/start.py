@@ -35,7 +35,7 @@ from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range
-from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.tensors import group_in
 
@@ -91,7 +91,7 @@ def find_start(config: Config, module: nn.Module) -> StartPoint | None:
     run = config.start.run
     if run is None:
         return None
-    with told(run):
+    with explain_storage_errors(run):
         folder = _run_folder(run)
         stored = folder.stored_identity()
         assert config.name is not None, "to_config names the run"
@@ -147,7 +147,7 @@ def load_start(
             source=point.place,
         )
 
-    with told(point.run), _read_errors_as_sentences(point.run, point.place):
+    with explain_storage_errors(point.run), _read_errors_as_sentences(point.run, point.place):
         if point.kind == "checkpoint":
             assert point.step is not None, "`_checkpoint_or_export` gives it"
             if _digest([paths.join(point.place, COMMIT)]) != point.sha256:

@@ -70,7 +70,7 @@ def parting(grace_seconds: float) -> Iterator[None]:
         yield
     finally:
         if stopping.children_asked_at() is not None:
-            Grace(grace_seconds, asked_at=stopping.children_asked_at).install().leave()
+            Grace(grace_seconds, asked_at=stopping.children_asked_at).install().only_uploads_remain()
 
 
 @contextmanager

@@ -410,7 +410,7 @@ class Trainer:
         self.record(self.window.drain())
         if self.stop.agreed():  # before an evaluation, which may exceed the grace period
             self.save(leaves=True)
-            self.stop.grace.leave()
+            self.stop.grace.only_uploads_remain()
             raise StoppedByRequest
         is_evaluated = not last and self.evaluates_after(step)
         if is_evaluated:
@@ -444,7 +444,7 @@ class Trainer:
     def stop_if_requested(self) -> None:
         """Stop on request; call it where everything done is saved."""
         if self.stop.agreed():
-            self.stop.grace.leave()
+            self.stop.grace.only_uploads_remain()
             raise StoppedByRequest
 
     def start_profile_if_due(self) -> None:
@@ -477,7 +477,7 @@ class Trainer:
     def finish_run(self) -> None:
         """Evaluate, sample, export, and write result.json."""
         self.stop_if_requested()
-        self.stop.grace.leave()  # all training is saved, so requests to stop need no checkpoint from here on
+        self.stop.grace.only_uploads_remain()  # all training is saved: a request to stop needs no checkpoint now
         evaluation = self.evaluated or self.timed_evaluation()
         if self.progress.eval_step != self.progress.step:
             self.report_evaluation(evaluation)

@@ -90,7 +90,7 @@ def _turns(document: Document) -> list[dict[str, str | bool | None]] | None:
     return turns or None
 
 
-def are_kept(names: Iterable[str], folder: str) -> bool:
+def documents_exist(names: Iterable[str], folder: str) -> bool:
     """Return whether the document files of all these blocks exist; each file is written atomically."""
     return all(paths.exists(_path(folder, name)) for name in names)
 
@@ -171,7 +171,9 @@ class BlockMaker:
     def __call__(self, block: Block) -> str:
         """Write the block's files unless they are complete; return the block's name."""
         folder = self.settings.documents_folder
-        if not is_whole(self.settings.folder, block.name) or not (folder is None or are_kept([block.name], folder)):
+        if not is_whole(self.settings.folder, block.name) or not (
+            folder is None or documents_exist([block.name], folder)
+        ):
             self.make(block)
         return block.name
 

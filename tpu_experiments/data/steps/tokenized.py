@@ -27,8 +27,8 @@ from tpu_experiments.data.steps.blocks import (
     BlockMaker,
     BlockSettings,
     Item,
-    are_kept,
     cut_blocks,
+    documents_exist,
     is_whole,
     read_index,
 )
@@ -114,7 +114,12 @@ def tokenize_source(
     documents_folder = paths.join(target, "documents") if settings.documents == "keep" else None
     if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
         made = None
-    if made is not None and documents_folder and not is_lookup and not are_kept(made["blocks"], documents_folder):
+    if (
+        made is not None
+        and documents_folder
+        and not is_lookup
+        and not documents_exist(made["blocks"], documents_folder)
+    ):
         made = None  # the blocks were made without document files
     if made is None:
         maker = BlockSettings(

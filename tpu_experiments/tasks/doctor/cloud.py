@@ -47,7 +47,7 @@ class Machine:
     """None where the metadata lack it: newer images have a placeholder."""
 
 
-def look_at_gcloud(config: Config, task: DoctorTaskConfig) -> Gcloud:
+def inspect_gcloud(config: Config, task: DoctorTaskConfig) -> Gcloud:
     """Read account and project from this machine's files; query Google for quotas of the chip of `hw`."""
     if shutil.which("gcloud") is None:
         return Gcloud(False)
@@ -118,7 +118,7 @@ def judge_cloud(gcloud: Gcloud, config: Config) -> Finding:
     return ok(f"{seen}; chips of {chip}: {', '.join(zones)}")
 
 
-def look_at_machine() -> Machine:
+def inspect_machine() -> Machine:
     """Query the metadata server of a TPU VM; without one, read what Colab, Kaggle and GKE export."""
     exported = os.environ.get("TPU_ACCELERATOR_TYPE") or None
     if os.environ.get("TPU_SKIP_MDS_QUERY"):

@@ -66,7 +66,7 @@ class LockFile:
     """Id of the process that has locked it."""
 
 
-def look_at_devices(config: Config, task: DoctorTaskConfig) -> Devices:
+def inspect_devices(config: Config, task: DoctorTaskConfig) -> Devices:
     """List device nodes and their holders, then start the devices in a child unless one is held."""
     nodes = device_nodes()
     closed = tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK))
@@ -174,7 +174,7 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
     return ok(seen)
 
 
-def look_at_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
+def inspect_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
     """Return the file's owner and, from /proc/locks, the locking process; the file is not touched."""
     try:
         status = path.stat()

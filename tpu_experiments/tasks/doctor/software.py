@@ -51,7 +51,7 @@ class Software:
     packages: tuple[Package, ...]
 
 
-def look_at_software() -> Software:
+def inspect_software() -> Software:
     """Read the installed packages' metadata; none of them is imported."""
     wanted = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     wanted += [line for line in _requires("torch_xla") if Requirement(line).name in OF_A_TPU]
@@ -120,7 +120,7 @@ HOST = ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_HOST_BOUNDS", "TPU_CH
 KNOWN = (*COUNTS, *BOUNDS, *TYPES, *DEBUG, *FLAGS, *OVERWRITTEN, *HOST, "XLA_USE_SPMD")
 
 
-def look_at_variables() -> dict[str, str]:
+def inspect_variables() -> dict[str, str]:
     """Return the exported variables among `KNOWN`; no other is read, so no secret is."""
     return {name: os.environ[name] for name in KNOWN if os.environ.get(name)}
 

@@ -23,9 +23,9 @@ from tpu_experiments.metrics.held_out import (
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.run_folder import continued
-from tpu_experiments.tasks.evaluate.beside import BesideBase
-from tpu_experiments.tasks.evaluate.given import Given, make_given
+from tpu_experiments.storage.run_folder import with_settings_of_run
+from tpu_experiments.tasks.evaluate.beside import ModelAndBase
+from tpu_experiments.tasks.evaluate.given import EvaluationInputs, evaluation_inputs
 from tpu_experiments.tasks.evaluate.report import as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.setup import check_model
@@ -43,21 +43,21 @@ def run(config: Config) -> None:
     """
     start_run_log(None, rank=0)
     try:
-        subject = subject_of(continued(config))
+        subject = subject_of(with_settings_of_run(config))
         subject = replace(subject, config=measure_rows(subject.config))
         vocab_size = check_model(subject.config)
-        given = make_given(subject, vocab_size=vocab_size)
+        given = evaluation_inputs(subject, vocab_size=vocab_size)
         launch(evaluate_process, subject.config, subject, given)
     finally:
         stop_run_log()
 
 
-def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: Given) -> None:
+def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: EvaluationInputs) -> None:
     """Evaluate in every process; rank 0 prints and writes."""
     start_run_log(None, rank=runtime.rank)
     watch, task = Stopwatch(), task_of(config)
     with watch.measure("load"):
-        model = BesideBase(
+        model = ModelAndBase(
             runtime,
             config,
             subject=subject,
@@ -98,7 +98,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
         print(as_text(subject, found, answers, by_value=by_value))
 
 
-def written_scores(model: BesideBase, wanted: list[Exchange]) -> Sums:
+def written_scores(model: ModelAndBase, wanted: list[Exchange]) -> Sums:
     """Return the scores (N, 4) of the model's answers (metrics/held_out.py)."""
     written = model.write([exchange.prompt_ids for exchange in wanted])
     return answer_scores(written, [exchange.reference for exchange in wanted])

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Given:
+class EvaluationInputs:
     """Inputs of every evaluating process; picklable."""
 
     splits: dict[str, HeldOut]
@@ -37,7 +37,7 @@ class Given:
     seq_len: int
 
 
-def make_given(subject: Subject, *, vocab_size: int) -> Given:
+def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
     """Return the held-out documents of every source and what is needed to score them.
 
     Raises:
@@ -62,7 +62,7 @@ def make_given(subject: Subject, *, vocab_size: int) -> Given:
         write_documents(splits, tokenizer=tokenizer, file=task.documents)
     chats = {name: held_out for name, held_out in splits.items() if held_out.kind == "chat" and task.generate}
     asked = {name: exchanges(held_out, tokenizer=tokenizer, num=task.generate) for name, held_out in chats.items()}
-    return Given(splits, asked, tokenizer, stages[0].geometry, seq_len)
+    return EvaluationInputs(splits, asked, tokenizer, stages[0].geometry, seq_len)
 
 
 def check_length(config: Config, seq_len: int) -> None:

@@ -18,10 +18,10 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answer, Answers, Reader
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
-from tpu_experiments.tasks.generate.prompts import Prompt, asked, ends_of, given_prompts, ids_of, kind_of, typed
+from tpu_experiments.tasks.generate.prompts import Prompt, ends_of, given_prompts, ids_of, kind_of, typed, user_turn
 from tpu_experiments.training.batches import load_run_tokenizer
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def run(config: Config) -> None:
     assert isinstance(task, GenerateTaskConfig), "conf/task/generate.yaml has this schema"
     start_run_log(None, rank=0)
     try:
-        with told(task.run or config.output_dir):
+        with explain_storage_errors(task.run or config.output_dir):
             _run(config, task)
     except UnexpectedProgram as error:
         print(f"error: {error}", file=sys.stderr)
@@ -65,7 +65,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
     if prompts:
         _write_given(answers, list(zip(prompts, ids, strict=True)), output=task.output)
     else:
-        _converse(answers, task)
+        _answer_typed_lines(answers, task)
     log.info("%s", answers.account())
 
 
@@ -144,10 +144,10 @@ def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, out
             log.info("%d answers: %s", len(found), output)
 
 
-def _converse(answers: Answers, task: GenerateTaskConfig) -> None:
+def _answer_typed_lines(answers: Answers, task: GenerateTaskConfig) -> None:
     """Answer typed lines independently of each other; print an error for one that is refused."""
     for line in typed(_lines()):
-        prompt = asked(line, task, place="this prompt")
+        prompt = user_turn(line, task, place="this prompt")
         try:
             ids = answers.reader.ids(prompt)
             answers.reader.bucket(ids, place=prompt.place)

@@ -14,7 +14,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import trained_flops
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
-from tpu_experiments.planning.length import Beside
+from tpu_experiments.planning.length import OutsideSteps
 from tpu_experiments.planning.plan import Plan, Program, plan_of
 from tpu_experiments.planning.saved import COMPILED, PLANS
 from tpu_experiments.planning.timing import calibration_of
@@ -55,7 +55,7 @@ def compiled_plans(
             if len(configs) == 1 and isinstance(refusal, ConfigError):
                 compilers.stop()  # the other compilations are not needed
                 return [refusal]
-    return [answered(run, futures.get(number, [])) for number, run in enumerate(traced)]
+    return [plan_or_error(run, futures.get(number, [])) for number, run in enumerate(traced)]
 
 
 def usable_workers() -> int:
@@ -64,7 +64,7 @@ def usable_workers() -> int:
     return max(1, min(by_memory, len(os.sched_getaffinity(0))))
 
 
-def answered(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> Plan | ConfigError:
+def plan_or_error(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> Plan | ConfigError:
     """Return the plan of one traced run whose programs are compiled, or the error of one of them."""
     if isinstance(run, ConfigError):
         return run
@@ -107,10 +107,10 @@ def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
         versions=train.compiled.versions,
         notes=tuple(dict.fromkeys(note for program in made for note in program.notes)),
     )
-    return judged(plan, run=run, largest=largest, geometry=geometry) or with_length(plan, run=run, made=made)
+    return plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or with_length(plan, run=run, made=made)
 
 
-def judged(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> Plan | None:
+def plan_if_too_large(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> Plan | None:
     """Return the plan of a run that does not fit, with the reason; None if it fits."""
     rows, seq_len = geometry.micro_rows, geometry.seq_len
     shortage = shortage_of(largest, arch=run.arch, rows=rows, seq_len=seq_len, remedies=())
@@ -124,7 +124,7 @@ def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
     """Return the plan with the length and cost of the whole run."""
     of_shape = {p.shape: p.time for p in made if p.name == "train"}
     seconds = {p.name: p.time.total_s if p.time else None for p in made if p.name != "train"}
-    beside = Beside(
+    outside = OutsideSteps(
         base_gib=plan.memory.classes.get("base weights", 0.0),
         eval_rows=run.stages[0].geometry.micro_rows * run.stages[0].geometry.num_shards,
         eval_batch_seconds=seconds.get("eval"),
@@ -133,7 +133,7 @@ def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
     )
     times = {stage.name: of_shape[run.shapes[stage.name]] for stage in run.stages}
     notes = tuned_notes(run.config, plan.time.tokens_per_second_per_chip) if plan.time else []
-    return with_run(replace(plan, notes=(*notes, *plan.notes)), run.config, run.stages, times=times, beside=beside)
+    return with_run(replace(plan, notes=(*notes, *plan.notes)), run.config, run.stages, times=times, outside=outside)
 
 
 def geometry_of(run: Traced, made: Planned) -> Geometry:

@@ -48,9 +48,9 @@ def run(config: Config) -> None:
         place = clear_place(config)
         with tempfile.TemporaryDirectory(prefix="resume_check_") as witness:
             children = Children(config, place=place, witness=Path(witness))
-            lives = [children.live(WHOLE)]
-            lives += [children.live(KILLED, kill=kill) for kill in kills]
-            lives.append(children.live(KILLED))
+            lives = [children.run_process(WHOLE)]
+            lives += [children.run_process(KILLED, kill=kill) for kill in kills]
+            lives.append(children.run_process(KILLED))
     except LifeFailed as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -82,7 +82,7 @@ class Children:
         self._config, self._place, self._witness = config, place, witness
         self._common = [*kept_overrides(sys.argv[1:]), *check_overrides(config, place=place)]
 
-    def live(self, run: str, *, kill: Kill | None = None) -> Life:
+    def run_process(self, run: str, *, kill: Kill | None = None) -> Life:
         """Run one process of a run to its end or kill.
 
         Raises:
