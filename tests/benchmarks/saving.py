@@ -184,7 +184,7 @@ def steps(job: Job, folder: str, *, rounds: int, every: int) -> None:
             before, started = trimmed(), time.perf_counter()
             with peak_above(before) as peak:
                 if saver is not None:
-                    saver._has_asked = True  # the first is like the others
+                    saver._has_compared = True  # the first is like the others
                     saver.save(job.live, step=job.progress.step, is_interval=True)
                 in_saves[name].append(time.perf_counter() - started)
                 for _ in range(every):

@@ -96,8 +96,10 @@ def typed(tmp_path, count=60):
 def documents_by(tmp_path, tokenizer, by, **values):
     source = chat_source(typed(tmp_path), eval_fraction=0.3, test_fraction=0.3, **values)
     prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, workers=1)
-    how = Preparation(PrepareConfig(workers=1), str(tmp_path / "p"), tokenizer, {}, None, True)
-    return held_out_documents("a", source, split="test", data_size="full", how=how, max_documents=10, seed=0, by=by)
+    preparation = Preparation(PrepareConfig(workers=1), str(tmp_path / "p"), tokenizer, {}, None, True)
+    return held_out_documents(
+        "a", source, split="test", data_size="full", preparation=preparation, max_documents=10, seed=0, by=by
+    )
 
 
 @pytest.mark.parametrize("values", [{}, {"keep": {"sample_type": ["irac", "client"]}}])

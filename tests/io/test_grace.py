@@ -127,7 +127,7 @@ def write(folder: str) -> str:
 
 
 def test_the_last_save_is_here_first_and_then_there(place, caplog):
-    assert place.save(write, first="here") == str(place.local)
+    assert place.save(write, first="spool") == str(place.local)
     assert paths.list_names(place.target) == []
     place.close()
     assert paths.list_names(place.target) == ["step_00000002"]
@@ -137,7 +137,7 @@ def test_the_last_save_is_here_first_and_then_there(place, caplog):
 
 def test_a_local_place_has_no_detour(tmp_path):
     place = Spool(str(tmp_path), key="x", marker="COMMIT.json")
-    assert place.save(write, first="here") == str(tmp_path)
+    assert place.save(write, first="spool") == str(tmp_path)
 
 
 def test_where_there_is_no_room_here_it_goes_there(place, monkeypatch, caplog):
@@ -146,7 +146,7 @@ def test_where_there_is_no_room_here_it_goes_there(place, monkeypatch, caplog):
             raise OSError(28, "No space left on device")
         return write(folder)
 
-    assert place.save(full, first="here") == place.target
+    assert place.save(full, first="spool") == place.target
     assert "No space left on device" in caplog.text
     place.close()
     assert paths.list_names(place.target) == ["step_00000002"]

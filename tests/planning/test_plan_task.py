@@ -201,7 +201,7 @@ def test_a_finished_run_is_held_against_its_plan(planned: tuple[Path, dict[str, 
     assert compiling["measured"] == result["seconds"]["compile"]
     assert memory["planned"] == found["hbm_gib_per_chip"]["arguments"]
     assert (memory["measured"], memory["ratio"]) == (None, None)
-    assert memory["reason"] == "the device does not tell its memory"
+    assert memory["reason"] == "the device does not report its memory"
     assert f"{step['planned']:.3g} s a step (compiled), measured {step['measured']:.3g}" in done.stdout
 
 

@@ -110,7 +110,7 @@ def test_what_is_not_known_is_null_with_a_reason() -> None:
         "planned": 2.0,
         "measured": None,
         "ratio": None,
-        "reason": "the device does not tell its memory",
+        "reason": "the device does not report its memory",
     }
     assert silent["compile_seconds"]["reason"] == "not compiled"
     idle = compared_with_plan(promise, replace(MEASURED, steps={}, train_seconds=None))

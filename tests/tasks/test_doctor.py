@@ -216,7 +216,9 @@ def test_a_check_that_breaks_or_hangs_leaves_the_others(make_config, monkeypatch
     never = Event()
     checks = (
         examination.Check("run", broken, places.judge_run),
-        examination.Check("output_dir", lambda config, task: never.wait(), places.judge_output_dir, if_silent="failed"),
+        examination.Check(
+            "output_dir", lambda config, task: never.wait(), places.judge_output_dir, if_timed_out="failed"
+        ),
         examination.Check("settings", lambda config, task: (), places.judge_settings),
     )
     monkeypatch.setattr(examination, "CHECKS", checks)

@@ -16,8 +16,8 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.tasks import evaluate
-from tpu_experiments.tasks.evaluate.beside import ModelAndBase
-from tpu_experiments.tasks.evaluate.given import held_out_of
+from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
+from tpu_experiments.tasks.evaluate.inputs import held_out_of
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of
 from tpu_experiments.training.batches import load_run_tokenizer
 

@@ -21,8 +21,8 @@ class Mutant(Trainer):
     def build_saver(self) -> Saver:
         """The saver, changed."""
         saver = super().build_saver()
-        keep = saver._keep_whole
-        saver._keep_whole = lambda state, **how: keep(self.wrong(state), **how)
+        save = saver._save_blocking
+        saver._save_blocking = lambda state, **options: save(self.wrong(state), **options)
         return saver
 
     def wrong(self, copy: Snapshot) -> Snapshot:

@@ -80,7 +80,7 @@ def test_values_that_differ_are_named():
     assert "step 2: 0.25 uninterrupted, None resumed" in check_records("losses", {1: 0.5, 2: 0.25}, {1: 0.5}).difference
     ulp = 0.25 + 2**-54
     assert "step 2" in check_records("losses", {2: 0.25}, {2: ulp}).difference
-    assert check_once([{"step": 1}, {"step": 2}, {"step": 2}]).difference == "step 2 stands 2 times"
+    assert check_once([{"step": 1}, {"step": 2}, {"step": 2}]).difference == "step 2 occurs 2 times"
     result = {"eval_loss_before": 2.0, "eval_loss": 1.0, "tokens": 9, "sample_before": None, "sample_after": "a"}
     assert check_results(result, result).difference == ""
     assert "tokens: 9 uninterrupted, 8 resumed" in check_results(result, result | {"tokens": 8}).difference

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot
 from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.spool import Spool
+from tpu_experiments.storage.spool import First, Spool
 
 # ---- background thread --------------------------------------------------------------------------------------
 
@@ -215,9 +215,9 @@ class Saver:
         self.join()
         state = take_snapshot()
         fits = self._fits(state)
-        self._on_rank_zero(lambda: self._save_blocking(state.copied() if fits else state, first="here"))
+        self._on_rank_zero(lambda: self._save_blocking(state.copied() if fits else state, first="spool"))
 
-    def _save_blocking(self, state: Snapshot, *, first: Literal["there", "here"] = "there") -> None:
+    def _save_blocking(self, state: Snapshot, *, first: First = "target") -> None:
         """Write and commit, spilling to the local disk if the folder is unreachable (storage/spool.py).
 
         `_write_draft` and `_commit_draft` spill in the same way.

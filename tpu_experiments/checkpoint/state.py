@@ -19,7 +19,7 @@ from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.ops import PlaceTensor, host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, file_name, require_finite, shards
@@ -86,7 +86,7 @@ def read_state(
     *,
     parameters: dict[str, Tensor],
     state: State,
-    place: Callable[..., Tensor],
+    place: PlaceTensor,
     order: Sequence[str] = (),
     stages: Mapping[str, int] | None = None,
     before: int | None = None,
@@ -197,7 +197,7 @@ def place_on_device(
     *,
     parameters: dict[str, Tensor],
     state: State,
-    place: Callable[..., Tensor],
+    place: PlaceTensor,
     order: Sequence[str],
     source: str,
 ) -> None:

@@ -149,12 +149,12 @@ def uncomposable(error: Exception, overrides: list[str]) -> str:
     """Return a sentence for Python exceptions raised by Hydra, some of which have no text."""
     if "Config group override must be" in str(error):
         return _null_group(overrides)
-    said = "it is nested too deeply" if isinstance(error, RecursionError) else _plain(error).rstrip(".")
-    if "Unexpected type for root" in said:
-        said = "a key lies below one that is null"
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else _plain(error).rstrip(".")
+    if "Unexpected type for root" in reason:
+        reason = "a key lies below one that is null"
     shown = " ".join(o if len(o) <= MAX_SHOWN else f"{o[:MAX_SHOWN]}..." for o in overrides[-MAX_OVERRIDES:])
     return (
-        f"{shown}; Hydra cannot make a config of this, or of a YAML file that it names ({said}); write each override "
+        f"{shown}; Hydra cannot make a config of this, or of a YAML file that it names ({reason}); write each override "
         "as KEY=VALUE or GROUP=CHOICE, and each YAML file as those of conf are."
     )
 
@@ -260,6 +260,6 @@ def known_keys(kind: Any = Config, prefix: str = "") -> Iterator[str]:
 def _plain(error: Exception) -> str:
     """Return the library's own message on one line, without paths and OmegaConf's trailer."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    said = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|To append)", line)]
-    text = " ".join(said[:2]) or type(error).__name__
+    reason = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|To append)", line)]
+    text = " ".join(reason[:2]) or type(error).__name__
     return text if text.endswith(("?", ".")) else text + "."

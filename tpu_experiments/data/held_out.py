@@ -80,7 +80,7 @@ def held_out_documents(
     *,
     split: str,
     data_size: str,
-    how: Preparation,
+    preparation: Preparation,
     max_documents: int | None,
     seed: int,
     by: str | None = None,
@@ -100,10 +100,10 @@ def held_out_documents(
     tokens = tokenize_source(
         spec_of(name, source, data_size=data_size),
         source=source,
-        tokenizer=how.tokenizer,
-        settings=how.settings,
-        folder=how.folder,
-        read=how.readers.get(name),
+        tokenizer=preparation.tokenizer,
+        settings=preparation.settings,
+        folder=preparation.folder,
+        read=preparation.readers.get(name),
         is_lookup=True,
     )
     blocks = [read_index(tokens.folder, block) for block in tokens.block_names]
@@ -113,7 +113,7 @@ def held_out_documents(
     if max_documents is not None and num_in_split > max_documents:
         generator = np.random.Generator(np.random.Philox(key=seed))
         members = np.sort(generator.choice(members, max_documents, replace=False))
-    values = None if by is None else _values(tokens, members, by=by, is_own=name in how.readers)
+    values = None if by is None else _values(tokens, members, by=by, is_own=name in preparation.readers)
     return HeldOut(name, tokens.spec.kind, _read(tokens, members, blocks=blocks), num_in_split, values)
 
 

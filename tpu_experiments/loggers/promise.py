@@ -65,7 +65,7 @@ def compared_with_plan(promise: Promise, measured: Measured) -> dict[str, Any]:
         "hbm_gib": _figure(
             promise.hbm_gib,
             measured.hbm_gib,
-            reason=promise.reason if promise.hbm_gib is None else "the device does not tell its memory",
+            reason=promise.reason if promise.hbm_gib is None else "the device does not report its memory",
         ),
         "compile_seconds": _figure(
             promise.compile_seconds, measured.compile_seconds, reason=promise.reason or promise.compile_reason

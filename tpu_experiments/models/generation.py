@@ -95,7 +95,7 @@ def without_kernel(module: nn.Module) -> Iterator[None]:
 
 
 def next_ids(
-    logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, uniform_B: Tensor, how: ChoiceConfig
+    logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, uniform_B: Tensor, choice: ChoiceConfig
 ) -> Tensor:
     """Choose the next token of every row; returns ids (B,) int32.
 
@@ -103,10 +103,10 @@ def next_ids(
         ids_BS: prompts and generated tokens, each row after `pads_B` slots of padding and up to `slot` (1,).
         uniform_B: float32 in [0, 1); unused without sampling.
     """
-    scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, how=how)
-    if not how.do_sample:
+    scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, choice=choice)
+    if not choice.do_sample:
         return scores_BV.argmax(-1).to(torch.int32)
-    probabilities_BC, ids_BC = candidates(scores_BV, how=how)
+    probabilities_BC, ids_BC = candidates(scores_BV, choice=choice)
     reached_BC = probabilities_BC.cumsum(-1)
     # Inverse transform sampling. Scaled by the last sum, the distribution function reaches 1 despite rounding.
     place_B1 = (reached_BC <= uniform_B[:, None] * reached_BC[:, -1:]).sum(-1, keepdim=True)
@@ -114,31 +114,31 @@ def next_ids(
     return ids_BC.gather(1, torch.minimum(place_B1, possible_B1 - 1))[:, 0].to(torch.int32)
 
 
-def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, how: ChoiceConfig) -> Tensor:
+def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, choice: ChoiceConfig) -> Tensor:
     """Apply `repetition_penalty` and `no_repeat_ngram_size` to logits; padding does not count as text."""
     index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
     is_text_BS = (index_S >= pads_B[:, None]) & (index_S <= slot)
-    scores_BV, penalty = logits_BV, how.repetition_penalty
+    scores_BV, penalty = logits_BV, choice.repetition_penalty
     if penalty != 1:
         punished = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
         scores_BV = torch.where(_occurring(ids_BS, where=is_text_BS, like=scores_BV), punished, scores_BV)
-    if how.no_repeat_ngram_size:
-        ends_BS = is_text_BS & _ends_of_repeats(ids_BS, pads_B=pads_B, slot=slot, size=how.no_repeat_ngram_size)
+    if choice.no_repeat_ngram_size:
+        ends_BS = is_text_BS & _ends_of_repeats(ids_BS, pads_B=pads_B, slot=slot, size=choice.no_repeat_ngram_size)
         scores_BV = scores_BV.masked_fill(_occurring(ids_BS, where=ends_BS, like=scores_BV), -torch.inf)
     return scores_BV
 
 
-def candidates(scores_BV: Tensor, *, how: ChoiceConfig) -> tuple[Tensor, Tensor]:
+def candidates(scores_BV: Tensor, *, choice: ChoiceConfig) -> tuple[Tensor, Tensor]:
     """Return probabilities and ids (B, C) of the tokens to sample from, likeliest first.
 
     Tokens outside `top_p` have probability 0. Of tokens that tie for the last place of `top_k`, transformers keeps all,
     and this keeps `top_k` in total.
     """
     num_ids = scores_BV.shape[-1]
-    best_BC, ids_BC = torch.topk(scores_BV / how.temperature, min(how.top_k or num_ids, num_ids), dim=-1)
+    best_BC, ids_BC = torch.topk(scores_BV / choice.temperature, min(choice.top_k or num_ids, num_ids), dim=-1)
     probabilities_BC = torch.softmax(best_BC, dim=-1)
     before_BC = probabilities_BC.cumsum(-1) - probabilities_BC
-    return torch.where(before_BC < how.top_p, probabilities_BC, 0.0), ids_BC
+    return torch.where(before_BC < choice.top_p, probabilities_BC, 0.0), ids_BC
 
 
 def _occurring(ids_BS: Tensor, *, where: Tensor, like: Tensor) -> Tensor:
@@ -177,13 +177,13 @@ class Decoder:
         module: nn.Module,
         *,
         runtime: Runtime,
-        how: ChoiceConfig,
+        choice: ChoiceConfig,
         num_rows: int,
         max_new_tokens: int,
         tokens_per_call: int,
         seed: int,
     ) -> None:
-        self.module, self.runtime, self.how, self.num_rows = module.eval(), runtime, how, num_rows
+        self.module, self.runtime, self.choice, self.num_rows = module.eval(), runtime, choice, num_rows
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.tokens_per_call = max(1, min(tokens_per_call, max_new_tokens - 1))
         self.num_calls = -(-(max_new_tokens - 1) // self.tokens_per_call)
@@ -325,7 +325,9 @@ class Bucket:
     def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Tensor) -> Tensors:
         """Choose the next token; returns the ids with it in place, and its slot."""
         uniform_B = given.pop("uniform_B")
-        token_B = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, uniform_B=uniform_B, how=self.decoder.how, **given)
+        token_B = next_ids(
+            logits_BV, ids_BS=ids_BS, slot=slot, uniform_B=uniform_B, choice=self.decoder.choice, **given
+        )
         return ids_BS.index_copy(1, (slot + 1).long(), token_B[:, None]), slot + 1
 
 

@@ -20,6 +20,13 @@ Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 """Maps (carry, x, consts) to (carry, y); `x` is one slice of every tensor of `xs`, carry keeps shapes and types."""
 
 
+class PlaceTensor(Protocol):
+    """Copies a parameter, or a tensor of its shape, to the device (`Runtime.place`)."""
+
+    def __call__(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return the tensor on the device, sharded as the parameter `name`."""
+
+
 class Loop(Protocol):
     """Runs a body once for every index of the leading dimension of `xs`."""
 

@@ -212,8 +212,12 @@ LIMIT = 10
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 15.0, 300.0
 
 Result = TypeVar("Result")
+WriteCheckpoint = Callable[[str], Result]
+"""Writes one checkpoint as a folder below the folder that it is given; may be called again with another folder."""
 FreeSpace = Callable[[], object]
-First = Literal["there", "here"]
+"""Removes the checkpoints that retention does not need."""
+First = Literal["target", "spool"]
+"""Where a checkpoint is written first."""
 
 
 class Spool:
@@ -260,7 +264,7 @@ class Spool:
         return self._unreachable_since is not None
 
     def save(
-        self, write: Callable[[str], Result], *, free_space: FreeSpace | None = None, first: First = "there"
+        self, write: WriteCheckpoint[Result], *, free_space: FreeSpace | None = None, first: First = "target"
     ) -> Result | None:
         """Write a checkpoint to the target, or to the local spool while the target is out of reach.
 
@@ -268,9 +272,9 @@ class Spool:
         again.
 
         Args:
-            write: writes one checkpoint as a folder below the folder that it is given.
-            make_room: removes the checkpoints that retention does not need.
-            first: `here` writes to the local spool if the target is remote and the local disk has room; `close` then
+            write: writes the checkpoint.
+            free_space: makes room on a full disk.
+            first: `spool` writes to the local spool if the target is remote and the local disk has room; `close` then
                 uploads it.
 
         Returns:
@@ -280,7 +284,7 @@ class Spool:
             StorageFailed: the disk was full `LIMIT` times in a row.
             Exception: `write` failed for another reason than storage.
         """
-        if first == "here" and paths.is_remote(self.target):
+        if first == "spool" and paths.is_remote(self.target):
             try:
                 return self._write_locally(write)
             except OSError as error:
@@ -344,7 +348,7 @@ class Spool:
                 "delivers them."
             ) from error
 
-    def _write_locally(self, write: Callable[[str], Result]) -> Result:
+    def _write_locally(self, write: WriteCheckpoint[Result]) -> Result:
         with self._lock:
             self.local.mkdir(parents=True, exist_ok=True)
             return write(str(self.local))
@@ -354,7 +358,7 @@ class Spool:
         kind = kind_of(error)
         return kind is not None and (kind == "transient" or paths.is_remote(self.target))
 
-    def _write_to_target(self, write: Callable[[str], Result], free_space: Callable[[], object] | None) -> Result:
+    def _write_to_target(self, write: WriteCheckpoint[Result], free_space: FreeSpace | None) -> Result:
         try:
             with retry.with_substitute():
                 result = write(self.target)

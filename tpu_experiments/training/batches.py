@@ -95,7 +95,7 @@ def prepare_sources(
         config.data,
         data_size=config.data_size,
         seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
-        how=replace(preparation_settings(config, tokenizer=tokenizer, is_lookup=is_lookup), verify=verify),
+        preparation=replace(preparation_settings(config, tokenizer=tokenizer, is_lookup=is_lookup), verify=verify),
     )
 
 
@@ -289,18 +289,18 @@ def step_batches(
     first: int,
     process: tuple[int, int],
     mask: Mapping[str, Tensor],
-    left_out: Collection[int] = (),
+    skipped_steps: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
     """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
-    `left_out` count in the schedule and have no batch. `mask` goes into every batch (training/step.py).
+    `skipped_steps` count in the schedule and have no batch. `mask` goes into every batch (training/step.py).
     """
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
-    last = next((step for step in range(num_steps - 1, first, -1) if step not in left_out), first)
+    last = next((step for step in range(num_steps - 1, first, -1) if step not in skipped_steps), first)
     for step in range(first, num_steps):
-        if step in left_out:
+        if step in skipped_steps:
             continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = trim_padding(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)

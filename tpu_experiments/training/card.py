@@ -117,13 +117,13 @@ def _use(result: Mapping[str, Any], config: Config) -> str:
 def _results(result: Mapping[str, Any], config: Config) -> str:
     before, after = result["eval_sources_before"], result["eval_sources"]
     rows = [(name, before.get(name), after[name]) for name in after]
-    told = {side: dict(result[f"eval_source_measures{side}"]) for side in ("_before", "")}
+    measures = {side: dict(result[f"eval_source_measures{side}"]) for side in ("_before", "")}
     if len(rows) > 1:
         rows.append(("all", result["eval_loss_before"], result["eval_loss"]))
-        told = {side: found | {"all": result[f"eval_measures{side}"]} for side, found in told.items()}
+        measures = {side: found | {"all": result[f"eval_measures{side}"]} for side, found in measures.items()}
 
     def both(name: str, measure: str) -> str:
-        old, new = (_number(told[side].get(name, {}).get(measure)) for side in ("_before", ""))
+        old, new = (_number(measures[side].get(name, {}).get(measure)) for side in ("_before", ""))
         return f"{old} to {new}"
 
     table = _table(

@@ -92,7 +92,7 @@ class Guard:
         first, left = bad, self.settings.before_steps
         while left and first > 1:
             first -= 1
-            left -= not state.passes_over(first)
+            left -= not state.is_skipped(first)
         return first
 
     def checkpoint_step(self, request: RollBack, state: GuardState, *, folder: str) -> int:

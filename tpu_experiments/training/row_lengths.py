@@ -34,7 +34,7 @@ def measure_rows_and_totals(config: Config, *, is_lookup: bool) -> tuple[Config,
         measured = lengths_of(
             config.data,
             data_size=config.data_size,
-            how=preparation_settings(config, tokenizer=load_run_tokenizer(config), is_lookup=is_lookup),
+            preparation=preparation_settings(config, tokenizer=load_run_tokenizer(config), is_lookup=is_lookup),
         )
     except (NotPrepared, ConfigError) as error:
         if not is_lookup:

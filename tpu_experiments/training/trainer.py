@@ -351,7 +351,7 @@ class Trainer:
 
     def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
         """Train the remaining steps of a stage, up to its exit test if it has one."""
-        first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
+        first, skipped_steps = self.progress.stage_step, self.progress.skipped_steps(num_steps)
         offset = self.progress.step - first
         self.passes = Passes(rows, stage.geometry.global_rows, num_steps=num_steps, offset=offset)
         batches = step_batches(
@@ -362,7 +362,7 @@ class Trainer:
             first=first,
             process=self.runtime.share,
             mask=mask_tensors(stage.trainable, self.parameters, stages=self.inputs.stages),
-            left_out=left_out,
+            skipped_steps=skipped_steps,
         )
         with self.watch.measure("train"), self.count_work():
             self.meters.begin(stage.geometry)
@@ -377,7 +377,7 @@ class Trainer:
                         break
                 else:
                     done = range(self.progress.stage_step, num_steps)
-                    assert left_out.issuperset(done), "the feed ended before the stage"
+                    assert skipped_steps.issuperset(done), "the feed ended before the stage"
                     self.progress.advance(num_steps)
             self.wait_and_record()
             self.raise_requested_rollback()
@@ -439,7 +439,7 @@ class Trainer:
         if self.runtime.rank == 0:
             remove_after(folder, self.progress.step)
         steps = range(self.progress.step + 1, done + 1)
-        self.outputs.rewind(self.progress.step, num_lost=sum(not before.passes_over(step) for step in steps))
+        self.outputs.rewind(self.progress.step, num_lost=sum(not before.is_skipped(step) for step in steps))
 
     def stop_if_requested(self) -> None:
         """Stop on request; call it where everything done is saved."""

@@ -19,7 +19,7 @@ def decoder_of(config, how=None, *, num_rows=3, new=NEW, seed=0):
     runtime = make_runtime(config)
     module = with_adapter(config, runtime)
     settings = {"num_rows": num_rows, "max_new_tokens": new, "tokens_per_call": 8, "seed": seed}
-    return Decoder(module, runtime=runtime, how=how or ChoiceConfig(), **settings)
+    return Decoder(module, runtime=runtime, choice=how or ChoiceConfig(), **settings)
 
 
 def last(decoder, prompts, *, bucket, draws=None):

@@ -225,8 +225,8 @@ class DocumentTokenizer:
             turns = [[t + i for i in range(n)] for t, n in _runs(answers)]
         assert len(turns) == len(rendered.answers), f"{len(rendered.answers)} spans of {len(turns)} answers"
         # A joined answer is trained on when all of its turns that are not blank are.
-        said = [[turn for turn in run if not is_blank[turn]] for run in turns]
-        is_learnt = [bool(run) and all(map(document.is_taught, run)) for run in said]
+        filled_turns = [[turn for turn in run if not is_blank[turn]] for run in turns]
+        is_learnt = [bool(run) and all(map(document.is_taught, run)) for run in filled_turns]
         spans = [span for span, learnt in zip(rendered.answers, is_learnt, strict=True) if learnt]
         return RenderedChat(rendered.text, spans, rendered.cuts)
 

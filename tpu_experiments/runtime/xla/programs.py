@@ -78,10 +78,10 @@ def changed_values(before: str, now: str) -> str:
         partner = next((i for i in removed if (i.type, i.opcode) == (instruction.type, instruction.opcode)), None)
         if partner is not None:
             removed.remove(partner)
-        said = f"{partner.text} became {instruction.text}" if partner else f"{instruction.text} is new"
-        shown.append((_rank(instruction)[0], not place, f"{said}{place}"))
+        change_text = f"{partner.text} became {instruction.text}" if partner else f"{instruction.text} is new"
+        shown.append((_rank(instruction)[0], not place, f"{change_text}{place}"))
     shown += [(_rank(instruction)[0], True, f"{instruction.text} is gone") for instruction in removed]
-    return "; ".join([said for *_, said in sorted(dict.fromkeys(shown))][:MAX_SHOWN])
+    return "; ".join([change_text for *_, change_text in sorted(dict.fromkeys(shown))][:MAX_SHOWN])
 
 
 def instructions(hlo: str) -> list[tuple[Instruction, str]]:

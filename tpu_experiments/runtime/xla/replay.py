@@ -130,7 +130,7 @@ class Trace:
 
         Args:
             out: the function's result.
-            looks_for_strays: return None also if any other live device tensor has pending operations.
+            checks_strays: return None also if any other live device tensor has pending operations.
         """
         leaves, build = flattened(out)
         written = [name for name, is_new in zip(self.held, pending(self._held_tensors()), strict=True) if is_new]

@@ -87,8 +87,8 @@ def _gcloud(*arguments: str, seconds: float) -> Any:
     except subprocess.TimeoutExpired:
         return f"gcloud did not answer within {seconds:.0f} s"
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        return said[0][:200] if said else f"gcloud ended with exit code {done.returncode}"
+        error_lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        return error_lines[0][:200] if error_lines else f"gcloud ended with exit code {done.returncode}"
     return json.loads(done.stdout or "{}")
 
 
@@ -147,7 +147,7 @@ def judge_runtime_version(machine: Machine, config: Config) -> Finding:
     hw = config.hw
     if machine.accelerator_type is None:
         return not_checked("this is no TPU VM (no metadata server, no TPU_ACCELERATOR_TYPE)")
-    seen = f"{machine.accelerator_type}, runtime version {machine.runtime_version or 'not told'}"
+    seen = f"{machine.accelerator_type}, runtime version {machine.runtime_version or 'unknown'}"
     if hw.device != "tpu":
         return warning(seen, f"hw={hw.name} does not use the TPU of this machine; choose its hw=")
     if generation_of(machine.accelerator_type) != (hw.topology or "").partition(":")[0]:

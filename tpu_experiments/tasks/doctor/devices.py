@@ -121,8 +121,8 @@ def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
         return Probed(error=f"the devices did not start within {timeout_seconds:.0f} s")
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        said = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        return Probed(error=said[-1][:300] if said else f"exit code {done.returncode}")
+        error_lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        return Probed(error=error_lines[-1][:300] if error_lines else f"exit code {done.returncode}")
     answer = json.loads(lines[-1])
     return Probed(answer["num_devices"], answer["kind"], answer["sum"], answer["seconds"])
 

@@ -117,7 +117,7 @@ def _decoder(
     return Decoder(
         module,
         runtime=runtime,
-        how=task,
+        choice=task,
         num_rows=min(task.batch_rows, max(1, num_prompts) * task.num_return_sequences),
         max_new_tokens=task.max_new_tokens,
         tokens_per_call=task.tokens_per_call,

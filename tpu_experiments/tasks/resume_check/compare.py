@@ -97,7 +97,7 @@ def check_records(name: str, whole: dict[int, float], killed: dict[int, float]) 
 def check_once(records: Records) -> Check:
     """Check that every step occurs once in the killed run's log."""
     twice = [item for item in Counter(record["step"] for record in records).items() if item[1] > 1]
-    difference = f"step {twice[0][0]} stands {twice[0][1]} times" if twice else ""
+    difference = f"step {twice[0][0]} occurs {twice[0][1]} times" if twice else ""
     return Check("one record a step", difference, f"{len(records)} records")
 
 

@@ -94,14 +94,14 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
     Raises:
         ConfigError: no source has.
     """
-    task, how = task_of(config), preparation_settings(config, tokenizer=tokenizer, is_lookup=True)
+    task, preparation = task_of(config), preparation_settings(config, tokenizer=tokenizer, is_lookup=True)
     found = {
         name: held_out_documents(
             name,
             source,
             split=task.split,
             data_size=config.data_size,
-            how=how,
+            preparation=preparation,
             max_documents=task.max_documents,
             seed=config.seed,
             by=task.by,
