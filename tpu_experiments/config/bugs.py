@@ -43,8 +43,8 @@ def bug_sentence(error: Exception, *, config: Config | None) -> str:
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         return (
-            f"the memory of this machine ({total:.0f} GiB) or of this process is used up ({reason}); take a machine with "
-            f"more, a smaller model or smaller batches; the traceback is in {log}."
+            f"the memory of this machine ({total:.0f} GiB) or of this process is used up ({reason}); take a machine "
+            f"with more, a smaller model or smaller batches; the traceback is in {log}."
         )
     own = _frame_of(error, plugins=config.plugins if config is not None else [])
     if own is not None:

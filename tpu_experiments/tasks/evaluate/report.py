@@ -73,9 +73,7 @@ def answers_table(answers: Answers) -> str:
 
 def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Return estimates as dicts."""
-    sides = {
-        side: {k: asdict(e) for k, e in estimates.items()} for side, estimates in scores.items() if side != "answers"
-    }
+    sides = {side: {k: asdict(e) for k, e in values.items()} for side, values in scores.items() if side != "answers"}
     return {"answers": scores["answers"], **sides}
 
 
