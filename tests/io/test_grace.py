@@ -51,7 +51,7 @@ def hanging():
 
 
 def test_without_a_request_everything_is_waited_for(asked):
-    Grace(1.0, asked_at=asked).install().only_uploads_remain()
+    Grace(1.0, requested_at=asked).install().only_uploads_remain()
     assert until_deadline(lambda: 3) == 3
     with pytest.raises(KeyError):
         until_deadline(lambda: {}["a"])
@@ -59,7 +59,7 @@ def test_without_a_request_everything_is_waited_for(asked):
 
 
 def test_a_request_cuts_nothing_while_the_work_goes_on(asked):
-    Grace(1.0, asked_at=asked).install()
+    Grace(1.0, requested_at=asked).install()
     asked.before(LONG)
     assert until_deadline(lambda: 3) == 3
     assert pause(0.02)
@@ -67,7 +67,7 @@ def test_a_request_cuts_nothing_while_the_work_goes_on(asked):
 
 def test_what_hangs_is_left_behind_when_the_time_is_over(asked, hanging, monkeypatch):
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.05)
-    end = Grace(0.1, asked_at=asked).install()
+    end = Grace(0.1, requested_at=asked).install()
     asked.before(0.05)
     end.only_uploads_remain()
     with pytest.raises(TimeoutError) as error:
@@ -80,14 +80,14 @@ def test_what_hangs_is_left_behind_when_the_time_is_over(asked, hanging, monkeyp
 
 
 def test_after_a_long_step_there_is_some_time_all_the_same(asked):
-    end = Grace(10.0, asked_at=asked).install()
+    end = Grace(10.0, requested_at=asked).install()
     asked.before(LONG)
     end.only_uploads_remain()
     assert until_deadline(lambda: 3) == 3
 
 
 def test_what_has_a_substitute_is_cut_while_the_work_goes_on(asked, hanging):
-    Grace(LONG, asked_at=asked).install()
+    Grace(LONG, requested_at=asked).install()
     asked.before(retry.PATIENCE_SECONDS - 0.02)
     with with_substitute(), pytest.raises(TimeoutError):
         until_deadline(hanging)
@@ -95,7 +95,7 @@ def test_what_has_a_substitute_is_cut_while_the_work_goes_on(asked, hanging):
 
 
 def test_no_other_try_begins_without_time(asked):
-    end = Grace(1.0, asked_at=asked).install()
+    end = Grace(1.0, requested_at=asked).install()
     tries = []
 
     def fails() -> None:
@@ -154,7 +154,7 @@ def test_where_there_is_no_room_here_it_goes_there(place, monkeypatch, caplog):
 
 def test_a_save_under_way_is_cut_and_made_here(asked, place, hanging, monkeypatch):
     """The bucket hangs in the middle of a save in the background, then the process is asked to stop."""
-    Grace(0.2, asked_at=asked).install()
+    Grace(0.2, requested_at=asked).install()
     monkeypatch.setattr(FaultyFileSystem, "pipe_file", lambda *args, **kwargs: hanging())
     saved = []
     thread = threading.Thread(target=lambda: saved.append(place.save(write)))

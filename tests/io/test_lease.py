@@ -12,7 +12,7 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import lease, paths
-from tpu_experiments.storage.lease import Lease, Owner, held, refuse_if_held
+from tpu_experiments.storage.lease import Lease, Owner, hold, refuse_if_held
 
 pytest_plugins = ("tests.gcs",)
 ELSEWHERE = {"machine": "another boot/1", "host": "vm-b", "pid": 4242}
@@ -59,7 +59,7 @@ def test_one_of_another_machine_expires_by_the_clock_of_the_storage(folder, monk
         with pytest.raises(ConfigError, match=r"process 4242 on vm-b \(since 1970"):
             made(folder).acquire()
     monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
-    with held(folder, name="x", on_lost=lambda: None):
+    with hold(folder, name="x", on_lost=lambda: None):
         assert lease.read(folder).pid == os.getpid()
     assert lease.read(folder) is None
 
@@ -179,7 +179,7 @@ def test_what_is_no_lease_holds_nobody_up(folder, caplog):
 
 def test_hosts_of_one_slice_are_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TPU_WORKER_ID", "3")
-    with held(str(tmp_path), name="x", on_lost=int):
+    with hold(str(tmp_path), name="x", on_lost=int):
         assert list(Path(tmp_path).iterdir()) == []
 
 
@@ -206,7 +206,7 @@ def test_after_a_long_stop_a_lease_that_is_gone_was_anothers(tmp_path, monkeypat
 
 def test_a_process_that_was_stopped_looks_at_its_lease_first(tmp_path):
     told = []
-    with lease.held(str(tmp_path), name="x", on_lost=lambda: told.append(1)):
+    with lease.hold(str(tmp_path), name="x", on_lost=lambda: told.append(1)):
         signal.raise_signal(signal.SIGCONT)
         assert not told
         write(str(tmp_path), replace(Owner.me(), **ELSEWHERE))

@@ -34,7 +34,7 @@ def fail():
     raise OSError("no room")
 
 for action in (refuse, fail):
-    for name in ("on_first", "together"):
+    for name in ("on_first_host", "together"):
         try:
             getattr(hosts, name)(action if rank == 0 else int)
         except Exception as error:
@@ -70,7 +70,9 @@ def test_three_hosts_tell_each_other() -> None:
         assert lines[rank][0] == f"['of 0', 'of 1', 'of 2'] True False {rank * 2}"
         refused = "ConfigError lora.r=-1; it is below 0."
         failed = "OSError no room" if rank == 0 else "HostLost host 0 of 3 failed: no room"
-        assert lines[rank][1:5] == [f"{name} {text}" for text in (refused, failed) for name in ("on_first", "together")]
+        assert lines[rank][1:5] == [
+            f"{name} {text}" for text in (refused, failed) for name in ("on_first_host", "together")
+        ]
     for rank in range(2):
         assert lines[rank][5].startswith(f"host {rank} of 3 lost another (")
         assert lines[rank][5].endswith("that host's log says why.")

@@ -91,7 +91,7 @@ def test_the_run_folder(make_config, tmp_path):
     folder = open_run(places.as_training(config))
     folder.create(places.as_training(config))
     assert places.judge_run(places.inspect_run(config), config).seen.endswith("resumes")
-    with lease.held(folder.path(), name=folder.name, on_lost=lambda: None):
+    with lease.hold(folder.path(), name=folder.name, on_lost=lambda: None):
         assert f"process {os.getpid()} on" in places.judge_run(places.inspect_run(config), config).seen
     other = make_config("task=doctor", f"output_dir={tmp_path}", "lora.r=4")
     assert "was made with lora.r=16, now 4" in places.judge_run(places.inspect_run(other), other).seen

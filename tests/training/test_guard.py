@@ -78,7 +78,7 @@ def test_finite_steps_are_bit_for_bit_those_without_a_guard(make_config, monkeyp
     batches = [random_batch(i, accumulation=2, rows=2, seq_len=48) for i in range(4)]
     guarded = Run(config, made)
     losses = guarded.losses(batches)
-    monkeypatch.setattr(step_module, "kept", lambda old, new, *, where: dict(new))
+    monkeypatch.setattr(step_module, "select_where", lambda old, new, *, where: dict(new))
     plain = Run(config, made)
     compiles = made.counters().num_compiles
     assert plain.losses(batches) == losses

@@ -12,7 +12,7 @@ from tests.training.runs import run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks.resume_check import MIN_STEPS, clear_place, kills_inside, plan_kills, shortened
 from tpu_experiments.tasks.resume_check import run as check
-from tpu_experiments.tasks.resume_check.children import LOG_EVERY_STEPS, Kill, Life, kept_overrides
+from tpu_experiments.tasks.resume_check.children import LOG_EVERY_STEPS, Kill, Life, user_overrides
 from tpu_experiments.tasks.resume_check.compare import (
     check_once,
     check_position,
@@ -157,4 +157,4 @@ def test_the_users_command_line_is_kept_but_for_what_the_check_decides():
         "output_dir=o",
         "-m",
     ]
-    assert kept_overrides(given) == ["model=tiny", "+x.y=1", "~logger.wandb"]
+    assert user_overrides(given) == ["model=tiny", "+x.y=1", "~logger.wandb"]

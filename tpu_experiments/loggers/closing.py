@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_experiments.config.schema import Config
-from tpu_experiments.loggers.promise import promise_line
+from tpu_experiments.loggers.plan_estimates import plan_line
 from tpu_experiments.metrics.goodput import goodput_lines
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.retry import explain_storage_errors
@@ -56,7 +56,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
         *_guard_lines(result["guard"]),
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s",
-        *promise_line(result.get("plan")),
+        *plan_line(result.get("plan")),
         *_step_lines(result["meters"]),
         *goodput_lines((result.get("goodput") or {}).get("run")),
         f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up"

@@ -115,7 +115,7 @@ class HuggingFaceModel:
                 f"model={self.model.name}; models of type {config.model_type!r} are not built here: "
                 f"{NOT_BUILT[config.model_type]}; take a decoder with attention and plain weights."
             )
-        problems = count_problems(decoder_config(config), where=self._where)
+        problems = count_problems(decoder_config(config), where=self._config_origin)
         if problems:
             raise ConfigError("\n".join(problems))
         return config
@@ -148,8 +148,8 @@ class HuggingFaceModel:
             reason = " ".join(str(error).split())[:200]
             way = "mend them" if self.model.attention == "eager" else "mend them, or use model.attention=eager"
             raise ConfigError(
-                f"{self._where} with model.attention={self.model.attention}; transformers' {self.config.model_type} "
-                f"cannot compute with these values ({type(error).__name__}: {reason}); {way}."
+                f"{self._config_origin} with model.attention={self.model.attention}; transformers' "
+                f"{self.config.model_type} cannot compute with these values ({type(error).__name__}: {reason}); {way}."
             ) from error
         return module
 
@@ -159,7 +159,7 @@ class HuggingFaceModel:
         return cast(PreTrainedModel, made)
 
     @property
-    def _where(self) -> str:
+    def _config_origin(self) -> str:
         """Origin of the config's values, for error messages."""
         return f"model={self.model.name} (model.arch)" if self.folder is None else f"model.path={self.folder}"
 

@@ -323,7 +323,7 @@ def next_token_scores(
     """
     with torch.no_grad():
         if chunk_tokens is None or not has_plain_head(module):
-            return _of_logits(logits_of(module, parameters, rows), rows)
+            return _scores_from_logits(logits_of(module, parameters, rows), rows)
         hidden_BTH, head_VH = hidden_of(module, parameters, rows)
         positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
         cap = soft_cap_of(module)
@@ -334,7 +334,7 @@ def next_token_scores(
         )
 
 
-def _of_logits(logits_RTV: Tensor, rows: Mapping[str, Tensor]) -> Scores:
+def _scores_from_logits(logits_RTV: Tensor, rows: Mapping[str, Tensor]) -> Scores:
     targets_RT, weights_RT = target_weights(rows)
     logits_RTV = logits_RTV.float()
     losses = F.cross_entropy(logits_RTV.flatten(0, 1), targets_RT.flatten().long(), reduction="none")

@@ -139,12 +139,12 @@ def finding(config: Config) -> Finding | None:
         return None
     try:
         if is_open(config):
-            found = by_formulas(config, arch)
+            found = formula_finding(config, arch)
             return found if found is not None and found.certainty == "known" else None
         known = known_plan(config, arch)
         if known is not None:
             return None if known.fields["fits"] else Finding(plan_finding_text(config, known), "known")
-        return by_formulas(config, arch)
+        return formula_finding(config, arch)
     except ConfigError as error:
         log.info("the run's memory was not checked: %s", error)
         return None
@@ -173,7 +173,7 @@ def remedies_text(remedies: Any) -> str:
     return f"nearest settings that fit: {', or '.join(remedies)}"
 
 
-def by_formulas(config: Config, arch: Any) -> Finding | None:
+def formula_finding(config: Config, arch: Any) -> Finding | None:
     """Check memory by formulas.
 
     They are exact for what is resident on the chip, and up to 45 % wrong for what a step needs beside it.

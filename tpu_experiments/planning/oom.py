@@ -88,7 +88,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
     if headline is None:
         error_text = (message.strip().splitlines() or ["<empty>"])[0][:200]
         raise ValueError(f"message={error_text!r}; not the TPU compiler's out-of-memory report; show it as it is")
-    used, limit = (in_bytes(*headline.group(at, at + 1)) for at in (2, 4))
+    used, limit = (bytes_of_size(*headline.group(at, at + 1)) for at in (2, 4))
     starts = [match.start() for match in BUFFER.finditer(message)]
     ends = [*starts[1:], len(message)]
     entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # without starts one end is left
@@ -139,7 +139,7 @@ def one_allocation(size: str, limit: str, shape: str, rest: str, *, message: str
     )
 
 
-def in_bytes(number: str, unit: str) -> int:
+def bytes_of_size(number: str, unit: str) -> int:
     """Return the bytes of a size as the compiler prints it: `("16.00", "G")`."""
     return round(float(number) * UNITS[unit])
 
@@ -147,7 +147,7 @@ def in_bytes(number: str, unit: str) -> int:
 def listed_gib(message: str, *, name: str) -> float | None:
     """Return a line of the table under "Total hbm usage", in GiB; None where there is none."""
     line = re.search(rf"^ +{name} +{SIZE}\s*$", message, re.MULTILINE)
-    return in_bytes(line[1], line[2]) / GIB if line else None
+    return bytes_of_size(line[1], line[2]) / GIB if line else None
 
 
 def read_buffer(entry: str) -> Buffer:
@@ -155,7 +155,7 @@ def read_buffer(entry: str) -> Buffer:
     fields = dict(re.findall(r"^ +([A-Z][\w ]+): (.*?) *$", entry, re.MULTILINE))
     size, unpadded = (re.match(SIZE, fields.get(key, "")) for key in ("Size", "Unpadded size"))
     head = BUFFER.match(entry)
-    num_bytes = in_bytes(head[1], head[2]) if head else in_bytes(*size.groups()) if size else 0
+    num_bytes = bytes_of_size(head[1], head[2]) if head else bytes_of_size(*size.groups()) if size else 0
     shapes = shapes_in(fields.get("Shape", ""))
     op_name = re.search(r'op_name="([^"]*)"', fields.get("Operator", ""))
     return Buffer(
@@ -165,7 +165,7 @@ def read_buffer(entry: str) -> Buffer:
         op_name=op_name[1] if op_name else "",
         label=fields.get("XLA label", ""),
         kind=kind_of(fields.get("Allocation type", "")),
-        padding=max(0, num_bytes - in_bytes(*unpadded.groups())) if unpadded else 0,
+        padding=max(0, num_bytes - bytes_of_size(*unpadded.groups())) if unpadded else 0,
     )
 
 

@@ -339,7 +339,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def take_over(folder: str) -> None:
+def write_base(folder: str) -> None:
     """Write the model of a finished run as the shipped base, in bfloat16."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     model.save_pretrained(FOLDER / "base")
@@ -352,7 +352,7 @@ def main(arguments: list[str]) -> None:
     if arguments:
         (what, path) = arguments
         if what == "base":
-            take_over(path)
+            write_base(path)
             return
         Path(path).mkdir(parents=True, exist_ok=True)
         for kind in TEXTS:

@@ -166,7 +166,7 @@ class Lease:
 
 
 @contextlib.contextmanager
-def held(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[None]:
+def hold(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[None]:
     """Hold the lease of a run folder; on a slice of several hosts, only the first holds it for all.
 
     Raises:

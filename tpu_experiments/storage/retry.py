@@ -41,14 +41,14 @@ _own = threading.local()
 class Grace:
     """Deadlines between a stop request and the end of the process; without a request there are none."""
 
-    def __init__(self, seconds: float, *, asked_at: Callable[[], float | None]) -> None:
+    def __init__(self, seconds: float, *, requested_at: Callable[[], float | None]) -> None:
         """Set the time from a stop request to the end of the process.
 
         Args:
             seconds: that time.
             asked_at: returns the monotonic time of the stop request; None before one.
         """
-        self._seconds, self._asked_at = seconds, asked_at
+        self._seconds, self._requested_at = seconds, requested_at
         self._leaving_at: float | None = None
 
     def install(self) -> "Grace":
@@ -63,14 +63,14 @@ class Grace:
 
     def ends_at(self) -> float | None:
         """Return the monotonic deadline of this thread's operations; None while there is none."""
-        asked_at = self._asked_at()
-        if asked_at is None:
+        requested_at = self._requested_at()
+        if requested_at is None:
             return None
         if has_substitute():
-            return asked_at + min(PATIENCE_SECONDS, self._seconds)
+            return requested_at + min(PATIENCE_SECONDS, self._seconds)
         if self._leaving_at is None:
             return None
-        return max(asked_at + self._seconds, self._leaving_at + PATIENCE_SECONDS)
+        return max(requested_at + self._seconds, self._leaving_at + PATIENCE_SECONDS)
 
 
 def only_uploads_remain() -> None:

@@ -58,7 +58,7 @@ class Sweep:
         self._read_at = 0.0
 
     @property
-    def left(self) -> list[str]:
+    def unfinished(self) -> list[str]:
         """Return the names of this command's points that are not finished, pruned or failed."""
         return [name for name in self.points if self.rows[name].status not in (FINISHED, PRUNED, FAILED)]
 
@@ -108,7 +108,7 @@ class Sweep:
         result = self._opened(point) if point.config.task.name == "train" else None
         if result is not None:
             row = Row.of(point)
-            row.take_result(result)
+            row.fill_from_result(result)
         self.points[point.name], self.rows[point.name] = point, row
         if row.status not in (FINISHED, PRUNED):
             return False
@@ -149,7 +149,7 @@ class Sweep:
         result = point.folder.finished() if code == 0 and point.config.task.name == "train" else None
         self._evaluations_of(point).refresh()
         if result is not None:
-            row.take_result(result)
+            row.fill_from_result(result)
         elif code == 0:
             row.status = FINISHED
         elif code == STOPPED_EXIT_CODE and running.pruned_at is not None:

@@ -17,7 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.loggers.base import LoggerContext, Loggers
 from tpu_experiments.loggers.closing import print_if_finished, summary
-from tpu_experiments.loggers.promise import Promise
+from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.goodput import Stopwatch
@@ -74,19 +74,19 @@ def train(config: Config, hosts: Hosts) -> None:
         folder = hosts.together(lambda: open_run(config, may_lengthen=True))
         is_longer = hosts.together(lambda: has_other_length(folder, config))
         if folder.finished() is not None and not is_longer:  # with one host, run.py has checked this before
-            hosts.on_first(lambda: print_if_finished(config))
+            hosts.on_first_host(lambda: print_if_finished(config))
             return
-        hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
+        hosts.on_first_host(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
     with watch.measure("setup"):
         with explain_storage_errors(prepared_folder(config), full="failed"):
             inputs = hosts.together(lambda: set_up(config, folder))
             length = hosts.together(lambda: new_length(folder, inputs, config)) if is_longer else None
         require_same_data(hosts, inputs)
     with ending_in_time(), ExitStack() as stack:
-        held = lease.held(folder.path(), name=folder.name, on_lost=exit_after_losing_lease)
-        hosts.on_first(lambda: stack.enter_context(held))
+        held = lease.hold(folder.path(), name=folder.name, on_lost=exit_after_losing_lease)
+        hosts.on_first_host(lambda: stack.enter_context(held))
         with explain_storage_errors(config.output_dir):
-            hosts.on_first(lambda: begin(folder, config, length))
+            hosts.on_first_host(lambda: begin(folder, config, length))
             hosts.together(lambda: require_shared(folder, hosts))
         with parting(config.checkpoint.grace_seconds):
             launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
@@ -191,13 +191,13 @@ def make_outputs(
     """Return loggers, ledger, provenance and plan of the run; only rank 0 writes."""
     facts = provenance(config, device=str(runtime.device), argv=sys.argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
-    promise = plan_estimates(config, rank=runtime.rank)
+    estimates = plan_estimates(config, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
     spool = spool_of(folder)
     set_spill_folder(spool.records, run=folder.path())
     if loggers is not None:
         write_provenance(folder, facts)
-        write_pages(folder, inputs=inputs, promise=promise, loggers=loggers, is_new=not resume_step(folder))
+        write_pages(folder, inputs=inputs, estimates=estimates, loggers=loggers, is_new=not resume_step(folder))
         log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
     return RunOutputs(
         config,
@@ -205,7 +205,7 @@ def make_outputs(
         inputs=inputs,
         loggers=loggers,
         provenance=facts,
-        promise=promise,
+        estimates=estimates,
         ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
         spool=spool,
         reopen_loggers=lambda: make_loggers(config, folder, inputs),
@@ -221,13 +221,13 @@ def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: S
     return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds)
 
 
-def plan_estimates(config: Config, *, rank: int) -> Promise:
+def plan_estimates(config: Config, *, rank: int) -> PlanEstimates:
     """Return the plan's estimates; without a chip to plan for, nothing is imported for them."""
     if config.hw.chip is None or rank > 0:
-        return Promise(reason=f"hw={config.hw.name} has no chip to plan for")
-    from tpu_experiments.planning.promise import promise_of
+        return PlanEstimates(reason=f"hw={config.hw.name} has no chip to plan for")
+    from tpu_experiments.planning.estimates import estimates_of
 
-    return promise_of(config)
+    return estimates_of(config)
 
 
 def print_once(runtime: Runtime, text: str) -> None:

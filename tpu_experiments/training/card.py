@@ -32,7 +32,7 @@ def write_card(folder: RunFolder, result: Mapping[str, Any], config: Config, sta
 def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> str:
     """Return the page; `result` has the fields of result.json."""
     sections = {
-        "Use": _use(result, config),
+        "Use": _usage(result, config),
         "Results": _results(result, config),
         "Stages": _stages(result, stages),
         "Data": _data(result, config),
@@ -42,7 +42,7 @@ def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> 
     }
     body = "\n".join(f"## {title}\n\n{text}\n" for title, text in sections.items())
     details = f"<details><summary>The whole config</summary>\n\n```yaml\n{config_yaml(config)}```\n\n</details>\n"
-    head = f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_what(result, config)}"
+    head = f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_introduction(result, config)}"
     return redacted_text(f"{head}\n\n{body}\n{details}")
 
 
@@ -75,7 +75,7 @@ def _is_hub_id(path: str) -> bool:
     return path.count("/") == 1 and suffixes_of(path)[0] not in DATA_SUFFIXES and not paths.exists(path)
 
 
-def _what(result: Mapping[str, Any], config: Config) -> str:
+def _introduction(result: Mapping[str, Any], config: Config) -> str:
     trained = f"{result['num_trainable']:,} of {result['num_parameters']:,} parameters"
     base = f"`{config.model.path}`" if config.model.size == "full" else f"a tiny stand-in for `{config.model.path}`"
     if config.lora.r == 0:
@@ -87,7 +87,7 @@ def _what(result: Mapping[str, Any], config: Config) -> str:
     )
 
 
-def _use(result: Mapping[str, Any], config: Config) -> str:
+def _usage(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
     trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
     if config.lora.r == 0:
@@ -140,7 +140,7 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
                 name,
                 _number(old),
                 _number(new),
-                _number(_minus(new, old), "+.4f"),
+                _number(_difference(new, old), "+.4f"),
                 both(name, "bits_per_byte"),
                 both(name, "accuracy"),
             )
@@ -267,5 +267,5 @@ def _number(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _minus(new: float | None, old: float | None) -> float | None:
+def _difference(new: float | None, old: float | None) -> float | None:
     return None if new is None or old is None else new - old

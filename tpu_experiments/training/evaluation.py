@@ -118,7 +118,7 @@ class Evaluator:
         rows = batch.slice_process(*self.runtime.share)
         tensors = host_tensors(rows)
         if self.token_scores is not None:
-            is_text = rows.segments_GT > 0 if self.widths is None else self.widths.stands_for_text(rows.ids_GT)
+            is_text = rows.segments_GT > 0 if self.widths is None else self.widths.is_text(rows.ids_GT)
             tensors[TEXT] = torch.from_numpy(is_text.astype(np.int32))
         return self.runtime.put(tensors, rows_dim=0)
 

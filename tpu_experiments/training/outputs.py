@@ -20,7 +20,7 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.loggers.base import Loggers
 from tpu_experiments.loggers.jsonl import METRICS_FILE, read_records
-from tpu_experiments.loggers.promise import Measured, Promise, compared_with_plan
+from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, compared_with_plan
 from tpu_experiments.loggers.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
@@ -39,7 +39,9 @@ from tpu_experiments.training.meters import Meters, Reading
 from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
 
 
-def write_pages(folder: RunFolder, *, inputs: RunInputs, promise: Promise, loggers: Loggers, is_new: bool) -> None:
+def write_pages(
+    folder: RunFolder, *, inputs: RunInputs, estimates: PlanEstimates, loggers: Loggers, is_new: bool
+) -> None:
     """Write audit and plan, unless the folder has them.
 
     With `is_new` the loggers get them too; for a resumed run they already have.
@@ -47,7 +49,7 @@ def write_pages(folder: RunFolder, *, inputs: RunInputs, promise: Promise, logge
     if not paths.exists(folder.path("audit.html")):
         write_audit(folder, inputs)
     if not paths.exists(folder.path("plan.md")):
-        write_plan(folder, promise)
+        write_plan(folder, estimates)
     if is_new:
         loggers.text(0, tag="audit", text=f"```\n{audit_table(manifests_of(inputs))}```")
         loggers.text(0, tag="plan", text=paths.read_text(folder.path("plan.md")))
@@ -67,24 +69,24 @@ def write_audit(folder: RunFolder, inputs: RunInputs) -> None:
     write_audit_pages(folder.path(), pages)
 
 
-def write_plan(folder: RunFolder, promise: Promise) -> None:
+def write_plan(folder: RunFolder, estimates: PlanEstimates) -> None:
     """Copy the plan's files, or write the few known figures."""
-    text = promise_text(promise)
-    if promise.file is not None:
-        page = paths.join(promise.file.rpartition("/")[0], "plan.md")
-        paths.write_text_atomic(folder.path("plan.json"), paths.read_text(promise.file))
+    text = estimates_text(estimates)
+    if estimates.file is not None:
+        page = paths.join(estimates.file.rpartition("/")[0], "plan.md")
+        paths.write_text_atomic(folder.path("plan.json"), paths.read_text(estimates.file))
         text = paths.read_text(page) if paths.exists(page) else text
     paths.write_text_atomic(folder.path("plan.md"), text)
 
 
-def promise_text(promise: Promise) -> str:
+def estimates_text(estimates: PlanEstimates) -> str:
     """Return the plan's figures as Markdown."""
-    if promise.source is None:
-        return f"No plan: {promise.reason}.\n"
-    lines = [f"Plan: {promise.source}{f' ({promise.file})' if promise.file else ''}", ""]
-    lines += [f"- stage {name}: {seconds:.3g} s a step" for name, seconds in promise.step_seconds.items()]
-    lines += [f"- {promise.hbm_gib:.2f} GiB stay on a chip between steps"] if promise.hbm_gib is not None else []
-    lines += [f"- {promise.reason}"] if promise.reason else []
+    if estimates.source is None:
+        return f"No plan: {estimates.reason}.\n"
+    lines = [f"Plan: {estimates.source}{f' ({estimates.file})' if estimates.file else ''}", ""]
+    lines += [f"- stage {name}: {seconds:.3g} s a step" for name, seconds in estimates.step_seconds.items()]
+    lines += [f"- {estimates.hbm_gib:.2f} GiB stay on a chip between steps"] if estimates.hbm_gib is not None else []
+    lines += [f"- {estimates.reason}"] if estimates.reason else []
     return "\n".join(lines) + "\n"
 
 
@@ -105,14 +107,14 @@ class RunOutputs:
         inputs: RunInputs,
         loggers: Loggers | None,
         provenance: dict[str, Any],
-        promise: Promise,
+        estimates: PlanEstimates,
         ledger: Ledger | None,
         spool: Spool,
         reopen_loggers: Callable[[], Loggers] = lambda: Loggers({}),
     ) -> None:
         """Take the outputs' parts; `reopen_loggers` creates the loggers anew, as for a resumed run."""
         self.config, self.folder, self.inputs, self.ledger, self.spool = config, folder, inputs, ledger, spool
-        self.loggers, self.provenance, self.promise = loggers, provenance, promise
+        self.loggers, self.provenance, self.estimates = loggers, provenance, estimates
         self.reopen_loggers = reopen_loggers
         self.adapter_path: str | None = None
         self.base_path: str | None = None
@@ -300,8 +302,8 @@ class RunOutputs:
             "base_path": self.base_path,
             "expected_programs": expected_programs(self.inputs, config),
         }
-        fields["tuned"] = self.promise.tuned
-        fields |= {"plan": compared_with_plan(self.promise, self._measured(ending)), "goodput": goodput}
+        fields["tuned"] = self.estimates.tuned
+        fields |= {"plan": compared_with_plan(self.estimates, self._measured(ending)), "goodput": goodput}
         write_card(self.folder, fields, config, self.inputs.stages)
         write_result(self.folder, fields)
 

@@ -194,7 +194,7 @@ class TrainStep:
             is_finite = finite(loss) & finite(norm)
             where = {name: chosen[name] & is_finite if name in chosen else is_finite for name in state}
             new_parameters = {n: torch.where(where[n], new_parameters[n], p) for n, p in parameters.items()}
-            new_state = {name: kept(slots, new_state[name], where=where[name]) for name, slots in state.items()}
+            new_state = {name: select_where(slots, new_state[name], where=where[name]) for name, slots in state.items()}
             norms = None
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
@@ -241,7 +241,7 @@ def finite(x: Tensor) -> Tensor:
     return (x - x) == 0  # inf - inf and NaN - NaN are NaN
 
 
-def kept(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
+def select_where(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
     """Return the new tensors where `where`, shape () or broadcastable, is true, else the old ones."""
     return {name: torch.where(where, new[name], tensor) for name, tensor in old.items()}
 

@@ -219,7 +219,7 @@ class Trainer:
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
         )
-        self.step_program = runtime.program(self.step_in_place, name="train", held=self.held)
+        self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
         self.evaluator = self.build_evaluator()
         self.sampler = Sampler(
@@ -281,7 +281,7 @@ class Trainer:
         """Return zero optimizer state, each slot placed as its parameter."""
         return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
 
-    def held(self) -> dict[str, Tensor]:
+    def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
         return {**self.parameters, **flat(self.state)}
 

@@ -147,7 +147,7 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
     if isinstance(row_fields, Refused):
         return row_fields
     try:
-        left_out = _left_out(row_fields, spec)
+        left_out = _exclusion_reason(row_fields, spec)
         if left_out:
             return Refused("not_kept", row.place, left_out, is_bad_row=False)
         fields = _renamed(row_fields, spec)
@@ -241,7 +241,7 @@ def _identity(fields: Fields) -> str:
     return _encodable(str(given), name="id") if isinstance(given, str | int | float) else ""
 
 
-def _left_out(fields: Fields, spec: SourceSpec) -> str:
+def _exclusion_reason(fields: Fields, spec: SourceSpec) -> str:
     """Return the reason why `keep` leaves the row out, or ""."""
     for name, values in spec.keep.items():
         if name not in fields:

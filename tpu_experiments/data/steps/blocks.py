@@ -181,7 +181,7 @@ class BlockMaker:
         """Write the block's files, the index last."""
         before = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
         refused: list[Refused] = []
-        documents = _kept((self._document(item) for item in block.items), refused)
+        documents = _collect_refused((self._document(item) for item in block.items), refused)
         made: list[tuple[Document, Tokens]] = []
         for document, tokens in zip(documents, self.tokenizer.tokenize(documents), strict=True):
             if isinstance(tokens, Refused):
@@ -392,7 +392,7 @@ def _opened(folder: str, name: str) -> tuple[dict[str, NDArray[Any]], dict[str, 
     return load(content), facts
 
 
-def _kept(items: Iterable[Document | Refused], refused: list[Refused]) -> list[Document]:
+def _collect_refused(items: Iterable[Document | Refused], refused: list[Refused]) -> list[Document]:
     documents = []
     for item in items:
         if isinstance(item, Refused):

@@ -201,7 +201,7 @@ class Hosts:
                 raise ConfigError(text) if is_of_user else HostLost(f"host {rank} of {self.size} failed: {text}")
         return result  # type: ignore[return-value]
 
-    def on_first(self, action: Callable[[], object]) -> None:
+    def on_first_host(self, action: Callable[[], object]) -> None:
         """Run `action` on the first host while the others wait; a failure raises on all, as in `together`."""
         self.together(action if self.rank == 0 else lambda: None)
 
@@ -279,7 +279,7 @@ def _place(hw: HwConfig) -> Place:
         ConfigError: neither source has it, or the number of hosts is not `hw.num_hosts`.
     """
     try:
-        size, place = _of_torchrun(hw) if "MASTER_ADDR" in os.environ else _of_slice(hw)
+        size, place = _place_from_torchrun(hw) if "MASTER_ADDR" in os.environ else _place_from_slice(hw)
     except (OSError, KeyError, ValueError) as error:  # requests' errors are OSErrors
         raise ConfigError(
             f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; nobody says which host this is "
@@ -293,7 +293,7 @@ def _place(hw: HwConfig) -> Place:
     return place
 
 
-def _of_torchrun(hw: HwConfig) -> tuple[int, Place]:
+def _place_from_torchrun(hw: HwConfig) -> tuple[int, Place]:
     given = os.environ
     size, rank, port = (
         int(given.get("WORLD_SIZE", hw.num_hosts)),
@@ -303,7 +303,7 @@ def _of_torchrun(hw: HwConfig) -> tuple[int, Place]:
     return size, Place(rank, given["MASTER_ADDR"], port)
 
 
-def _of_slice(hw: HwConfig) -> tuple[int, Place]:
+def _place_from_slice(hw: HwConfig) -> tuple[int, Place]:
     if hw.device != "tpu":
         raise ValueError("it is no worker of a slice")
     from tpu_experiments.runtime.xla.device import workers

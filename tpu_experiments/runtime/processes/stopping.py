@@ -57,7 +57,7 @@ class SharedRequest:
         return bool(self._page[REQUESTED])
 
     @property
-    def asked_at(self) -> float | None:
+    def requested_at(self) -> float | None:
         """Time of the first request, in seconds of the machine-wide monotonic clock; None without one."""
         return self._page[REQUESTED] / 1e9 if self.requested else None
 
@@ -91,9 +91,9 @@ def joined() -> tuple[SharedRequest, int] | None:
     return _joined
 
 
-def children_asked_at() -> float | None:
+def children_requested_at() -> float | None:
     """Return the monotonic time of the stop request to this process's children; None without one."""
-    return _handed_out.asked_at if _handed_out is not None else None
+    return _handed_out.requested_at if _handed_out is not None else None
 
 
 def join(ticket: Ticket, *, rank: int) -> None:

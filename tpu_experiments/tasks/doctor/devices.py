@@ -138,12 +138,12 @@ def judge_devices(devices: Devices, config: Config) -> Finding:
     if devices.closed_nodes:
         return failed(f"{', '.join(devices.closed_nodes)} may not be opened", "run as root, or as the user who owns it")
     if devices.holders:
-        return _held(devices.holders)
+        return _holders_text(devices.holders)
     assert devices.probed is not None
     return _judge_probed(devices.probed, hw=hw, num_hidden=devices.num_hidden_processes)
 
 
-def _held(holders: Sequence[Holder]) -> Finding:
+def _holders_text(holders: Sequence[Holder]) -> Finding:
     held: dict[int, list[Holder]] = {}
     for holder in holders:
         held.setdefault(holder.pid, []).append(holder)

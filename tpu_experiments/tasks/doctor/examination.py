@@ -26,27 +26,27 @@ class Check:
     """Verdict when `inspect` does not return in time."""
 
 
-def _of_config(inspect: Callable[[Config], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
+def _on_config(inspect: Callable[[Config], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
     return lambda config, task: inspect(config)
 
 
-def _of_machine(inspect: Callable[[], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
+def _on_machine(inspect: Callable[[], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
     return lambda config, task: inspect()
 
 
 CHECKS = (
-    Check("settings", _of_config(places.inspect_settings), places.judge_settings),
-    Check("versions", _of_machine(software.inspect_software), software.judge_versions),
-    Check("variables", _of_machine(software.inspect_variables), software.judge_variables),
-    Check("runtime_version", _of_machine(cloud.inspect_machine), cloud.judge_runtime_version),
-    Check("lock_file", _of_machine(devices.inspect_lock_file), devices.judge_lock_file),
+    Check("settings", _on_config(places.inspect_settings), places.judge_settings),
+    Check("versions", _on_machine(software.inspect_software), software.judge_versions),
+    Check("variables", _on_machine(software.inspect_variables), software.judge_variables),
+    Check("runtime_version", _on_machine(cloud.inspect_machine), cloud.judge_runtime_version),
+    Check("lock_file", _on_machine(devices.inspect_lock_file), devices.judge_lock_file),
     Check("devices", devices.inspect_devices, devices.judge_devices, if_timed_out="failed"),
-    Check("chip_memory", _of_config(sources.inspect_chip_memory), sources.judge_chip_memory),
-    Check("host_memory", _of_config(sources.inspect_host_memory), sources.judge_host_memory),
-    Check("disk", _of_config(places.inspect_disk), places.judge_disk),
-    Check("compile_cache", _of_config(places.inspect_compile_cache), places.judge_compile_cache),
-    Check("output_dir", _of_config(places.inspect_output_dir), places.judge_output_dir, if_timed_out="failed"),
-    Check("run", _of_config(places.inspect_run), places.judge_run),
+    Check("chip_memory", _on_config(sources.inspect_chip_memory), sources.judge_chip_memory),
+    Check("host_memory", _on_config(sources.inspect_host_memory), sources.judge_host_memory),
+    Check("disk", _on_config(places.inspect_disk), places.judge_disk),
+    Check("compile_cache", _on_config(places.inspect_compile_cache), places.judge_compile_cache),
+    Check("output_dir", _on_config(places.inspect_output_dir), places.judge_output_dir, if_timed_out="failed"),
+    Check("run", _on_config(places.inspect_run), places.judge_run),
     Check("model", sources.inspect_model, sources.judge_model),
     Check("data", sources.inspect_data, sources.judge_data),
     Check("cloud", cloud.inspect_gcloud, cloud.judge_cloud),

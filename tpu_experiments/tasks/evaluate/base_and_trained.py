@@ -138,7 +138,7 @@ class ModelAndBase:
 def is_text(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.bool_]:
     """Return whether each token (L,) is text; all are if the tokenizer has no known widths."""
     ids_L = held_out.flat.ids_L
-    return np.ones(len(ids_L), np.bool_) if widths is None else widths.stands_for_text(ids_L)
+    return np.ones(len(ids_L), np.bool_) if widths is None else widths.is_text(ids_L)
 
 
 def bytes_of(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.int32]:

@@ -44,7 +44,7 @@ def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
     Raises:
         ConfigError: something is missing or does not match.
     """
-    origin = Origin(config) if task.run is None else _of_run(config, task.run)
+    origin = Origin(config) if task.run is None else _run_origin(config, task.run)
     origin = replace(origin, config=_with_overrides(origin.config, task))
     if task.adapter is not None:
         return _with_adapter(origin, task.adapter)
@@ -53,7 +53,7 @@ def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
     return _with_weights(origin, task.run, task.weights)
 
 
-def _of_run(config: Config, folder: str) -> Origin:
+def _run_origin(config: Config, folder: str) -> Origin:
     """Return the command's config with the run's model, adapter and seed."""
     place = paths.join(folder, "config.yaml")
     try:

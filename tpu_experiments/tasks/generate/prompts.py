@@ -83,7 +83,7 @@ def given_prompts(task: GenerateTaskConfig) -> list[Prompt]:
         raise ConfigError(f"task.prompts_file={task.prompts_file}; it holds no prompt; write one a line.")
     if task.prompts_file.endswith(".txt"):
         return [user_turn(line.rstrip("\r"), task, place=place) for place, line in numbered]
-    return [_of_object(line, task, place=place) for place, line in numbered]
+    return [_prompt_from_object(line, task, place=place) for place, line in numbered]
 
 
 def user_turn(text: str, task: GenerateTaskConfig, *, place: str, given: str | None = None) -> Prompt:
@@ -94,7 +94,7 @@ def user_turn(text: str, task: GenerateTaskConfig, *, place: str, given: str | N
     return Prompt((*system, ("user", turn)), place)
 
 
-def _of_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
+def _prompt_from_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -80,7 +80,7 @@ class Children:
 
     def __init__(self, config: Config, *, place: str, witness: Path) -> None:
         self._config, self._place, self._witness = config, place, witness
-        self._common = [*kept_overrides(sys.argv[1:]), *check_overrides(config, place=place)]
+        self._common = [*user_overrides(sys.argv[1:]), *check_overrides(config, place=place)]
 
     def run_process(self, run: str, *, kill: Kill | None = None) -> Life:
         """Run one process of a run to its end or kill.
@@ -126,7 +126,7 @@ class Children:
         raise LifeFailed(f"task=resume_check; a child ended with exit code {code}; its last lines:\n{shown}")
 
 
-def kept_overrides(arguments: list[str]) -> list[str]:
+def user_overrides(arguments: list[str]) -> list[str]:
     """Return the user's overrides without those that the check sets itself."""
     keys = [(argument, argument.lstrip("+~").partition("=")[0]) for argument in arguments]
     return [
