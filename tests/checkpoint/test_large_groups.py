@@ -96,5 +96,5 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 def test_what_is_no_file_of_tensors_is_refused_in_pieces_too(tmp_path):
     target = save(tmp_path, 1)
     replaced(target, SHARDS[1], b"\x80\x04K\x01." + bytes(20))
-    with pytest.raises(ConfigError, match="its header is said to have"):
+    with pytest.raises(ConfigError, match="its header should have"):
         latest_step(str(tmp_path))

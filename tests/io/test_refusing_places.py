@@ -35,14 +35,14 @@ def odd_places(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     return {
-        "/dev/null": "a file lies where a folder is needed",
-        "/dev/null/x": "a file lies where a folder is needed",
+        "/dev/null": "a file is where a folder is needed",
+        "/dev/null/x": "a file is where a folder is needed",
         "/proc/x": "no folder can be made there",
         "/proc/1/x": "no folder can be made there",
-        str(tmp_path / "file"): "a file lies where a folder is needed",
-        str(tmp_path / "file" / "x"): "a file lies where a folder is needed",
+        str(tmp_path / "file"): "a file is where a folder is needed",
+        str(tmp_path / "file" / "x"): "a file is where a folder is needed",
         str(tmp_path / "circle" / "x"): "lead in a circle",
-        str(tmp_path / "gone"): "a file lies where a folder is needed",
+        str(tmp_path / "gone"): "a file is where a folder is needed",
         str(tmp_path / ("x/" * 2040)): "the name is too long",
     }
 

@@ -47,8 +47,8 @@ def one(**changed: object) -> dict[str, object]:
 
 
 BAD = {
-    "nothing": (bytearray(), "its header is said to have 0 bytes and the file has 0"),
-    "a header longer than the file": (bytearray((2**62).to_bytes(8, "little")), "its header is said to have"),
+    "nothing": (bytearray(), "its header should have 0 bytes and the file has 0"),
+    "a header longer than the file": (bytearray((2**62).to_bytes(8, "little")), "its header should have"),
     "no JSON": (with_header(b"\x80\x04pickle"), "its header is not the JSON"),
     "NaN": (with_header(b'{"a": NaN}'), "it holds NaN"),
     "a name twice": (with_header(b'{"a": 1, "a": 2}'), "'a' comes twice"),

@@ -163,15 +163,15 @@ def test_nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_must_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous(HwConfig()).size == 1
-    nobody = r"hw.num_hosts=2 with hw.device=cpu; nobody says which host this is \(it is no worker of a slice\); set"
+    nobody = r"hw.num_hosts=2 with hw.device=cpu; the rank of this host is unknown \(it is no worker of a slice\); set"
     with pytest.raises(ConfigError, match=nobody):
         rendezvous(HwConfig(num_hosts=2, device="cpu"))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match=r"nobody says which host this is \('RANK'\)"):
+    with pytest.raises(ConfigError, match=r"the rank of this host is unknown \('RANK'\)"):
         rendezvous(HwConfig(num_hosts=2))
     monkeypatch.setenv("RANK", "one")
-    with pytest.raises(ConfigError, match=r"nobody says which host this is \(invalid literal"):
+    with pytest.raises(ConfigError, match=r"the rank of this host is unknown \(invalid literal"):
         rendezvous(HwConfig(num_hosts=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
@@ -215,7 +215,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def test_workers_of_a_vm_are_in_its_metadata(metadata: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"nobody says which host this is \(404 Client Error"):
+    with pytest.raises(ConfigError, match=r"the rank of this host is unknown \(404 Client Error"):
         _place(HwConfig(num_hosts=4, device="tpu"))
     metadata["tpu-env"] = "ACCELERATOR_TYPE: 'v6e-16'\nWORKER_ID: '3'\n"
     metadata["worker-network-endpoints"] = ",".join(f"unknown:unknown:10.164.0.{n}" for n in (7, 5, 9, 6))

@@ -151,7 +151,7 @@ def uncomposable(error: Exception, overrides: list[str]) -> str:
         return _null_group(overrides)
     reason = "it is nested too deeply" if isinstance(error, RecursionError) else _plain(error).rstrip(".")
     if "Unexpected type for root" in reason:
-        reason = "a key lies below one that is null"
+        reason = "a key is below one that is null"
     shown = " ".join(o if len(o) <= MAX_SHOWN else f"{o[:MAX_SHOWN]}..." for o in overrides[-MAX_OVERRIDES:])
     return (
         f"{shown}; Hydra cannot make a config of this, or of a YAML file that it names ({reason}); write each override "

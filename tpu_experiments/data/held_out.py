@@ -138,7 +138,7 @@ def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_
     if len(set(values)) > MAX_VALUES:
         raise ConfigError(
             f"task.by={by}; it has {len(set(values)):,} values in the held-out rows of data.{tokens.spec.name}, and "
-            f"{MAX_VALUES} are told apart at most; name a field that puts documents into a few groups."
+            f"{MAX_VALUES} are distinguished at most; name a field that puts documents into a few groups."
         )
     return values
 

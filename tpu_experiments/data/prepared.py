@@ -18,7 +18,7 @@ from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-ADVICE = "Run task=prepare with the same settings: it is made again."
+ADVICE = "Run task=prepare with the same settings: it is prepared again."
 
 
 class NotPrepared(Exception):

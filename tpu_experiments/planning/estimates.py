@@ -63,5 +63,5 @@ def from_formulas(config: Config, arch: Any) -> PlanEstimates:
         source="analytic",
         step_seconds=times,
         hbm_gib=largest_stage(config, arch)[1].arguments,
-        compile_reason="formulas tell no compile seconds",
+        compile_reason="formulas do not estimate compile seconds",
     )

@@ -92,8 +92,8 @@ class RunFolder:
             if not paths.list_names(self.path("checkpoints")):
                 return None
             raise ConfigError(
-                f"name={self.name}; {self.identity_path} is damaged ({error}), so nobody knows which config made these "
-                "checkpoints; restore the file, or choose another name=."
+                f"name={self.name}; {self.identity_path} is damaged ({error}), so the config of its "
+                "checkpoints is unknown; restore the file, or choose another name=."
             ) from error
 
     def create(self, config: Config) -> None:

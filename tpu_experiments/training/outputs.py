@@ -85,7 +85,9 @@ def estimates_text(estimates: PlanEstimates) -> str:
         return f"No plan: {estimates.reason}.\n"
     lines = [f"Plan: {estimates.source}{f' ({estimates.file})' if estimates.file else ''}", ""]
     lines += [f"- stage {name}: {seconds:.3g} s a step" for name, seconds in estimates.step_seconds.items()]
-    lines += [f"- {estimates.hbm_gib:.2f} GiB stay on a chip between steps"] if estimates.hbm_gib is not None else []
+    lines += (
+        [f"- {estimates.hbm_gib:.2f} GiB per chip are resident between steps"] if estimates.hbm_gib is not None else []
+    )
     lines += [f"- {estimates.reason}"] if estimates.reason else []
     return "\n".join(lines) + "\n"
 

@@ -151,7 +151,7 @@ def load_start(
         if point.kind == "checkpoint":
             assert point.step is not None, "`_checkpoint_or_export` gives it"
             if _digest([paths.join(point.place, COMMIT)]) != point.sha256:
-                raise ValueError(f"{COMMIT} was changed since this run looked at it")
+                raise ValueError(f"{COMMIT} was changed since this run verified it")
             parent = point.place.rpartition("/")[0]
             read_step(parent, point.step, lambda _, groups: restore(groups), max_held_bytes=max_held_bytes)
         elif point.kind == "adapter":

@@ -120,7 +120,7 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
     except Exception as error:  # every file system and its client raise types of their own
         complaint = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise ConfigError(
-            f"{spec.key}; the address is out of reach ({type(error).__name__}: {complaint}); check it, the network and "
+            f"{spec.key}; the address is unreachable ({type(error).__name__}: {complaint}); check it, the network and "
             "the credentials (`gcloud auth application-default login`)."
         ) from error
 

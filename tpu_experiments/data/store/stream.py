@@ -18,7 +18,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import FileCache
 
-ADVICE = "remove the folder it lies in and run task=prepare again."
+ADVICE = "remove the folder it is in and run task=prepare again."
 OPEN_MAPS = 512  # a map holds a file descriptor, of which a process often has 1,024
 BLOCKS_AHEAD = 8  # fetched in parallel: one stream from a bucket is slower than the network
 LARGEST_BLOCK_BYTES = 8 * 2**20
@@ -138,7 +138,7 @@ def require_sha256_of(path: str, sha256: str, *, size: int) -> None:
     if digest.hexdigest() != sha256:
         raise ConfigError(
             f"{path}; the shard's sha256 is {digest.hexdigest()}, its manifest says {sha256}; run task=prepare with "
-            "the same settings: it is made again."
+            "the same settings: it is prepared again."
         )
 
 

@@ -282,7 +282,7 @@ def _place(hw: HwConfig) -> Place:
         size, place = _place_from_torchrun(hw) if "MASTER_ADDR" in os.environ else _place_from_slice(hw)
     except (OSError, KeyError, ValueError) as error:  # requests' errors are OSErrors
         raise ConfigError(
-            f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; nobody says which host this is "
+            f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; the rank of this host is unknown "
             f"({_first_line(error)}); set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does."
         ) from error
     if size != hw.num_hosts or not 0 <= place.rank < size:

@@ -227,7 +227,7 @@ def judge_chip_memory(found: MemoryFinding | None, config: Config) -> Finding:
         return ok(f"nothing is known against {hw.chip.hbm_gib:.0f} GiB per chip")
     if found.certainty == "known" and config.trainer.plan_check == "refuse":
         return failed(found.words, "task=plan task.explore=search with the same settings looks for some that fit")
-    return warning(found.words, "task=plan with the same settings compiles it and knows")
+    return warning(found.words, "task=plan with the same settings compiles it and reports the exact memory")
 
 
 def _text(path: str) -> str:

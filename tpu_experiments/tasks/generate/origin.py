@@ -96,8 +96,8 @@ def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
     if found is None:
         lacks = {"export": "adapter/ and no model/", "checkpoint": "complete checkpoint"}
         raise ConfigError(
-            f"task.run={folder}; it has no {lacks.get(chosen, 'adapter/, no model/ and no complete checkpoint')}; let "
-            "the run go on, or write with what it began with: task.weights=base."
+            f"task.run={folder}; it has no {lacks.get(chosen, 'adapter/, no model/ and no complete checkpoint')}; "
+            "resume the run, or write with what it began with: task.weights=base."
         )
     step, tensors_of_step = found
     seed = origin.config.seed if origin.lora.init == "pissa" and origin.lora.r else None

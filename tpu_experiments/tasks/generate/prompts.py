@@ -143,7 +143,7 @@ def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, voc
             raise ConfigError(f"{prompt.place}; it has {error}") from error
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
-        raise ConfigError(f"{prompt.place}; it is empty; write something to go on from.")
+        raise ConfigError(f"{prompt.place}; it is empty; write something to continue.")
     if max(ids) >= vocab_size:
         raise ConfigError(
             f"{prompt.place}; it has token id {max(ids)} and the model has {vocab_size} embeddings; set "
