@@ -95,7 +95,7 @@ def test_records_another_life_has_gone_on_with_stay_as_they_are(records, monkeyp
     paths.write_text_atomic(f"{RUN}/metrics.jsonl", "1\n2 of another life\n3\n")
     assert made().deliver() == 1
     assert paths.read_text(f"{RUN}/metrics.jsonl") == "1\n2 of another life\n3\n"
-    assert "holds more than" in caplog.text
+    assert "has more data than the spilled copy" in caplog.text
     assert not place.local.exists()
 
 

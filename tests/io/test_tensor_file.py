@@ -59,11 +59,11 @@ BAD = {
     "a type that is a list": (with_header(one(dtype=["F32"])), "a is not described"),
     "a negative size": (with_header(one(shape=[-2])), "not whole numbers"),
     "a size that is a truth": (with_header(one(shape=[True, 2])), "not whole numbers"),
-    "more than there is": (with_header(one(shape=[4], data_offsets=[0, 16])), "does not lie where"),
-    "less than its shape": (with_header(one(shape=[2**62, 2**62])), "does not lie where"),
-    "a gap": (with_header(one(shape=[1], data_offsets=[4, 8])), "does not lie where"),
+    "more than there is": (with_header(one(shape=[4], data_offsets=[0, 16])), "is not where"),
+    "less than its shape": (with_header(one(shape=[2**62, 2**62])), "is not where"),
+    "a gap": (with_header(one(shape=[1], data_offsets=[4, 8])), "is not where"),
     "bytes of none": (with_header(one(shape=[1], data_offsets=[0, 4])), "belong to none"),
-    "two in one place": (with_header({**one(), "b": one()["a"]}), "does not lie where"),
+    "two in one place": (with_header({**one(), "b": one()["a"]}), "is not where"),
 }
 
 

@@ -90,11 +90,11 @@ ON_V6E = cloud.Machine("v6e-8", "v2-alpha-tpuv6e")
     ("machine", "overrides", "expected", "words"),
     [
         (ON_V6E, TPU, "ok", "v6e-8, runtime version v2-alpha-tpuv6e"),
-        (replace(ON_V6E, runtime_version=None), TPU, "ok", "not told"),
+        (replace(ON_V6E, runtime_version=None), TPU, "ok", "unknown"),
         (replace(ON_V6E, runtime_version="tpu-ubuntu2204-base"), TPU, "failed", "--runtime-version=v2-alpha-tpuv6e"),
         (ON_V6E, (*TPU, "hw=v5e8"), "failed", "hw=v5e8 is v5e:2x4"),
         (cloud.Machine("v5litepod-8"), (*TPU, "hw=v5e8"), "ok", "v5litepod-8"),
-        (ON_V6E, (), "warning", "leaves the TPU"),
+        (ON_V6E, (), "warning", "does not use the TPU"),
         (cloud.Machine(None), TPU, "not checked", "no TPU VM"),
     ],
 )

@@ -102,5 +102,5 @@ def test_a_background_save_that_is_a_step_back_is_found(bench, tmp_path):
     with pytest.raises(LifeFailed) as caught:
         bench.differences("StageStepBack", place=tmp_path)
     text = str(caught.value)
-    assert "is refused when it is to go on from its checkpoint: " in text
+    assert "is refused when it resumes from its checkpoint: " in text
     assert "step_00000004/progress.json; stage_step=3, and the record of its stage has 4 steps" in text
