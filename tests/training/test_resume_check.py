@@ -57,21 +57,23 @@ KILL = Kill(checkpoint=2, after=3, where="inside stage text", every_steps=1)
 
 def lives() -> tuple[Life, Life, Life]:
     """A whole run, and one that was killed after step 3 and resumed from step 2."""
-    whole = Life("whole", None, 0.0, rows=ROWS)
+    uninterrupted = Life("whole", None, 0.0, rows=ROWS)
     before = Life("killed", KILL, 0.0, rows={step: ROWS[step] for step in (1, 2, 3)}, checkpoint_after=2)
     after = Life("killed", None, 0.0, resume_step=2, rows={step: ROWS[step] for step in (3, 4)})
-    return whole, before, after
+    return uninterrupted, before, after
 
 
 def test_rows_that_were_skipped_repeated_or_others_are_named():
-    whole, before, after = lives()
-    assert check_rows(whole, [before, after]).difference == ""
+    uninterrupted, before, after = lives()
+    assert check_rows(uninterrupted, [before, after]).difference == ""
     assert check_position([before, after]).difference == ""
     other = replace(after, rows={3: ["b:1", "b:9"], 4: ROWS[4]})
-    assert "step 3 took b:1, b:9; uninterrupted it took b:1, b:2" in check_rows(whole, [before, other]).difference
+    assert (
+        "step 3 took b:1, b:9; uninterrupted it took b:1, b:2" in check_rows(uninterrupted, [before, other]).difference
+    )
     skipping = replace(after, rows={4: ROWS[4]})
     assert "its first step was 4" in check_position([before, skipping]).difference
-    assert check_rows(whole, [before, replace(after, rows={})]).difference == "step 4 was skipped"
+    assert check_rows(uninterrupted, [before, replace(after, rows={})]).difference == "step 4 was skipped"
     assert "it went on from 1" in check_position([before, replace(after, resume_step=1)]).difference
 
 

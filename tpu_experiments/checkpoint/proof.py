@@ -142,21 +142,21 @@ class LossComparison:
     def __init__(self, evaluator: Evaluator, batch: Batch | None, *, runtime: Runtime, parameters: dict[str, Tensor]):
         self._evaluator, self._batch, self._runtime, self._parameters = evaluator, batch, runtime, parameters
 
-    def compare_with(self, read: Callable[[], Tensors]) -> dict[str, Any]:
+    def compare_with(self, read_stored: Callable[[], Tensors]) -> dict[str, Any]:
         """Require stored tensors to have the live parameters' loss; every process takes part.
 
-        `read` returns host tensors under Hugging Face's names. Returns the loss in nats per token, and whether the loss
-        sums were equal bit for bit.
+        `read_stored` returns host tensors under Hugging Face's names. Returns the loss in nats per token, and whether
+        the loss sums were equal bit for bit.
 
         Raises:
             UnprovenError: the losses differ, although the live parameters' loss was the same every time.
         """
         if self._batch is None:
             return {"note": "there are no held-out rows to answer"}
-        live, back = [self._live_loss()], [self._loss_with(read())]
+        live, back = [self._live_loss()], [self._loss_with(read_stored())]
         while back[-1] not in live and len(live) < NUM_TRIES:
             live.append(self._live_loss())
-            back.append(self._loss_with(read()))
+            back.append(self._loss_with(read_stored()))
         loss, tokens = live[0]
         found = {"rows": self._batch.num_rows, "tokens": int(tokens), "loss": loss / max(tokens, 1.0)}
         if back[-1] in live:

@@ -130,7 +130,7 @@ def _compared(
     trained_told = difference = share = None
     if trained is not None:
         trained_told = pair.estimates(lambda sums: measures(sums[1]))
-        difference = pair.estimates(lambda sums: _less(measures(sums[1]), measures(sums[0])))
+        difference = pair.estimates(lambda sums: _differences(measures(sums[1]), measures(sums[0])))
         share = pair.share(lambda sums: measures(sums[1])["loss"] < measures(sums[0])["loss"])
     return Comparison(pair.num_documents, int(counts[0]), int(counts[1]), base_told, trained_told, difference, share)
 
@@ -184,7 +184,7 @@ class _Pair:
         return float(np.mean(is_so(self._sides(self._drawn_RK)))) if self.num_documents > 1 else None
 
 
-def _less(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
+def _differences(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
     return {name: values - others[name] for name, values in some.items()}
 
 

@@ -72,8 +72,8 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         return
     try:
         config = small_copy(source.config)
-        module, alone = _modules(config, source)
-        moved = differences(module, alone, is_packed=is_packed)
+        module, reference = _modules(config, source)
+        moved = differences(module, reference, is_packed=is_packed)
     except ConfigError:
         raise
     except UNFIT as error:
@@ -111,7 +111,7 @@ def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
     return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
 
 
-def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict[str, float]:
+def differences(module: nn.Module, reference: nn.Module, *, is_packed: bool) -> dict[str, float]:
     """Return the largest differences of logits, as shares of the largest logit.
 
     Args:
@@ -127,7 +127,7 @@ def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict
     changed = ids.clone()
     changed[first - 1] = ids[first - 1] % (AT_MOST["vocab_size"] - len(IDS)) + len(IDS)
     with torch.no_grad():
-        expected = torch.cat([alone(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)])
+        expected = torch.cat([reference(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)])
         one = _packed(module, ids[:first], lengths=(first,))
         moved = _packed(module, changed[:first], lengths=(first,))
         two = _packed(module, ids, lengths=LENGTHS) if is_packed else expected

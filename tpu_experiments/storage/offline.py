@@ -41,12 +41,12 @@ def go_offline_if_unreachable(config: Config) -> None:
             "cache (HF_HUB_OFFLINE=0 tries the network all the same)",
             file=sys.stderr,
         )
-        _require_model(config, hub=str(hub.hostname), among=named)
+        _require_model(config, hub=str(hub.hostname), needed=named)
 
 
-def _require_model(config: Config, *, hub: str, among: Sequence[str]) -> None:
+def _require_model(config: Config, *, hub: str, needed: Sequence[str]) -> None:
     model = config.model
-    if config.task.name != "train" or model.size != "full" or model.init == "random" or model.path not in among:
+    if config.task.name != "train" or model.size != "full" or model.init == "random" or model.path not in needed:
         return
     from huggingface_hub import try_to_load_from_cache  # imported only here, since it reads the variable at import
 

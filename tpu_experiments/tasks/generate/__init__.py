@@ -63,7 +63,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
     log.info("%s of model %s, %s, on %s", origin.text, origin.config.model.name, reader.kind, runtime.device)
     answers = Answers(decoder, reader, runtime=runtime, num_sequences=task.num_return_sequences)
     if prompts:
-        _write_given(answers, list(zip(prompts, ids, strict=True)), output=task.output)
+        _write_answers(answers, list(zip(prompts, ids, strict=True)), output=task.output)
     else:
         _answer_typed_lines(answers, task)
     log.info("%s", answers.account())
@@ -125,12 +125,12 @@ def _decoder(
     )
 
 
-def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, output: str | None) -> None:
+def _write_answers(answers: Answers, given: list[tuple[Prompt, list[int]]], *, output: str | None) -> None:
     """Answer all prompts; `output` keeps their order."""
     found: dict[int, Answer] = {}
     num = len(given) * answers.num_sequences
     try:
-        for number, answer in answers.of(given, live=len(given) == 1):
+        for number, answer in answers.answer_all(given, live=len(given) == 1):
             found[number] = answer
             if output is not None:
                 log.info("%d of %d answers", len(found), num)
@@ -155,7 +155,7 @@ def _answer_typed_lines(answers: Answers, task: GenerateTaskConfig) -> None:
             print(f"error: {error}", file=sys.stderr)
             continue
         try:
-            for _ in answers.of([(prompt, ids)], live=True):
+            for _ in answers.answer_all([(prompt, ids)], live=True):
                 pass
         except KeyboardInterrupt:  # ends this answer, not the conversation
             print(flush=True)
