@@ -285,6 +285,6 @@ def step_work(cost: ProgramCost, *, model_flops: float, tokens: int) -> tuple[St
         note = f"{cost.random_bytes / GIB:.2f} GiB of random numbers a step: the compiler estimates no time for them"
         notes = (*notes, note)
     if cost.host_bytes:
-        note = f"{cost.host_bytes / GIB:.2f} GiB a step go to the host's memory and from there, beside the computation"
-        notes = (*notes, f"{note}; that the link keeps up is assumed")
+        note = f"{cost.host_bytes / GIB:.2f} GiB per step are transferred to and from host memory"
+        notes = (*notes, f"{note}, assumed to be hidden behind the computation")
     return work, notes

@@ -63,7 +63,7 @@ def run_length(
         notes.append("compiling is counted as long as it took on this machine; the host of a TPU has more cores")
     else:
         notes.append("compile seconds of the TPU host are not added")
-    notes.append("checkpoints of adapters are written beside the steps and take no time")
+    notes.append("checkpoints of adapters are written in the background and take no time")
     setup = SETUP_SECONDS + outside.base_gib * config.hw.num_devices / READ_GIB_PER_SECOND
     compiling = outside.compile_seconds or 0.0
     length = RunLength(tuple(lengths), eval_seconds=eval_seconds, compile_seconds=compiling, setup_seconds=setup)

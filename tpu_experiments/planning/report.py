@@ -137,7 +137,7 @@ def dollars_text(usd: float | None) -> str:
 
 
 ESTIMATE = "estimate"
-NO_OTHER = "no other can appear: every stage, the evaluation and the sample have one batch shape each"
+NO_OTHER = "no other is compiled later: every stage, the evaluation and the sample have one batch shape each"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -371,7 +371,7 @@ def _money_rows(plan: Plan) -> list[tuple[str, str]]:
             ("price", f"{price.region}, {price.date}: {price.source}"),
         ]
     if plan.hw.price is None:
-        rows += [("price", f"none is known for hw={plan.hw.name}; hw.price in conf/hw takes one")]
+        rows += [("price", f"unknown for hw={plan.hw.name}; set hw.price in conf/hw")]
     return rows
 
 

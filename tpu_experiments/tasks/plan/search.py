@@ -141,7 +141,7 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
             unfolded.add(same)
         total = largest_stage(config, arch)[1].total
         if point and total > limit:
-            left_out.append(Tried(point, "pruned", total, reason=f"formulas put it at {total:.1f} GiB"))
+            left_out.append(Tried(point, "pruned", total, reason=f"estimated by formulas at {total:.1f} GiB"))
         else:
             candidates.append(Candidate(point, config))
     return candidates, left_out
