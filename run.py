@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of exiting; ending_in_words reports them
+os.environ.setdefault(
+    "HYDRA_FULL_ERROR", "1"
+)  # Hydra raises errors instead of exiting; errors_as_sentences reports them
 # Hydra only finds launchers in the namespace package `hydra_plugins`; this folder holds this project's portion of it.
 sys.path.append(str(Path(__file__).parent / "tpu_experiments" / "sweeping" / "plugin"))
 
@@ -36,7 +38,7 @@ from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
-from tpu_experiments.loggers.closing import told_finished
+from tpu_experiments.loggers.closing import print_if_finished
 from tpu_experiments.loggers.runlog import start_run_log
 from tpu_experiments.runtime.processes.env import prepare_environment
 from tpu_experiments.storage import paths
@@ -55,15 +57,15 @@ REPOSITORY = Path(__file__).parent
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> None:
     """Check the composed config and run it; each point of a sweep calls this in a process of its own."""
-    with ending_in_words():  # Hydra passes SystemExit through, but prints its own report of other exceptions
+    with errors_as_sentences():  # Hydra passes SystemExit through, but prints its own report of other exceptions
         require_single_choices(HydraConfig.get().runtime.choices)
         config = to_config(composed)
-        with ending_in_words(config):
+        with errors_as_sentences(config):
             run(config)
 
 
 @contextmanager
-def ending_in_words(config: Config | None = None) -> Iterator[None]:
+def errors_as_sentences(config: Config | None = None) -> Iterator[None]:
     """Report an error of the block in one sentence, and exit.
 
     Exit codes: 2 for errors that the user can fix, 1 for storage failures and bugs, and that of Ctrl-C.
@@ -106,7 +108,7 @@ def run(config: Config) -> None:
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
-    if config.task.name == "train" and config.hw.num_hosts == 1 and told_finished(config):
+    if config.task.name == "train" and config.hw.num_hosts == 1 and print_if_finished(config):
         return
     is_on_host = config.task.name in ("plan", "prepare")
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
@@ -120,7 +122,7 @@ def run(config: Config) -> None:
         prepare_environment(config.hw, is_on_host=is_on_host)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
-        log.info("%s: loading torch and what goes with it", config.name)
+        log.info("%s: loading torch and its dependencies", config.name)
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
 
@@ -134,10 +136,10 @@ def check_plan(config: Config) -> None:
     from tpu_experiments.planning.tuned import tuned
 
     start_run_log(None, rank=0)
-    check_memory(config if is_open(config) else tuned(config, is_told=False))
+    check_memory(config if is_open(config) else tuned(config, is_logged=False))
 
 
-def laid_under(arguments: list[str]) -> list[str]:
+def with_plan_overlay(arguments: list[str]) -> list[str]:
     """Return the command line with `+plan=FILE` replaced by that file's overrides.
 
     Keys that are also on the command line keep its values.
@@ -184,9 +186,9 @@ if __name__ == "__main__":
     if {"-h", "--help"}.intersection(sys.argv[1:]):
         print(help_text())
         sys.exit(0)
-    with ending_in_words():
+    with errors_as_sentences():
         check_yaml(sys.argv[1:])
-        sys.argv[1:] = with_own_entries(laid_under(sys.argv[1:]))
+        sys.argv[1:] = with_own_entries(with_plan_overlay(sys.argv[1:]))
         main()
         if PointLauncher.latest is not None:
             sys.exit(PointLauncher.latest.finish())

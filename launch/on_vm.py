@@ -29,7 +29,7 @@ from tpu_experiments.config.schema import Config, register
 from tpu_experiments.runtime.processes.env import compile_cache_folder, tpu_present
 from tpu_experiments.runtime.processes.stopping import Relay
 from tpu_experiments.storage import paths
-from tpu_experiments.tasks.doctor.cloud import look_at_machine
+from tpu_experiments.tasks.doctor.cloud import inspect_machine
 
 ROOT = Path(__file__).parents[1]
 PUSH_SECONDS = 300.0
@@ -46,7 +46,7 @@ def hw_of_machine() -> str:
     Raises:
         ConfigError: there is a TPU of unknown type, or no file of conf/hw has its type.
     """
-    accelerator_type = look_at_machine().accelerator_type
+    accelerator_type = inspect_machine().accelerator_type
     if accelerator_type is None:
         if tpu_present():
             raise ConfigError("this machine has a TPU and does not say which; name it with hw=.")

@@ -322,22 +322,22 @@ OVERLAYS = {
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_an_overlay_is_refused(name: str, tmp_path: Path) -> None:
-    from run import laid_under
+    from run import with_plan_overlay
 
     file = tmp_path / "best.yaml"
     file.write_text(OVERLAYS[name])
     with pytest.raises(ConfigError, match=r"\+plan=") as caught:
-        laid_under([f"+plan={file}"])
+        with_plan_overlay([f"+plan={file}"])
     assert len(str(caught.value)) < 500
 
 
 def test_an_overlay_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    from run import laid_under
+    from run import with_plan_overlay
 
     (tmp_path / "best.yaml").write_bytes(b"\x80\x04\x95")
     for file in (tmp_path / "best.yaml", tmp_path):
         with pytest.raises(ConfigError, match=r"\+plan=.*it cannot be read"):
-            laid_under([f"+plan={file}"])
+            with_plan_overlay([f"+plan={file}"])
 
 
 def test_yaml_of_a_config_folder_is_refused_before_hydra_reads_it(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ CONFIG_CASES = {
         "trainer.global_batch_rows=10 is not a multiple of hw.num_devices=4 (hw=cpu); use 8 or 12.",
     ),
     "row too long": ("trainer.seq_len=2048", "use 1024 or less."),
-    "foreign target": ("trainer._target_=os.system", "trainer._target_=os.system; it lies outside tpu_experiments"),
+    "foreign target": ("trainer._target_=os.system", "trainer._target_=os.system; it is outside tpu_experiments"),
     "several": ("seed=-1 name=a/b lora.targets=[]", "name=a/b; it names a folder"),
     "broken yaml": (
         "hydra.searchpath=[file://{tmp}] experiment=broken",

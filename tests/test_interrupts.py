@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-SENTENCE = "error: interrupted; the same command goes on from the last checkpoint, where there is one."
-LOADING = re.compile(r"[\d:]{8} \S+: loading torch and what goes with it")
+SENTENCE = "error: interrupted; the same command resumes from the last checkpoint, where there is one."
+LOADING = re.compile(r"[\d:]{8} \S+: loading torch and its dependencies")
 COMMAND = """
 import importlib.abc, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

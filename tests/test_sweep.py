@@ -68,9 +68,9 @@ def test_a_stopped_sweep_saves_says_what_is_left_and_goes_on(tmp_path: Path) -> 
         process.terminate()
         _, said = process.communicate(timeout=120)
     assert process.returncode == 75, said
-    assert "stopped on request; the same command goes on from" in said
+    assert "stopped on request; the same command resumes from" in said
     (line,) = [line for line in said.splitlines() if line.startswith("the sweep was stopped on request")]
-    left = line.partition("goes on with ")[2].split("; ")
+    left = line.partition("resumes with ")[2].split("; ")
     assert left == [f"lora.r={r}" for r in (4, 8, 16)]
     assert {path.name for path in point.parent.iterdir()} == {point.name, "prepared", *WRITTEN}
     assert [row["status"] for row in rows_of(point.parent)] == ["stopped", "waiting", "waiting"]
@@ -95,7 +95,7 @@ def test_a_failed_point_does_not_end_the_sweep_and_a_finished_one_is_not_run_aga
     points = ("-m", *SMALL, "name=tried", "lora.targets=[q_proj],[nowhere]", "sweeping.points_at_once=2")
     ended = run(*points, output_dir=tmp_path)
     assert ended.returncode == 1, ended.stderr
-    assert "sweep point lora.targets=nowhere ended with exit code 2; the sweep goes on" in ended.stderr
+    assert "sweep point lora.targets=nowhere ended with exit code 2; the sweep continues" in ended.stderr
     sweep = tmp_path / "sweeps" / "tried"
     good, bad = rows_of(sweep)
     result = json.loads((sweep / good["name"] / "result.json").read_text())

@@ -78,7 +78,7 @@ def decoder_of(overrides: list[str], runtime: str, *, rows: int, new: int) -> tu
     source = HuggingFaceModel(config.model, seed=0)
     module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=made.place)
     settings = {"num_rows": rows, "max_new_tokens": new, "tokens_per_call": 8, "seed": 0}
-    return module, Decoder(module, runtime=made, how=ChoiceConfig(), **settings)  # type: ignore[arg-type]
+    return module, Decoder(module, runtime=made, choice=ChoiceConfig(), **settings)  # type: ignore[arg-type]
 
 
 def seconds_of(write: Callable[[], Any]) -> float:

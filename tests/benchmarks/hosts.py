@@ -12,9 +12,9 @@ import sys
 HOST = """
 import statistics, time
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.processes.hosts import meet
+from tpu_experiments.runtime.processes.hosts import rendezvous
 
-hosts = meet(HwConfig(num_hosts=int(__import__("os").environ["WORLD_SIZE"])))
+hosts = rendezvous(HwConfig(num_hosts=int(__import__("os").environ["WORLD_SIZE"])))
 taken = []
 for _ in range(2000):
     started = time.perf_counter()

@@ -23,7 +23,7 @@ from tests.benchmarks.saving import peak_above, trimmed
 from tests.config.composing import composed
 from tpu_experiments.checkpoint.manifest import COMMIT
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
-from tpu_experiments.checkpoint.proof import Answers, Start
+from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import read_state, snapshot, zero_state
 from tpu_experiments.config.schema import CheckpointConfig
@@ -121,11 +121,13 @@ def saving(args: argparse.Namespace, runtime: Any, held: dict[str, Any]) -> dict
     """A save that is waited for."""
     marks = {part: "" for name in held["parameters"] for part in hugging_face_names(name)}
     nothing: Any = None
-    answers = Answers(nothing, None, runtime=runtime, parameters=held["parameters"])
+    loss_comparison = LossComparison(nothing, None, runtime=runtime, parameters=held["parameters"])
     copy_gib, shard_gib = CASES[args.case]
     settings = CheckpointConfig(max_copy_gib=copy_gib, max_shard_gib=shard_gib)
     spool = Spool(args.folder, key="large_state", marker=COMMIT)
-    saver = Saver(settings, spool, runtime=runtime, start=Start(marks, is_adapter=False), answers=answers)
+    saver = Saver(
+        settings, spool, runtime=runtime, start=InitialTensors(marks, is_adapter=False), loss_comparison=loss_comparison
+    )
     progress = Progress(stage_step=1, step=1, peak_lr=1e-4, stages=[StageRecord("main", steps=1)])
     before, started = trimmed(), time.perf_counter()
     with peak_above(before) as peak:

@@ -26,7 +26,7 @@ SETTINGS = (
     "trainer.max_stage_steps=null", "trainer.log_every_steps=10", "checkpoint.every_steps=20", "trainer.seq_len=64",
     "trainer.global_batch_rows=8", "curriculum.stages.main.steps=300", "name=outage", "output_dir=gs://bkt/runs",
 )  # fmt: skip
-WORDS = ("out of reach", " is back", "upload", "waits", "answer")
+WORDS = ("unreachable", "reachable again", "upload", "waits", "answer")
 
 
 class Bucket:

@@ -220,7 +220,7 @@ def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, worke
     with tempfile.TemporaryDirectory() as out:
         how = Preparation(PrepareConfig(workers=workers), out, tokenizer, {})
         with measured(result):
-            prepared = prepare({"chat": source}, data_size="full", seq_lens=[SEQ_LEN], how=how)
+            prepared = prepare({"chat": source}, data_size="full", seq_lens=[SEQ_LEN], preparation=how)
     manifest = prepared["chat"].manifests[SEQ_LEN]
     left_out = ", ".join(f"{count} {reason}" for reason, count in manifest["documents_reported"].items())
     return {"left_out": left_out or "0", **manifest["splits"]["train"]}

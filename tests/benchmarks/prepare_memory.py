@@ -106,7 +106,7 @@ def run_case(folder: str, *, near: float | None, workers: int) -> dict[str, Any]
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tokenizer")
     how = Preparation(PrepareConfig(workers=workers), f"{folder}/prepared", tokenizer, {})
     started = time.perf_counter()
-    prepared = prepare({"text": source}, data_size="full", seq_lens=[SEQ_LEN], how=how)["text"]
+    prepared = prepare({"text": source}, data_size="full", seq_lens=[SEQ_LEN], preparation=how)["text"]
     seconds = time.perf_counter() - started
     manifest = prepared.manifests[SEQ_LEN]
     assert manifest["documents_out"] == manifest["documents_in"], manifest["documents_reported"]

@@ -29,7 +29,7 @@ from tests.config.composing import composed
 from tpu_experiments.checkpoint import store
 from tpu_experiments.checkpoint.manifest import COMMIT
 from tpu_experiments.checkpoint.progress import Progress
-from tpu_experiments.checkpoint.proof import Answers, Start
+from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot, snapshot
 from tpu_experiments.config.schema import CheckpointConfig
@@ -91,7 +91,7 @@ class Job:
                 p.copy_(p - batch["lr"] * slots["mean"] / (slots["square"].sqrt() + 1e-8))
             return product.sum()
 
-    def train_one(self) -> None:
+    def queue_step(self) -> None:
         """One step, waited for."""
         self.program(self.runtime.put({"lr": torch.tensor([1e-4])}, rows_dim=-1))
         self.runtime.wait()
@@ -108,10 +108,12 @@ class Job:
     def saver(self, folder: str, **settings: Any) -> Saver:
         """With nothing to answer: what that costs, the main job's log tells."""
         nothing: Any = None
-        answers = Answers(nothing, None, runtime=self.runtime, parameters=self.parameters)
+        loss_comparison = LossComparison(nothing, None, runtime=self.runtime, parameters=self.parameters)
         config = CheckpointConfig(**settings)
         spool = Spool(folder, key="saving", marker=COMMIT)
-        return Saver(config, spool, runtime=self.runtime, start=Start(self.marks), answers=answers)
+        return Saver(
+            config, spool, runtime=self.runtime, start=InitialTensors(self.marks), loss_comparison=loss_comparison
+        )
 
 
 def main() -> None:
@@ -129,7 +131,7 @@ def main() -> None:
 
     job = Job(XlaRuntime(config.hw, sharding=config.sharding, trace_every=50), num_products=args.products)
     for _ in range(5):
-        job.train_one()
+        job.queue_step()
     folder = tempfile.mkdtemp(dir=args.folder)
     try:
         parts(job, folder)
@@ -160,7 +162,7 @@ def parts(job: Job, folder: str) -> None:
         found = timed(f"read {group} back, compare", lambda file=file, tensors=tensors: store.read_tensors(
             draft, file, tensors))  # fmt: skip
         if group == PARAMETERS:
-            timed("differs from its start, adds something", lambda found=found: Start(job.marks).verdict(
+            timed("differs from its start, adds something", lambda found=found: InitialTensors(job.marks).verify(
                 found, copy.progress))  # fmt: skip
         del found
     store.commit(draft, proof={})
@@ -182,11 +184,11 @@ def steps(job: Job, folder: str, *, rounds: int, every: int) -> None:
             before, started = trimmed(), time.perf_counter()
             with peak_above(before) as peak:
                 if saver is not None:
-                    saver._has_asked = True  # the first is like the others
+                    saver._has_compared = True  # the first is like the others
                     saver.save(job.live, step=job.progress.step, is_interval=True)
                 in_saves[name].append(time.perf_counter() - started)
                 for _ in range(every):
-                    job.train_one()
+                    job.queue_step()
                 blocks[name].append(time.perf_counter() - started)
                 if saver is not None:
                     saver.join()

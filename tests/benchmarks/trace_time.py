@@ -77,7 +77,7 @@ def traced(recipe: str, overrides: list[str], *, repeats: int, profile: bool) ->
     untraced, num_traced = json.loads(done.stdout.splitlines()[-1])
     call = medians["trace"] + medians["hash"]
     mean = (num_traced * call + (NUM_STEPS - num_traced) * untraced) / NUM_STEPS
-    tensors = f"{counts.held} + {counts.frozen} + {counts.reported}"
+    tensors = f"{counts.step_tensors} + {counts.frozen} + {counts.reported}"
     return {"first": first["trace"], **medians, "call": call, "untraced": untraced, "mean": mean, "tensors": tensors}
 
 
@@ -100,7 +100,7 @@ def seconds_of_step(trainer: Any, shape: tuple[int, int, int]) -> tuple[dict[str
     hashed = time.thread_time()
     text = hlo_of(tensors)
     printed = time.thread_time()
-    num_held = len(trainer.held())
+    num_held = len(trainer.step_tensors())
     counts = Counts(num_held, len(inputs) - num_held - len(batch), len(outputs_of(out[2])))
     seconds = {"trace": done - started, "hash": hashed - hashing, "text": printed - hashed}
     return seconds | {"megabytes": len(text) / 1e6}, counts

@@ -31,14 +31,14 @@ def save(folder: Path, step: int) -> Path:
 def found(folder: Path, *, max_held_bytes: float) -> int | None:
     """Step of the checkpoint that is used, after a look at all its numbers."""
 
-    def use(progress, groups) -> int:
+    def restore(progress, groups) -> int:
         expected = content(progress["step"])
         assert groups["parameters"].keys() == expected.keys()
         assert all(torch.equal(groups["parameters"][name], t) for name, t in expected.items())
         assert groups["optimizer"]["/count"].item() == progress["step"]
         return progress["step"]
 
-    return read_latest(str(folder), use, max_held_bytes=max_held_bytes)
+    return read_latest(str(folder), restore, max_held_bytes=max_held_bytes)
 
 
 @pytest.mark.parametrize("max_held_bytes", [0, 10**9], ids=["tensor by tensor", "whole"])
@@ -97,5 +97,5 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 def test_what_is_no_file_of_tensors_is_refused_in_pieces_too(tmp_path):
     target = save(tmp_path, 1)
     replaced(target, SHARDS[1], b"\x80\x04K\x01." + bytes(20))
-    with pytest.raises(ConfigError, match="its header is said to have"):
+    with pytest.raises(ConfigError, match="its header should have"):
         latest_step(str(tmp_path))

@@ -7,7 +7,7 @@ import torch
 
 from tests.checkpoint.test_store import save
 from tpu_experiments.checkpoint.manifest import COMMIT, steps_in
-from tpu_experiments.checkpoint.retention import Keep, Retention, kept, remove
+from tpu_experiments.checkpoint.retention import Keep, Retention, remove, steps_to_keep
 from tpu_experiments.checkpoint.store import add_tensors, begin, commit
 from tpu_experiments.storage import paths
 
@@ -24,7 +24,7 @@ CASES = {
 def test_policy(case):
     keep, expected = CASES[case]
     losses = {20: 1.0, 30: 2.0, 40: 2.0, 10: float("nan")}
-    assert kept([50, 10, 30, 20, 40], losses, keep=keep) == expected
+    assert steps_to_keep([50, 10, 30, 20, 40], losses, keep=keep) == expected
 
 
 def test_the_best_are_found_again_by_another_process(tmp_path):

@@ -34,7 +34,7 @@ def found() -> int | None:
     """Step of what a new process finds, after checking every number of it."""
     reading._verified.clear()
 
-    def use(progress, groups) -> int:
+    def restore(progress, groups) -> int:
         expected = content(progress["step"])
         assert groups.keys() == expected.keys()
         for group, tensors in expected.items():
@@ -42,7 +42,7 @@ def found() -> int | None:
             assert all(torch.equal(groups[group][name], t) for name, t in tensors.items())
         return int(progress["step"])
 
-    return read_latest(FOLDER, use, max_held_bytes=0)
+    return read_latest(FOLDER, restore, max_held_bytes=0)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from tests.config.composing import composed, refusal
 
 def test_the_best_need_evaluations() -> None:
     message = refusal("checkpoint.keep_best=2", "trainer.eval_every_steps=0")
-    assert message.startswith("checkpoint.keep_best=2 goes by held-out loss and trainer.eval_every_steps=0")
+    assert message.startswith("checkpoint.keep_best=2 uses held-out loss and trainer.eval_every_steps=0")
     assert composed("checkpoint.keep_best=2", "trainer.eval_every_steps=5").checkpoint.keep_best == 2
 
 

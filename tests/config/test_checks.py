@@ -97,7 +97,7 @@ CASES = {
     "replay of everything": (["curriculum.stages.chat.replay=1.0"], ["replay=1.0; it must be below 1"]),
     "exit test without evaluations": (
         ["curriculum.stages.chat.exit.patience=3", "trainer.eval_every_steps=0"],
-        ["curriculum.stages.chat.exit.patience=3 goes by evaluations, and trainer.eval_every_steps=0 makes none"],
+        ["curriculum.stages.chat.exit.patience=3 uses evaluations, and trainer.eval_every_steps=0 makes none"],
     ),
     "rows that cannot be shorter": (
         ["curriculum.stages.text.shorter=5"],
@@ -141,7 +141,7 @@ CASES = {
         ["prepare.long_documents=split with prepare.packing=none; "],
     ),
     "no room for the prompt": (["sample.max_new_tokens=500"], ["sample.max_new_tokens=500; it leaves no room"]),
-    "target outside": (["optim._target_=os.system"], ["optim._target_=os.system; it lies outside tpu_experiments"]),
+    "target outside": (["optim._target_=os.system"], ["optim._target_=os.system; it is outside tpu_experiments"]),
     "target without a module": (
         ["optim._target_=tpu_experiments.optim.adamx.AdamW"],
         ["there is no module tpu_experiments.optim.adamx"],
@@ -249,12 +249,12 @@ def foreign_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("point", ["model", "optim", "trainer", "data.sample_text", "logger.console"])
 def test_nothing_outside_the_allowed_prefixes_is_imported(point: str, foreign_package: str) -> None:
     message = refusal(f"{point}._target_={foreign_package}.trainers.Mine")
-    assert message.startswith(f"{point}._target_={foreign_package}.trainers.Mine; it lies outside tpu_experiments")
+    assert message.startswith(f"{point}._target_={foreign_package}.trainers.Mine; it is outside tpu_experiments")
     assert foreign_package not in sys.modules
 
 
 def test_a_prefix_is_a_package_and_not_the_beginning_of_a_name() -> None:
-    assert "lies outside" in refusal("trainer._target_=tpu_experiments_of_another.Trainer")
+    assert "is outside" in refusal("trainer._target_=tpu_experiments_of_another.Trainer")
 
 
 def test_a_plugin_is_looked_up_without_running_its_module(foreign_package: str) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from run import laid_under
+from run import with_plan_overlay
 from tests.config.composing import composed, refusal
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.overlay import overlay_file, override_of, with_overlay
@@ -46,16 +46,16 @@ def test_what_is_no_overlay_is_refused(text: str, words: str, tmp_path: Path) ->
     file = tmp_path / "best.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        laid_under([f"+plan={file}"])
+        with_plan_overlay([f"+plan={file}"])
     assert str(caught.value).startswith(f"+plan={file}; {words}")
     assert "task=plan task.explore=search" in str(caught.value)
 
 
 def test_a_missing_overlay_and_two_of_them_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\+plan=nowhere.yaml; there is no such file"):
-        laid_under(["+plan=nowhere.yaml"])
+        with_plan_overlay(["+plan=nowhere.yaml"])
     with pytest.raises(ConfigError, match=r"one overlay can be laid under a run"):
-        laid_under(["+plan=a.yaml", "+plan=b.yaml"])
+        with_plan_overlay(["+plan=a.yaml", "+plan=b.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_overlay_runs_nothing_and_reads_no_environment(text: str, words: str,
     file = tmp_path / "best.yaml"
     file.write_text(text.format(tmp=tmp_path))
     with pytest.raises(ConfigError) as caught:
-        laid_under([f"+plan={file}"])
+        with_plan_overlay([f"+plan={file}"])
     assert str(caught.value).startswith(f"+plan={file}; {words}")
     assert [path.name for path in tmp_path.iterdir()] == ["best.yaml"]
 

@@ -8,7 +8,15 @@ import pytest
 from tests.config.composing import composed, composed_as_typed, names
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.defaults import LANES, MICRO_TOKENS, Lengths, fitting_rows, intervals_of, rows_of, settled
+from tpu_experiments.config.defaults import (
+    LANES,
+    MICRO_TOKENS,
+    Lengths,
+    fitting_rows,
+    intervals_of,
+    rows_of,
+    with_lengths,
+)
 from tpu_experiments.config.mesh import num_shards
 
 MODELS = [name for name in names("model") if name not in ("tiny", "reader")]
@@ -23,7 +31,7 @@ def test_every_pair_is_a_fine_tune_that_its_user_would_defend(model, data):
     open_configs = [replace(config, hw=machine(name)) for name in HW]
     for config, measured in itertools.product(open_configs, [None, (60, 40_000), (779, 687_000), (5_000, 10**9)]):
         if measured is not None:
-            config = settled(config, {data: Lengths(*measured)})
+            config = with_lengths(config, {data: Lengths(*measured)})
         for stage in resolve_stages(config):
             rows, tokens = stage.geometry, stage.geometry.global_rows * stage.geometry.seq_len
             assert rows.seq_len % LANES == 0

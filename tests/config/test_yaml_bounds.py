@@ -18,7 +18,7 @@ REFUSED = {
     "levels": ("[" * 100_000, "levels deep"),
     "block levels": ("".join(" " * i + "- \n" for i in range(600)), "levels deep"),
     "levels by aliases": (CHAIN, "levels deep"),
-    "an alias inside itself": ("a: &a {b: *a}", "inside what it names"),
+    "an alias inside itself": ("a: &a {b: *a}", "is inside the node that it names"),
     "values": ("[" + "1," * (MAX_NODES + 1) + "]", "keys and values"),
     "bytes": ("a: " + "x" * 600_000, "bytes"),
     "a number to base 60": ("a: 1" + ":00" * 100_000, "a number of"),

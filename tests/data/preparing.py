@@ -33,8 +33,8 @@ def chat_source(path, **values):
 
 def prepared(sources, *, folder, tokenizer, seq_lens=(64,), data_size="full", readers=None, verify="rows", **settings):
     """`prepare` with the settings of `prepare.*` as keywords."""
-    how = Preparation(PrepareConfig(**settings), str(folder), tokenizer, readers or {}, verify=verify)
-    return prepare(sources, data_size=data_size, seq_lens=seq_lens, how=how)
+    preparation = Preparation(PrepareConfig(**settings), str(folder), tokenizer, readers or {}, verify=verify)
+    return prepare(sources, data_size=data_size, seq_lens=seq_lens, preparation=preparation)
 
 
 def all_rows(source, split, seq_len=64):

@@ -195,7 +195,7 @@ def test_where_nothing_is_made_damage_is_refused(job, whole, tmp_path):
         damage(tmp_path / "p" / file.relative_to(whole), "a byte of the middle")
         with pytest.raises(ConfigError, match=f"{file.name}; "):
             held_out_documents(
-                "b", job.sources["b"], split="train", data_size="full", how=how, max_documents=None, seed=0
+                "b", job.sources["b"], split="train", data_size="full", preparation=how, max_documents=None, seed=0
             )
         shutil.rmtree(tmp_path / "p")
 
@@ -209,7 +209,7 @@ def test_what_is_too_large_for_the_start_is_refused_when_it_is_opened(job, whole
     damage(shard, "last byte")
     sources, _ = job(tmp_path / "p")
     assert sources["a"].check == "at_open"
-    with pytest.raises(ConfigError, match=r"00001\.npy; the shard's sha256 is .* it is made again"):
+    with pytest.raises(ConfigError, match=r"00001\.npy; the shard's sha256 is .* it is prepared again"):
         all_rows(sources["a"], "train")
     job(tmp_path / "p", verify="all")
     all_rows(job(tmp_path / "p")[0]["a"], "train")
@@ -239,7 +239,9 @@ def test_a_damaged_local_copy_of_a_shard_is_fetched_again(job, gcs_bucket, tmp_p
     how = Preparation(PrepareConfig(window_tokens=300, workers=1), folder, job.tokenizer, {}, cache)
 
     def shuffled():
-        source = prepare_module.prepare({"a": job.sources["a"]}, data_size="full", seq_lens=(SEQ_LEN,), how=how)["a"]
+        source = prepare_module.prepare(
+            {"a": job.sources["a"]}, data_size="full", seq_lens=(SEQ_LEN,), preparation=how
+        )["a"]
         store = source.store("train", SEQ_LEN)
         order = np.random.default_rng(0).permutation(store.num_rows)
         first = store.take(order)

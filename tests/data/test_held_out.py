@@ -11,7 +11,7 @@ from tests.data.preparing import chat_source, prepared, write_lines
 from tpu_experiments.config.data_schema import PrepareConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data import held_out
-from tpu_experiments.data.held_out import HeldOut, held_out_documents, lay_out, windows
+from tpu_experiments.data.held_out import HeldOut, held_out_documents, rows_of_documents, windows
 from tpu_experiments.data.prepare import Preparation
 from tpu_experiments.data.steps.pack import flatten
 from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
@@ -46,7 +46,7 @@ def test_windows_have_every_token_but_the_first_new_once(length, seq_len):
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), seed=st.integers(0, 9))
 def test_every_learnt_token_is_predicted_once_after_tokens_of_its_own_document(lengths, seed):
     given_documents = documents(lengths, seed=seed)
-    laid_out = lay_out(given_documents, seq_len=16, pad_id=0)
+    laid_out = rows_of_documents(given_documents, seq_len=16, pad_id=0)
     rows, flat = laid_out.rows, given_documents.flat
     firsts = np.cumsum(lengths) - lengths
     expected = (flat.flags_L & LEARN) > 0
@@ -65,7 +65,7 @@ def test_every_learnt_token_is_predicted_once_after_tokens_of_its_own_document(l
 
 
 def test_positions_count_from_the_start_of_a_window():
-    laid_out = lay_out(documents([5, 3, 20], share=1.0), seq_len=8, pad_id=0)
+    laid_out = rows_of_documents(documents([5, 3, 20], share=1.0), seq_len=8, pad_id=0)
     starts = np.concatenate([np.ones((laid_out.rows.num_rows, 1)), np.diff(laid_out.rows.segments_NT)], axis=1) > 0
     assert (laid_out.rows.positions_NT[starts] == 0).all()
     assert (np.diff(laid_out.rows.positions_NT)[~starts[:, 1:] & (laid_out.token_NT[:, 1:] >= 0)] == 1).all()
@@ -73,7 +73,7 @@ def test_positions_count_from_the_start_of_a_window():
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_document_without_a_learnt_token_takes_no_room(share):
-    laid_out = lay_out(documents([7, 1], share=share), seq_len=8, pad_id=0)
+    laid_out = rows_of_documents(documents([7, 1], share=share), seq_len=8, pad_id=0)
     assert laid_out.rows.num_rows == (1 if share else 0)
     assert laid_out.rows.num_supervised == (6 if share else 0)
 
@@ -96,8 +96,10 @@ def typed(tmp_path, count=60):
 def documents_by(tmp_path, tokenizer, by, **values):
     source = chat_source(typed(tmp_path), eval_fraction=0.3, test_fraction=0.3, **values)
     prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, workers=1)
-    how = Preparation(PrepareConfig(workers=1), str(tmp_path / "p"), tokenizer, {}, None, True)
-    return held_out_documents("a", source, split="test", data_size="full", how=how, max_documents=10, seed=0, by=by)
+    preparation = Preparation(PrepareConfig(workers=1), str(tmp_path / "p"), tokenizer, {}, None, True)
+    return held_out_documents(
+        "a", source, split="test", data_size="full", preparation=preparation, max_documents=10, seed=0, by=by
+    )
 
 
 @pytest.mark.parametrize("values", [{}, {"keep": {"sample_type": ["irac", "client"]}}])

@@ -11,7 +11,7 @@ from tpu_experiments.samples import stories
 from tpu_experiments.samples.stories import FEMALE, FOLDER, MALE, RELATIONS, Fact
 
 FACTS = {
-    fact.told(form): fact
+    fact.sentence(form): fact
     for name in FEMALE + MALE
     for relation, each in RELATIONS.items()
     for value in range(len(each.values))
@@ -73,7 +73,7 @@ def test_every_question_asks_for_a_reserved_fact_that_its_story_tells_once(name)
         assert fact.is_reserved
         assert told.count(fact) == 1
         assert question.endswith(fact.question)
-        assert answer == fact.told(0)
+        assert answer == fact.sentence(0)
         others = [each for each in told if each.relation == fact.relation and each != fact]
         assert len({each.name for each in told}) == len(others) + 1  # all persons share the relation
         assert (len(others) > 0) == (name == "several_persons")

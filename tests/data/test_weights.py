@@ -31,7 +31,7 @@ def sources_of(labels):
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10_000))
 def test_shares_are_exact_after_any_number_of_rows(weights, num_rows):
-    shares = row_shares(weights, tokens_of_a_row=[Fraction(1)] * len(weights))
+    shares = row_shares(weights, tokens_per_row=[Fraction(1)] * len(weights))
     rows = weighted([7] * len(weights), shares)
     before, after = rows.drawn(num_rows), rows.drawn(num_rows + 1)
     assert sum(before) == num_rows
@@ -43,8 +43,8 @@ def test_shares_are_exact_after_any_number_of_rows(weights, num_rows):
 
 def test_shares_go_by_tokens():
     """Rows of one source are twice as full, so half as many of them have as many tokens."""
-    assert row_shares([0.5, 0.5], tokens_of_a_row=[Fraction(100), Fraction(50)]) == [Fraction(1, 3), Fraction(2, 3)]
-    assert row_shares([0.3, 0.1], tokens_of_a_row=[Fraction(8), Fraction(8)]) == [Fraction(3, 4), Fraction(1, 4)]
+    assert row_shares([0.5, 0.5], tokens_per_row=[Fraction(100), Fraction(50)]) == [Fraction(1, 3), Fraction(2, 3)]
+    assert row_shares([0.3, 0.1], tokens_per_row=[Fraction(8), Fraction(8)]) == [Fraction(3, 4), Fraction(1, 4)]
 
 
 @settings(deadline=None)
@@ -103,7 +103,7 @@ def test_sources_of_other_lengths_come_to_the_share_of_the_tokens(tmp_path, toke
     settings = {"packing": "pad", "long_documents": "truncate"}
     made = prepared(sources, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[48], **settings)
     splits = [made[name].manifests[48]["splits"]["train"] for name in sources]
-    shares = row_shares([1, 3], tokens_of_a_row=[Fraction(split["tokens"], split["rows"]) for split in splits])
+    shares = row_shares([1, 3], tokens_per_row=[Fraction(split["tokens"], split["rows"]) for split in splits])
     parts = [
         StageRows([source.store("train", 48)], names=[name], seed=0, stage_index=i)
         for i, (name, source) in enumerate(made.items())

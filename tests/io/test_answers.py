@@ -15,7 +15,7 @@ import pytest
 from tests import faulty
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths, retry, spool
-from tpu_experiments.storage.retry import NoAnswer, told
+from tpu_experiments.storage.retry import NoAnswer, explain_storage_errors
 from tpu_experiments.storage.spool import Spool
 from tpu_experiments.storage.streams import ByteStream, UnreadableError
 
@@ -101,7 +101,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_address[1]}")
-    monkeypatch.setattr(retry, "TOLD_SECONDS", SILENT / 3)
+    monkeypatch.setattr(retry, "LOG_AFTER_SECONDS", SILENT / 3)
     monkeypatch.setattr(retry, "SILENT_SECONDS", SILENT)
     monkeypatch.setattr(retry, "_grace", None)
     monkeypatch.setattr(retry, "WAITS_SECONDS", (0.01, 0.01))
@@ -129,7 +129,7 @@ def test_what_is_never_answered_is_told_and_given_up(operation, server, caplog):
         OPERATIONS[operation]()
     lines = [text for text in caplog.messages if text.startswith("waiting for gs://bkt/runs")]
     assert len(lines) == 2, "one line a try, and one further try"
-    assert all(re.search(rf": {operation}, no answer for \d+ s; given up after \d+ s$", line) for line in lines)
+    assert all(re.search(rf": {operation}, no answer for \d+ s; it times out after \d+ s$", line) for line in lines)
 
 
 @pytest.mark.parametrize("call", [lambda: paths.size_of(PLACE), lambda: paths.read_range(PLACE, 0, 9)])
@@ -173,7 +173,7 @@ def test_a_download_is_not_cut_while_bytes_move(server):
 
 def test_before_a_run_it_is_one_sentence(server):
     sentence = r"^gs://bkt/runs; .*no answer for \d+ s: storage does not answer"
-    with pytest.raises(ConfigError, match=sentence), told("gs://bkt/runs"):
+    with pytest.raises(ConfigError, match=sentence), explain_storage_errors("gs://bkt/runs"):
         paths.exists("gs://bkt/runs/a/identity.json")
 
 
@@ -181,7 +181,7 @@ def test_before_a_run_it_is_one_sentence(server):
 def test_a_save_that_hangs_is_made_on_the_local_disk(at, monkeypatch, tmp_path, caplog):
     """From its n-th request on the bucket hangs; when it is back everything arrives."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(retry, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(retry, "LOG_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(retry, "UNSEEN_SECONDS", 0.15)
     monkeypatch.setattr(retry, "_grace", None)
     monkeypatch.setattr(spool, "FIRST_WAIT_SECONDS", 3600.0)
@@ -199,9 +199,9 @@ def test_a_save_that_hangs_is_made_on_the_local_disk(at, monkeypatch, tmp_path, 
 
     with faulty.going_wrong("hangs", at):
         assert kept.save(write) == str(kept.local)
-        assert kept.is_out
+        assert kept.is_unreachable
         assert any(text.startswith("waiting for faulty://bkt/checkpoints/step_00000002") for text in caplog.messages)
-        assert any("Training goes on; checkpoints are kept in" in text for text in caplog.messages)
+        assert any("Training continues; checkpoints are spilled to" in text for text in caplog.messages)
     kept.close()
     assert sorted(name.rpartition("/")[2] for name in faulty.snapshot()) == [
         "COMMIT.json",

@@ -12,7 +12,7 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import lease, paths
-from tpu_experiments.storage.lease import Lease, Owner, held, refuse_if_held
+from tpu_experiments.storage.lease import Lease, Owner, hold, refuse_if_held
 
 pytest_plugins = ("tests.gcs",)
 ELSEWHERE = {"machine": "another boot/1", "host": "vm-b", "pid": 4242}
@@ -59,7 +59,7 @@ def test_one_of_another_machine_expires_by_the_clock_of_the_storage(folder, monk
         with pytest.raises(ConfigError, match=r"process 4242 on vm-b \(since 1970"):
             made(folder).acquire()
     monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
-    with held(folder, name="x", on_lost=lambda: None):
+    with hold(folder, name="x", on_lost=lambda: None):
         assert lease.read(folder).pid == os.getpid()
     assert lease.read(folder) is None
 
@@ -174,12 +174,12 @@ def test_what_is_no_lease_holds_nobody_up(folder, caplog):
     paths.make_dirs(folder)
     paths.write_text_atomic(paths.join(folder, lease.NAME), "{")
     made(folder).acquire().release()
-    assert "is no lease" in caplog.text
+    assert "is not a valid lease" in caplog.text
 
 
 def test_hosts_of_one_slice_are_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TPU_WORKER_ID", "3")
-    with held(str(tmp_path), name="x", on_lost=int):
+    with hold(str(tmp_path), name="x", on_lost=int):
         assert list(Path(tmp_path).iterdir()) == []
 
 
@@ -192,21 +192,21 @@ def test_after_a_long_stop_a_lease_that_is_gone_was_anothers(tmp_path, monkeypat
     told = []
     mine = Lease(str(tmp_path), name="x", on_lost=lambda: told.append(1), renew_seconds=3600).acquire()
     paths.remove_tree(mine.path)
-    mine.look()
+    mine.check()
     assert lease.read(str(tmp_path)).id == mine._owner.id, "removed by accident: taken again"
     paths.remove_tree(mine.path)
     monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
-    mine.look()
+    mine.check()
     assert told
     assert mine.is_lost
     assert lease.read(str(tmp_path)) is None
-    assert "the same command goes on" in caplog.text
+    assert "the same command resumes it" in caplog.text
     mine.release()
 
 
 def test_a_process_that_was_stopped_looks_at_its_lease_first(tmp_path):
     told = []
-    with lease.held(str(tmp_path), name="x", on_lost=lambda: told.append(1)):
+    with lease.hold(str(tmp_path), name="x", on_lost=lambda: told.append(1)):
         signal.raise_signal(signal.SIGCONT)
         assert not told
         write(str(tmp_path), replace(Owner.me(), **ELSEWHERE))

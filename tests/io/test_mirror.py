@@ -85,7 +85,7 @@ def test_a_failed_upload_is_repeated(
         place.upload_if_due()
         assert place._thread is not None
         place._thread.join()
-    assert "failed, to be repeated: OSError: 503" in caplog.text
+    assert "failed and will be retried: OSError: 503" in caplog.text
     place.close()
     assert paths.read_text(f"{remote}/x") == "a"
 

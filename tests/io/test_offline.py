@@ -34,7 +34,7 @@ def test_what_only_the_hub_has_is_not_asked_for_again(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     go_offline_if_unreachable(make_config(named))
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    assert "warning: 127.0.0.1 is out of reach ([Errno 111] Connection refused)" in capsys.readouterr().err
+    assert "warning: 127.0.0.1 is unreachable ([Errno 111] Connection refused)" in capsys.readouterr().err
 
 
 def test_a_model_that_is_nowhere_is_refused_before_anything_is_loaded(
@@ -42,7 +42,7 @@ def test_a_model_that_is_nowhere_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    with pytest.raises(ConfigError, match=r"model.path=owner/name; it is no local folder, 127.0.0.1 is out of reach"):
+    with pytest.raises(ConfigError, match=r"model.path=owner/name; it is no local folder, 127.0.0.1 is unreachable"):
         go_offline_if_unreachable(make_config("model=qwen05b", "model.path=owner/name"))
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)

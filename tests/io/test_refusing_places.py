@@ -12,7 +12,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.lease import Lease
-from tpu_experiments.storage.retry import StorageFailed, told
+from tpu_experiments.storage.retry import StorageFailed, explain_storage_errors
 
 TOKENIZER = Path(__file__).parents[2] / "tpu_experiments" / "samples" / "tokenizer"
 
@@ -35,14 +35,14 @@ def odd_places(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     return {
-        "/dev/null": "a file lies where a folder is needed",
-        "/dev/null/x": "a file lies where a folder is needed",
+        "/dev/null": "a file is where a folder is needed",
+        "/dev/null/x": "a file is where a folder is needed",
         "/proc/x": "no folder can be made there",
         "/proc/1/x": "no folder can be made there",
-        str(tmp_path / "file"): "a file lies where a folder is needed",
-        str(tmp_path / "file" / "x"): "a file lies where a folder is needed",
+        str(tmp_path / "file"): "a file is where a folder is needed",
+        str(tmp_path / "file" / "x"): "a file is where a folder is needed",
         str(tmp_path / "circle" / "x"): "lead in a circle",
-        str(tmp_path / "gone"): "a file lies where a folder is needed",
+        str(tmp_path / "gone"): "a file is where a folder is needed",
         str(tmp_path / ("x/" * 2040)): "the name is too long",
     }
 
@@ -53,7 +53,7 @@ def test_an_odd_folder_is_one_sentence(tmp_path: Path) -> None:
             lambda p: paths.make_dirs(paths.join(p, "run")),
             lambda p: Lease(p, name="x", on_lost=int).acquire(),
         ):
-            with pytest.raises(ConfigError, match=words) as refusal, told(place):
+            with pytest.raises(ConfigError, match=words) as refusal, explain_storage_errors(place):
                 use(place)
             assert str(refusal.value).startswith(f"{place}; ")
             assert "\n" not in str(refusal.value)
@@ -62,12 +62,12 @@ def test_an_odd_folder_is_one_sentence(tmp_path: Path) -> None:
 def test_a_disk_mounted_read_only_is_one_sentence(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "ro,size=1m") as disk:
         for place in (str(disk), str(disk / "runs")):
-            with pytest.raises(ConfigError, match="mounted read-only"), told(place):
+            with pytest.raises(ConfigError, match="mounted read-only"), explain_storage_errors(place):
                 paths.make_dirs(paths.join(place, "run"))
 
 
 def test_an_error_elsewhere_keeps_its_trace(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), told(str(tmp_path / "runs")):
+    with pytest.raises(FileNotFoundError), explain_storage_errors(str(tmp_path / "runs")):
         (tmp_path / "other").read_text()
 
 
@@ -82,7 +82,7 @@ def test_a_disk_that_fills_in_the_preparation(tmp_path: Path) -> None:
         for kib in (4, 16, 48, 96, 192, 1024):
             subprocess.run(["mount", "-o", f"remount,size={kib}k", str(disk)], check=True)
             try:
-                with told(str(disk / "p"), full="failed"):
+                with explain_storage_errors(str(disk / "p"), full="failed"):
                     prepared(sources, folder=disk / "p", **settings)
                 break
             except StorageFailed as error:

@@ -9,7 +9,7 @@ from gcsfs.retry import HttpError
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths, retry
-from tpu_experiments.storage.retry import complaint, kind_of, retried
+from tpu_experiments.storage.retry import complaint, kind_of, with_retries
 
 KINDS = [
     (HttpError({"code": 429, "message": "slow down"}), "transient"),
@@ -66,7 +66,7 @@ def tries(error: Exception, *, place: str, count: int = 2) -> tuple[int, list[fl
     waits: list[float] = []
     call = Failing(*[error] * count)
     try:
-        assert retried(call, place=place, operation="read", wait=waits.append) == "done"
+        assert with_retries(call, place=place, operation="read", wait=waits.append) == "done"
     except type(error):
         pass
     return call.calls, waits

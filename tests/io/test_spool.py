@@ -69,11 +69,11 @@ def test_an_outage_is_told_once_and_what_it_kept_arrives_newest_first(monkeypatc
     monkeypatch.setattr(FaultyFileSystem, "down", True)
     assert place.save(writer(4)) == str(place.local)
     assert place.save(writer(6)) == str(place.local)
-    assert place.is_out
+    assert place.is_unreachable
     with pytest.raises(ConnectionError):
         place.deliver()
     assert caplog.text.count("storage does not answer") == 1
-    assert f"checkpoints are kept in {place.local}" in caplog.text
+    assert f"checkpoints are spilled to {place.local}" in caplog.text
     monkeypatch.setattr(FaultyFileSystem, "down", False)
     order = []
     copy = paths.copy_file
@@ -84,7 +84,7 @@ def test_an_outage_is_told_once_and_what_it_kept_arrives_newest_first(monkeypatc
         "00000006.safetensors", "00000006.json", "00000004.safetensors", "00000004.json"
     ]  # fmt: skip
     assert "2 checkpoints uploaded" in caplog.text
-    assert not place.is_out
+    assert not place.is_unreachable
     assert not place.local.exists()
     assert place.save(writer(8)) == TARGET
     place.close()
@@ -120,7 +120,7 @@ def test_what_is_saved_while_it_delivers_arrives_too(monkeypatch):
     assert place.deliver() == 2
     assert saved == [str(place.local)]
     assert arrived() == [4, 6]
-    assert not place.is_out
+    assert not place.is_unreachable
 
 
 def test_the_next_life_delivers_what_a_killed_one_left(monkeypatch):
@@ -205,17 +205,17 @@ def test_a_full_disk_makes_room_and_tries_again(caplog):
     place.save(writer(1))
     paths.write_text_atomic(f"{TARGET}/step_00000009/a.safetensors", "an earlier life was killed in it")
     writes = iter([FULL, None])
-    assert place.save(lambda f: writer(2, fail=next(writes))(f), make_room=lambda: rooms.append(1)) == TARGET
+    assert place.save(lambda f: writer(2, fail=next(writes))(f), free_space=lambda: rooms.append(1)) == TARGET
     assert rooms == [1]
     assert paths.list_names(TARGET) == ["step_00000001", "step_00000002"]
-    assert "removing what retention no longer needs" in caplog.text
+    assert "removing checkpoints that retention does not keep" in caplog.text
 
 
 def test_a_disk_that_stays_full_costs_checkpoints_and_ends_the_run_after_ten(tmp_path, caplog):
     place = Spool(str(tmp_path / "checkpoints"), key="x", marker=MARKER)
     with caplog.at_level(logging.WARNING):
         for step in range(1, spool.LIMIT):
-            assert place.save(writer(step, fail=FULL, on=place.target), make_room=lambda: None) is None
+            assert place.save(writer(step, fail=FULL, on=place.target), free_space=lambda: None) is None
     assert "the disk is full; free some space" in caplog.text
     assert "MiB free" in caplog.text
     assert "stops after 10 in a row" in caplog.text

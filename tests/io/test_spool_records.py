@@ -28,10 +28,10 @@ RUN = TARGET.rpartition("/")[0]
 @pytest.fixture
 def records(monkeypatch):
     """metrics.jsonl of the run, open, and the spool that keeps what cannot be uploaded of it."""
-    monkeypatch.setattr(spool, "_keeping", None)
+    monkeypatch.setattr(spool, "_spill_folder", None)
     monkeypatch.setattr(spool, "_open", [])
     place = made()
-    spool.keep_in(place.records, run=RUN)
+    spool.set_spill_folder(place.records, run=RUN)
     paths.write_text_atomic(f"{RUN}/metrics.jsonl", "1\n")
     open_one = Mirror.of_file(f"{RUN}/metrics.jsonl")
     other = Mirror.of_file("faulty://bkt/runs/other/metrics.jsonl")
@@ -48,7 +48,7 @@ def saving(place: Spool, step: int):
     """As `writer`, with the records before the marker."""
 
     def write(folder: str) -> str:
-        place.bring_records(folder)
+        place.upload_records(folder)
         return writer(step)(folder)
 
     return write
@@ -95,7 +95,7 @@ def test_records_another_life_has_gone_on_with_stay_as_they_are(records, monkeyp
     paths.write_text_atomic(f"{RUN}/metrics.jsonl", "1\n2 of another life\n3\n")
     assert made().deliver() == 1
     assert paths.read_text(f"{RUN}/metrics.jsonl") == "1\n2 of another life\n3\n"
-    assert "holds more than" in caplog.text
+    assert "has more data than the spilled copy" in caplog.text
     assert not place.local.exists()
 
 

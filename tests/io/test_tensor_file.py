@@ -47,8 +47,8 @@ def one(**changed: object) -> dict[str, object]:
 
 
 BAD = {
-    "nothing": (bytearray(), "its header is said to have 0 bytes and the file has 0"),
-    "a header longer than the file": (bytearray((2**62).to_bytes(8, "little")), "its header is said to have"),
+    "nothing": (bytearray(), "its header should have 0 bytes and the file has 0"),
+    "a header longer than the file": (bytearray((2**62).to_bytes(8, "little")), "its header should have"),
     "no JSON": (with_header(b"\x80\x04pickle"), "its header is not the JSON"),
     "NaN": (with_header(b'{"a": NaN}'), "it holds NaN"),
     "a name twice": (with_header(b'{"a": 1, "a": 2}'), "'a' comes twice"),
@@ -59,11 +59,11 @@ BAD = {
     "a type that is a list": (with_header(one(dtype=["F32"])), "a is not described"),
     "a negative size": (with_header(one(shape=[-2])), "not whole numbers"),
     "a size that is a truth": (with_header(one(shape=[True, 2])), "not whole numbers"),
-    "more than there is": (with_header(one(shape=[4], data_offsets=[0, 16])), "does not lie where"),
-    "less than its shape": (with_header(one(shape=[2**62, 2**62])), "does not lie where"),
-    "a gap": (with_header(one(shape=[1], data_offsets=[4, 8])), "does not lie where"),
+    "more than there is": (with_header(one(shape=[4], data_offsets=[0, 16])), "is not where"),
+    "less than its shape": (with_header(one(shape=[2**62, 2**62])), "is not where"),
+    "a gap": (with_header(one(shape=[1], data_offsets=[4, 8])), "is not where"),
     "bytes of none": (with_header(one(shape=[1], data_offsets=[0, 4])), "belong to none"),
-    "two in one place": (with_header({**one(), "b": one()["a"]}), "does not lie where"),
+    "two in one place": (with_header({**one(), "b": one()["a"]}), "is not where"),
 }
 
 

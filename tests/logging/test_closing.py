@@ -82,7 +82,7 @@ def test_a_result_of_another_kind_is_refused_or_left_out(result: dict[str, Any])
         except ConfigError:
             refused += 1
         row = Row(f"point {number}", {})
-        row.take_result(other)
+        row.fill_from_result(other)
         better = Row("other", {}, status="finished", eval_loss=1.0, tokens_per_second=2.0)
         assert leaderboard.markdown([row, better], name="t", folder="/lab")
     assert 100 < refused < number

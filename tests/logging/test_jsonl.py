@@ -114,7 +114,7 @@ def test_records_of_a_full_disk_wait_until_there_is_room(
     for step in (2, 3, 4):
         logger.scalars(step, {"train/loss": 0.0})
         assert [record["step"] for record in records(context)] == [1]  # no half line
-    assert caplog.text.count("wait in memory until there is room") == 1
+    assert caplog.text.count("are kept in memory until the disk has space") == 1
     disk.room = 10_000
     logger.scalars(5, {"train/loss": 0.0})
     logger.finish()

@@ -137,7 +137,7 @@ def test_a_full_disk_costs_records_and_no_run(
     logger.scalars(5, {"train/loss": 5.0})
     logger.finish()
     assert curve(read(context.run_folder.path("tensorboard")), "train/loss") == [(1, 1.0), (2, 2.0), (5, 5.0)]
-    assert caplog.text.count("until there is room") == 1
+    assert caplog.text.count("until the disk has space") == 1
     assert "lacks 2 records" in caplog.text
 
 

@@ -43,7 +43,7 @@ def test_lives_are_added_up_with_the_time_between_them():
     assert sum(value for name, value in values.items() if name.endswith("_percent")) == pytest.approx(100.0)
     assert values["goodput/usd_spot"] == pytest.approx(0.2 / 3)
     (line,) = goodput_lines(totals)
-    assert "200.0 s over 2 lives, 40 s between them" in line
+    assert "200.0 s over 2 processes, 40 s between them" in line
     assert "step 150.0" in line
     assert "$0.20 on demand, $0.07 spot" in line
 

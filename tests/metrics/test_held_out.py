@@ -28,7 +28,7 @@ def sums(num_documents, *, seed, shift=0.0):
 
 def test_the_measures_are_their_formulas():
     total = sums(20, seed=0).sum(0)
-    (found,) = compared_by_source({"a": sums(20, seed=0)}, None, how=HOW).values()
+    (found,) = compared_by_source({"a": sums(20, seed=0)}, None, resampling=HOW).values()
     values = {name: told.value for name, told in found.base.items()}
     assert values == pytest.approx(
         {
@@ -44,7 +44,7 @@ def test_the_measures_are_their_formulas():
 
 def test_all_sources_together_are_beside_each():
     base = {"a": sums(20, seed=0), "b": sums(5, seed=1)}
-    found = compared_by_source(base, None, how=HOW)
+    found = compared_by_source(base, None, resampling=HOW)
     total = sum(part.sum(0) for part in base.values())
     assert list(found) == ["a", "b", ALL]
     assert found[ALL].base["loss"].value == pytest.approx(total[2] / total[0])
@@ -52,7 +52,7 @@ def test_all_sources_together_are_beside_each():
 
 def test_what_both_models_find_hard_is_not_in_the_interval_of_their_difference():
     base, better = sums(40, seed=0), sums(40, seed=0, shift=-0.1)
-    (found,) = compared_by_source({"a": base}, {"a": better}, how=HOW).values()
+    (found,) = compared_by_source({"a": base}, {"a": better}, resampling=HOW).values()
     difference = found.difference["loss"]
     assert (difference.value, difference.low, difference.high) == pytest.approx((-0.1, -0.1, -0.1))
     assert found.base["loss"].high - found.base["loss"].low > 0.05
@@ -60,14 +60,14 @@ def test_what_both_models_find_hard_is_not_in_the_interval_of_their_difference()
 
 
 def test_a_model_is_not_better_than_itself():
-    (found,) = compared_by_source({"a": sums(40, seed=0)}, {"a": sums(40, seed=0)}, how=HOW).values()
+    (found,) = compared_by_source({"a": sums(40, seed=0)}, {"a": sums(40, seed=0)}, resampling=HOW).values()
     assert found.difference["loss"].value == 0.0
     assert found.share_better == 0.0
 
 
 def test_what_cannot_be_told_is_left_out():
     nothing = sums(4, seed=0) * np.array([1.0, 0.0, 400.0, 1.0, 1.0])
-    (found,) = compared_by_source({"a": nothing}, None, how=HOW).values()
+    (found,) = compared_by_source({"a": nothing}, None, resampling=HOW).values()
     assert set(found.base) == {"loss", "accuracy"}  # no bytes, and exp of 1,200
 
 
@@ -79,18 +79,18 @@ def test_sums_of_documents_are_those_of_their_tokens():
 
 def test_scores_of_answers_are_means():
     base, trained = np.zeros((10, 4)), np.full((10, 4), 0.5)
-    found = compared_answers(base, trained, how=HOW)
+    found = compared_answers(base, trained, resampling=HOW)
     assert found["answers"] == 10
     assert found["trained"]["rougeL"].value == pytest.approx(0.5)
     assert found["difference"]["exact_match"].low == pytest.approx(0.5)
-    assert "trained" not in compared_answers(base, None, how=HOW)
+    assert "trained" not in compared_answers(base, None, resampling=HOW)
 
 
 def test_documents_are_told_apart_by_their_values():
     base, trained = ({"a": sums(6, seed=0), "b": sums(3, seed=1)}, {"a": sums(6, seed=0, shift=-0.1)})
-    found = compared_by_value(base, trained | {"b": base["b"]}, values={"a": list("xyxyyx")}, how=HOW)
+    found = compared_by_value(base, trained | {"b": base["b"]}, values={"a": list("xyxyyx")}, resampling=HOW)
     assert {name: list(values) for name, values in found.items()} == {"a": ["x", "y"]}
     for value, rows in (("x", [0, 2, 5]), ("y", [1, 3, 4])):
-        alone = compared_by_source({"a": base["a"][rows]}, {"a": trained["a"][rows]}, how=HOW)["a"]
+        alone = compared_by_source({"a": base["a"][rows]}, {"a": trained["a"][rows]}, resampling=HOW)["a"]
         assert found["a"][value] == alone
         assert alone.num_documents == 3

@@ -114,7 +114,7 @@ def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):
         moved.append(tuple(tensor.shape))
         return tensor.clone()
 
-    host = HostMemory(put=place, take=place)
+    host = HostMemory(put=place, fetch=place)
     ours = gradients_of("mistral7b", "lora=all_linear_r8", "model.remat=offload", host=host)
     agree(ours, gradients_of("mistral7b", "lora=all_linear_r8", eager=True))
     assert len(moved) == 2, "once in the body of each loop"

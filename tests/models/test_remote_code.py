@@ -15,7 +15,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel, config_from_arch
-from tpu_experiments.training.card import _use
+from tpu_experiments.training.card import _usage
 
 PACKAGE = Path(__file__).parents[2] / "tpu_experiments"
 SAMPLES = PACKAGE / "samples"
@@ -120,9 +120,9 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> Non
 def test_the_card_says_that_code_was_run(r: int) -> None:
     config: Config = composed(f"lora.r={r}") if r else composed("lora=none")
     result = {"adapter_path": "x", "base_path": "y"}
-    assert "trust_remote_code" not in _use(result, config)
+    assert "trust_remote_code" not in _usage(result, config)
     config.model.remote_code = "run"
-    text = _use(result, config)
+    text = _usage(result, config)
     assert "trust_remote_code=True" in text
     assert "Python code that" in text
 

@@ -64,7 +64,7 @@ def test_what_stands_in_is_taken_away_again(kernel):
     before = modeling_mistral.apply_rotary_pos_emb
     outcome("mistral", {}, kernel)
     assert modeling_mistral.apply_rotary_pos_emb is before
-    assert not rope._waiting
-    with pytest.raises(ZeroDivisionError), rope._left_to_the_kernel([modeling_mistral]):
+    assert not rope._deferred
+    with pytest.raises(ZeroDivisionError), rope._rope_deferred([modeling_mistral]):
         raise ZeroDivisionError
     assert modeling_mistral.apply_rotary_pos_emb is before

@@ -14,7 +14,7 @@ from tests import forks
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tests.planning.examples import plan_that_does_not_fit
-from tpu_experiments.config.defaults import settled
+from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
@@ -92,7 +92,7 @@ def test_what_depends_on_rows_is_not_said_before_they_are_known(
     config = composed(*words)
     check_memory(config)
     assert not caplog.records
-    check_memory(settled(config, None))
+    check_memory(with_lengths(config, None))
     assert "formulas put the step" in caplog.text
 
 
@@ -158,7 +158,7 @@ def test_a_torn_plan_is_passed_over_with_a_word(tmp_path: Path, caplog: pytest.L
     check_memory(config)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"{file} is passed over: it is not JSON")
+    assert record.getMessage().startswith(f"{file} is skipped: it is not JSON")
 
 
 @pytest.mark.parametrize("seen", ["outputs", "outputs/sweeps/lr"])

@@ -125,11 +125,11 @@ def test_no_compiler_outlives_a_plan_that_is_stopped(program: Lowered, tmp_path:
 def test_faults_of_the_compiler_are_one_sentence_each() -> None:
     kernel = OutOfMemory("vmem", 0.05, 0.03, (), "")
     said = {
-        "vmem": oom.about_kernel_memory(kernel, what="train of 1x4x8"),
-        "internal": oom.about_program("XlaRuntimeError: INTERNAL: Mosaic failed\nmore", what="train of 1x4x8"),
-        "crash": oom.about_process(-signal.SIGSEGV, stderr="", what="train of 1x4x8"),
-        "chips": oom.about_chips(HW, num_there=4),
-        "silent": oom.about_process(3, stderr="TPU worker noise\n", what="train of 1x4x8"),
+        "vmem": oom.kernel_too_large(kernel, what="train of 1x4x8"),
+        "internal": oom.refused_program("XlaRuntimeError: INTERNAL: Mosaic failed\nmore", what="train of 1x4x8"),
+        "crash": oom.compiler_ended(-signal.SIGSEGV, stderr="", what="train of 1x4x8"),
+        "chips": oom.too_many_chips(HW, num_there=4),
+        "silent": oom.compiler_ended(3, stderr="TPU worker noise\n", what="train of 1x4x8"),
     }
     assert all(len(str(error).splitlines()) == 1 for error in said.values())
     assert "takes 52,429 KiB of vmem in one kernel and 31,457 KiB are there" in str(said["vmem"])

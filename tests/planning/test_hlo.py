@@ -150,7 +150,7 @@ def test_a_kernel_without_a_body_keeps_its_target_as_name() -> None:
 
 def test_a_loop_whose_count_is_unknown_is_an_error_that_names_it() -> None:
     hlo = counting_loop(start="copy(%seed)", step="add(%i, %one)", goes_on="compare(%i, %n), direction=LT")
-    with pytest.raises(ValueError, match=r"loop=loop; its trip count cannot be told: condition condition reads"):
+    with pytest.raises(ValueError, match=r"loop=loop; its trip count cannot be determined: condition condition reads"):
         read_program(hlo)
 
 

@@ -80,7 +80,7 @@ def test_a_nested_loop_takes_its_bound_from_outside() -> None:
 
 
 def test_a_nested_loop_whose_bound_changes_is_an_error_not_a_guess() -> None:
-    with pytest.raises(ValueError, match="loop=inner; its trip count cannot be told"):
+    with pytest.raises(ValueError, match="loop=inner; its trip count cannot be determined"):
         read_program(nested(inner_bound="%i"))
 
 

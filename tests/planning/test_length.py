@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
-from tpu_experiments.planning.length import EVALUATION_SHARE, Beside, assumed_steps, between_steps, run_length
+from tpu_experiments.planning.length import EVALUATION_SHARE, OutsideSteps, assumed_steps, between_steps, run_length
 from tpu_experiments.planning.timing import StepTime
 
 STEP = StepTime(0.5, 0.0, 0.0, 0.0, 0.5, "compute", 0.4, 1000.0)
@@ -25,13 +25,13 @@ def test_evaluations_between_steps_leave_out_the_last_of_a_stage(steps: list[int
     assert between_steps(steps, every=every) == found == count
 
 
-def length_of(beside: Beside):
+def length_of(outside: OutsideSteps):
     steps, times = {"text": 60, "chat": 60}, {"text": STEP, "chat": STEP}
-    return run_length(CONFIG, STAGES, steps=steps, times=times, beside=beside)
+    return run_length(CONFIG, STAGES, steps=steps, times=times, outside=outside)
 
 
 def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows() -> None:
-    length, notes = length_of(Beside(8.0, 16, 0.25, 0.125, 77.0))
+    length, notes = length_of(OutsideSteps(8.0, 16, 0.25, 0.125, 77.0))
     assert length is not None
     assert length.parts == {
         "training": 60.0,
@@ -41,7 +41,7 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
         "idle set-up": 180 + 8 / 0.25,
     }
     assert not any("a third" in note for note in notes)
-    length, notes = length_of(Beside(8.0, 16))
+    length, notes = length_of(OutsideSteps(8.0, 16))
     assert length is not None
     assert length.eval_seconds == pytest.approx(5 * 0.5 * 256 / 16 * EVALUATION_SHARE)
     assert length.compile_seconds == 0
@@ -51,7 +51,7 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
 def test_samples_at_the_ends_only_are_two() -> None:
     at_ends = composed("hw=v6e1", "trainer.eval_every_steps=30", "sample.at=ends")
     steps, times = {"text": 60, "chat": 60}, {"text": STEP, "chat": STEP}
-    length, _ = run_length(at_ends, STAGES, steps=steps, times=times, beside=Beside(8.0, 16, 0.25, 0.125, 77.0))
+    length, _ = run_length(at_ends, STAGES, steps=steps, times=times, outside=OutsideSteps(8.0, 16, 0.25, 0.125, 77.0))
     assert length is not None
     assert length.eval_seconds == 5 * (2 * 8) * 0.25 + 2 * 48 * 0.125
 
@@ -69,9 +69,9 @@ def test_an_epoch_is_assumed_until_its_data_is_prepared() -> None:
 
 
 def test_without_a_time_or_steps_there_is_no_length() -> None:
-    beside = Beside(8.0, 16)
+    outside = OutsideSteps(8.0, 16)
     assert run_length(
-        CONFIG, STAGES, steps={"text": 60, "chat": None}, times={"text": STEP, "chat": STEP}, beside=beside
+        CONFIG, STAGES, steps={"text": 60, "chat": None}, times={"text": STEP, "chat": STEP}, outside=outside
     ) == (None, [])
 
 

@@ -59,7 +59,7 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     # Evaluations of 2 x 8 batches before, within and behind each stage of 60 steps; samples of 48 tokens with each and
     # at the end.
     assert found["run"]["seconds"]["evaluation"] == pytest.approx(5 * 2 * 8 * evaluation + 6 * 48 * sample)
-    assert "no other can appear" in printed
+    assert "no other is compiled later" in printed
     assert 0 < found["mfu"] < 1
     assert found["tokens_per_second_per_chip"] > 1000
     assert found["hours"] > 0
@@ -201,7 +201,7 @@ def test_a_finished_run_is_held_against_its_plan(planned: tuple[Path, dict[str, 
     assert compiling["measured"] == result["seconds"]["compile"]
     assert memory["planned"] == found["hbm_gib_per_chip"]["arguments"]
     assert (memory["measured"], memory["ratio"]) == (None, None)
-    assert memory["reason"] == "the device does not tell its memory"
+    assert memory["reason"] == "the device does not report its memory"
     assert f"{step['planned']:.3g} s a step (compiled), measured {step['measured']:.3g}" in done.stdout
 
 

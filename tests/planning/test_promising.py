@@ -10,9 +10,9 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.schema import Config
-from tpu_experiments.loggers.promise import Measured, Promise, held_against, promise_line
+from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, compared_with_plan, plan_line
 from tpu_experiments.planning.analytic import estimated_time
-from tpu_experiments.planning.promise import NOT_ALL, promise_of
+from tpu_experiments.planning.estimates import NOT_ALL, estimates_of
 from tpu_experiments.planning.saved import programs_key
 
 TWO_SHAPES = (
@@ -47,7 +47,7 @@ def store(config: Config, *, missing: str = "", **changes: Any) -> Path:
 def test_a_compiled_plan_tells_the_time_of_every_stage(tmp_path: Path, parallel: str) -> None:
     config = composed(*TWO_SHAPES, f"hw.parallel={parallel}", f"output_dir={tmp_path}")
     file = store(config)
-    assert asdict(promise_of(config)) == {
+    assert asdict(estimates_of(config)) == {
         "source": "compiled",
         "file": str(file),
         "step_seconds": {"text": 0.5, "chat": 0.25},
@@ -62,25 +62,25 @@ def test_a_compiled_plan_tells_the_time_of_every_stage(tmp_path: Path, parallel:
 def test_a_plan_of_the_training_alone_promises_no_compile_seconds(tmp_path: Path) -> None:
     config = composed(*TWO_SHAPES, f"output_dir={tmp_path}")
     store(config, missing="eval", fits=False)
-    found = promise_of(config)
+    found = estimates_of(config)
     assert (found.compile_seconds, found.compile_reason) == (None, NOT_ALL)
     assert found.reason == "by the plan the run does not fit"
 
 
 def test_without_a_compiled_plan_the_formulas_promise(tmp_path: Path) -> None:
     config = composed(*TWO_SHAPES, f"output_dir={tmp_path}")
-    found = promise_of(config)
+    found = estimates_of(config)
     assert (found.source, found.file, found.compile_seconds) == ("analytic", None, None)
     text, chat = (estimated_time(config, config.model.arch, geometry=s.geometry) for s in resolve_stages(config))
     assert found.step_seconds == {"text": text.total_s, "chat": chat.total_s}
     assert found.hbm_gib is not None
     assert 0 < found.hbm_gib < 0.1
-    assert promise_of(composed("hw=cpu")) == Promise(reason="hw=cpu names no chip and topology to plan for")
+    assert estimates_of(composed("hw=cpu")) == PlanEstimates(reason="hw=cpu names no chip and topology to plan for")
 
 
 def test_a_mean_step_is_held_against_the_steps_that_were_done() -> None:
-    promise = Promise("compiled", "plan.json", {"text": 0.5, "chat": 0.25, "other": 9.0}, 2.0, 40.0)
-    assert held_against(promise, MEASURED) == {
+    estimates = PlanEstimates("compiled", "plan.json", {"text": 0.5, "chat": 0.25, "other": 9.0}, 2.0, 40.0)
+    assert compared_with_plan(estimates, MEASURED) == {
         "source": "compiled",
         "file": "plan.json",
         "reason": None,
@@ -94,27 +94,27 @@ def test_a_mean_step_is_held_against_the_steps_that_were_done() -> None:
         "hbm_gib": {"planned": 2.0, "measured": 1.5, "ratio": 0.75, "reason": None},
         "compile_seconds": {"planned": 40.0, "measured": 30.0, "ratio": 0.75, "reason": None},
     }
-    [line] = promise_line(held_against(promise, MEASURED))
+    [line] = plan_line(compared_with_plan(estimates, MEASURED))
     assert line == "  planned         0.438 s a step (compiled), measured 1.25: 2.86 times as long"
 
 
 def test_what_is_not_known_is_null_with_a_reason() -> None:
-    nothing = held_against(Promise(reason="there is no plan"), MEASURED)
+    nothing = compared_with_plan(PlanEstimates(reason="there is no plan"), MEASURED)
     figures = ("step_seconds", "tokens_per_second_per_chip", "hbm_gib", "compile_seconds")
     assert {nothing[name]["reason"] for name in figures} == {nothing["reason"]} == {"there is no plan"}
     assert {nothing[name]["ratio"] for name in figures} == {nothing["source"]} == {None}
     assert nothing["step_seconds"]["measured"] == 10 / 8
-    promise = Promise("analytic", None, {"text": 0.5, "chat": 0.25}, 2.0, None, compile_reason="not compiled")
-    silent = held_against(promise, replace(MEASURED, hbm_gib=None))
+    estimates = PlanEstimates("analytic", None, {"text": 0.5, "chat": 0.25}, 2.0, None, compile_reason="not compiled")
+    silent = compared_with_plan(estimates, replace(MEASURED, hbm_gib=None))
     assert silent["hbm_gib"] == {
         "planned": 2.0,
         "measured": None,
         "ratio": None,
-        "reason": "the device does not tell its memory",
+        "reason": "the device does not report its memory",
     }
     assert silent["compile_seconds"]["reason"] == "not compiled"
-    idle = held_against(promise, replace(MEASURED, steps={}, train_seconds=None))
+    idle = compared_with_plan(estimates, replace(MEASURED, steps={}, train_seconds=None))
     assert idle["step_seconds"]["reason"] == "no step was trained since the last start"
-    part = held_against(replace(promise, step_seconds={"text": 0.5}), MEASURED)
+    part = compared_with_plan(replace(estimates, step_seconds={"text": 0.5}), MEASURED)
     assert part["step_seconds"]["reason"] == "the plan has no time of a stage of this run"
-    assert promise_line(part) == promise_line(idle) == promise_line(None) == []
+    assert plan_line(part) == plan_line(idle) == plan_line(None) == []

@@ -110,7 +110,7 @@ def test_the_table_says_what_matters() -> None:
         "t4x2",
         "assumed       t4x2: FLOPs at an assumed 35 % of the datasheet's peak",
         "assumed       weights are read at 0.25 GiB/s",
-        "2 in all, compiled in 142 s here; no other can appear: every stage",
+        "2 in all, compiled in 142 s here; no other is compiled later: every stage",
         "fits   1.250          8.60  trainer.micro_batch_rows=4 sharding=fsdp",
         "ladder                   16         33.00      27.80  no",
     ):
@@ -123,7 +123,7 @@ def test_the_table_of_a_step_that_does_not_fit() -> None:
     for shown in ("DOES NOT FIT", "-4.97 GiB", "Used 36.22G", "attention scores", "trainer.micro_batch_rows=1"):
         assert shown in text
     assert "no estimate: the step does not fit" in text
-    assert "none is known for hw=colab" in plan_table(analytic_plan())
+    assert "unknown for hw=colab" in plan_table(analytic_plan())
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -5,12 +5,21 @@ from dataclasses import replace
 import pytest
 
 from tests.config.composing import composed
-from tpu_experiments.config.defaults import settled
+from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.tuned import KEPT, SPEED, value_of
 from tpu_experiments.planning import tuned as table
-from tpu_experiments.planning.tuned import Line, facts_of, fastest, fields_of, laid_under, lines, tuned, write_line
-from tpu_experiments.storage.run_folder import RunFolder, continued
+from tpu_experiments.planning.tuned import (
+    Line,
+    facts_of,
+    fastest,
+    fields_of,
+    lines,
+    tuned,
+    with_settings_of,
+    write_line,
+)
+from tpu_experiments.storage.run_folder import RunFolder, with_settings_of_run
 
 HEADLINE = ("model=mistral7b", "data=ultrachat_ro", "hw=v6e8")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -21,7 +30,7 @@ FOLDED = {
 
 
 def settled_of(*words: str):
-    return settled(composed(*words), None)
+    return with_lengths(composed(*words), None)
 
 
 def line(*, speed: float = 12_000.0, compiling: float = 200.0, **changed) -> Line:
@@ -128,7 +137,7 @@ def test_a_run_keeps_what_belongs_to_its_identity(known, tmp_path) -> None:
     begun = tuned(settled_of(*words))
     RunFolder(str(tmp_path), "first").create(begun)
     known()  # another version of the table, or none
-    again = settled(continued(composed(*words)), None)
+    again = with_lengths(with_settings_of_run(composed(*words)), None)
     assert {key: value_of(again, key) for key in KEPT} == {key: value_of(begun, key) for key in KEPT}
     assert tuned(again, is_begun=True).sharding.name == "fsdp"
     known(line(settings={**FOLDED, "model.remat": "none"}), line())
@@ -139,7 +148,7 @@ def test_a_run_keeps_what_belongs_to_its_identity(known, tmp_path) -> None:
 def test_a_run_of_before_is_not_changed(known, tmp_path) -> None:
     words = (*HEADLINE, f"output_dir={tmp_path}", "name=before")
     RunFolder(str(tmp_path), "before").create(replace(settled_of(*words), tuned="off"))
-    again = settled(continued(composed(*words)), None)
+    again = with_lengths(with_settings_of_run(composed(*words)), None)
     assert tuned(again, is_begun=True) == again
 
 
@@ -170,7 +179,7 @@ def test_a_shipped_line_holds_for_the_command_that_it_is_of(each) -> None:
     words = (f"model={each.model}", f"hw={each.hw}", f"trainer.seq_len={each.row_tokens}", f"lora.r={each.rank}")
     config = composed(*words, f"lora.targets=[{','.join(each.targets)}]", "trainer.global_batch_rows=64")
     assert facts_of(config) == each.facts
-    assert laid_under(config, each) is not None
+    assert with_settings_of(config, each) is not None
     best = fastest(config)
     assert best is not None
     assert best.tokens_per_second >= each.tokens_per_second

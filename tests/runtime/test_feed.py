@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tpu_experiments.config.data_schema import LoaderConfig
-from tpu_experiments.runtime.feed import Ahead
+from tpu_experiments.runtime.feed import Prefetcher
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(60)]
 SMALL = LoaderConfig(loader_prefetch_size=1, device_prefetch_size=1)
@@ -147,7 +147,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_and_no_end(make_config, setting
 
 def test_ahead_makes_no_more_than_its_size():
     made = []
-    ahead = Ahead((made.append(i) or i for i in range(100)), size=4)
+    ahead = Prefetcher((made.append(i) or i for i in range(100)), size=4)
     assert next(ahead) == 0
     time.sleep(0.2)
     assert len(made) == 5

@@ -13,17 +13,17 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostLost, HostWatch, Place, _place, meet
+from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostLost, HostWatch, Place, _place, rendezvous
 
 HOST = """
 import os, sys
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostWatch
-from tpu_experiments.runtime.processes.hosts import HostLost, meet
+from tpu_experiments.runtime.processes.hosts import HostLost, rendezvous
 
-hosts = meet(HwConfig(num_hosts=3))
-assert meet(HwConfig(num_hosts=3)) is hosts
+hosts = rendezvous(HwConfig(num_hosts=3))
+assert rendezvous(HwConfig(num_hosts=3)) is hosts
 rank = hosts.rank
 print(hosts.gather(f"of {rank}"), hosts.any(rank == 1), hosts.any(False), hosts.together(lambda: rank * 2))
 
@@ -34,7 +34,7 @@ def fail():
     raise OSError("no room")
 
 for action in (refuse, fail):
-    for name in ("on_first", "together"):
+    for name in ("on_first_host", "together"):
         try:
             getattr(hosts, name)(action if rank == 0 else int)
         except Exception as error:
@@ -70,7 +70,9 @@ def test_three_hosts_tell_each_other() -> None:
         assert lines[rank][0] == f"['of 0', 'of 1', 'of 2'] True False {rank * 2}"
         refused = "ConfigError lora.r=-1; it is below 0."
         failed = "OSError no room" if rank == 0 else "HostLost host 0 of 3 failed: no room"
-        assert lines[rank][1:5] == [f"{name} {text}" for text in (refused, failed) for name in ("on_first", "together")]
+        assert lines[rank][1:5] == [
+            f"{name} {text}" for text in (refused, failed) for name in ("on_first_host", "together")
+        ]
     for rank in range(2):
         assert lines[rank][5].startswith(f"host {rank} of 3 lost another (")
         assert lines[rank][5].endswith("that host's log says why.")
@@ -81,13 +83,13 @@ WAITING = """
 import os, time
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostWatch
-from tpu_experiments.runtime.processes.hosts import meet
+from tpu_experiments.runtime.processes.hosts import rendezvous
 
-hosts = meet(HwConfig(num_hosts=3), lost_seconds=0.5)
+hosts = rendezvous(HwConfig(num_hosts=3), lost_seconds=0.5)
 hosts.barrier()
 time.sleep(0.2)
 if hosts.rank == 2:
-    hosts.part() if os.environ["END"] == "alike" else None
+    hosts.announce_end() if os.environ["END"] == "alike" else None
     os._exit(9)
 time.sleep(60 if os.environ["END"] == "lost" else 3)
 print("waited")
@@ -140,8 +142,8 @@ def test_a_machine_that_is_gone_is_asked_for() -> None:
         assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         asked = [peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEPALIVE]
         assert asked[0] + asked[1] * asked[2] == 90
-    watch.part()
-    other.part()
+    watch.announce_end()
+    other.announce_end()
     for thread in threading.enumerate():
         if thread.name.startswith("host "):
             thread.join(20)
@@ -156,25 +158,25 @@ def test_nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(HostLost, match=rf"hw.num_hosts=2; host 0 did not meet the others at 127.0.0.1:{port} \("):
-        meet(HwConfig(num_hosts=2), seconds=1)
+        rendezvous(HwConfig(num_hosts=2), seconds=1)
 
 
 def test_a_host_must_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert meet(HwConfig()).size == 1
-    nobody = r"hw.num_hosts=2 with hw.device=cpu; nobody says which host this is \(it is no worker of a slice\); set"
+    assert rendezvous(HwConfig()).size == 1
+    nobody = r"hw.num_hosts=2 with hw.device=cpu; the rank of this host is unknown \(it is no worker of a slice\); set"
     with pytest.raises(ConfigError, match=nobody):
-        meet(HwConfig(num_hosts=2, device="cpu"))
+        rendezvous(HwConfig(num_hosts=2, device="cpu"))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match=r"nobody says which host this is \('RANK'\)"):
-        meet(HwConfig(num_hosts=2))
+    with pytest.raises(ConfigError, match=r"the rank of this host is unknown \('RANK'\)"):
+        rendezvous(HwConfig(num_hosts=2))
     monkeypatch.setenv("RANK", "one")
-    with pytest.raises(ConfigError, match=r"nobody says which host this is \(invalid literal"):
-        meet(HwConfig(num_hosts=2))
+    with pytest.raises(ConfigError, match=r"the rank of this host is unknown \(invalid literal"):
+        rendezvous(HwConfig(num_hosts=2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match=r"hw.num_hosts=2; this is host 3 of 4; choose the hw= of this slice"):
-        meet(HwConfig(num_hosts=2))
+        rendezvous(HwConfig(num_hosts=2))
     assert _place(HwConfig(num_hosts=4)) == Place(3, "10.0.0.1", 29500)
 
 
@@ -213,7 +215,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def test_workers_of_a_vm_are_in_its_metadata(metadata: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"nobody says which host this is \(404 Client Error"):
+    with pytest.raises(ConfigError, match=r"the rank of this host is unknown \(404 Client Error"):
         _place(HwConfig(num_hosts=4, device="tpu"))
     metadata["tpu-env"] = "ACCELERATOR_TYPE: 'v6e-16'\nWORKER_ID: '3'\n"
     metadata["worker-network-endpoints"] = ",".join(f"unknown:unknown:10.164.0.{n}" for n in (7, 5, 9, 6))

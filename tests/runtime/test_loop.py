@@ -232,11 +232,11 @@ def test_stacks_need_not_be_filled_first():
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_only_stacks_of_rows_are_left_unwritten_and_only_on_a_tpu(num_shards):
-    from tpu_experiments.runtime.xla.loop import stablehlo, unwritten_for
+    from tpu_experiments.runtime.xla.loop import stablehlo, uninitialised_for
 
-    assert unwritten_for("CPU", mesh=Mesh(fsdp=num_shards)) is None
-    assert unwritten_for("TPU", mesh=Mesh(fsdp=num_shards, tensor=2)) is None
-    make = unwritten_for("TPU", mesh=Mesh(fsdp=num_shards))(8)
+    assert uninitialised_for("CPU", mesh=Mesh(fsdp=num_shards)) is None
+    assert uninitialised_for("TPU", mesh=Mesh(fsdp=num_shards, tensor=2)) is None
+    make = uninitialised_for("TPU", mesh=Mesh(fsdp=num_shards))(8)
     assert make((3,), torch.float32) is None
     assert make((3, 6), torch.float32) is None
     assert make((3, 8), torch.bool) is None

@@ -31,7 +31,7 @@ def test_an_attribute_is_put_back_whatever_happens() -> None:
     seen = []
 
     def failing() -> None:
-        with patches.replaced(owner, "name", 2) as before:
+        with patches.patched_attribute(owner, "name", 2) as before:
             seen.append((before, owner.name))
             raise ZeroDivisionError
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tpu_experiments.runtime.xla.replay import NUM_FIRST, Calls, Change, Reader
+from tpu_experiments.runtime.xla.replay import NUM_FIRST, Calls, Change, OutputReader
 
 
 def calls_of(graphs: str, *, every: int) -> tuple[str, list[Change]]:
@@ -69,10 +69,10 @@ def test_what_cannot_be_kept_is_traced_every_time():
 
 
 def test_calls_are_one_ahead_of_what_is_read_and_no_more():
-    reader, seen = Reader(), []
+    reader, seen = OutputReader(), []
     for call in range(5):
         reader.wait(call)  # nothing is read, nothing is waited for
-    read = reader.of(5, seen.append)
+    read = reader.wrap(5, seen.append)
     reader.wait(6)
     ahead = threading.Thread(target=lambda: (reader.wait(7), seen.append("call 7")))
     ahead.start()
@@ -83,11 +83,11 @@ def test_calls_are_one_ahead_of_what_is_read_and_no_more():
 
 
 def test_a_reader_that_fails_is_not_waited_for():
-    reader = Reader()
+    reader = OutputReader()
 
     def fails(out: str) -> None:
         raise ValueError(out)
 
     with pytest.raises(ValueError, match="lost"):
-        reader.of(1, fails)("lost")
+        reader.wrap(1, fails)("lost")
     reader.wait(9)

@@ -146,7 +146,7 @@ def test_the_random_state_moves_on_as_after_a_trace():
 
 def test_a_closure_gets_the_outputs_of_its_own_call():
     lab, seen = Lab(width=36, every=50), queue.SimpleQueue()
-    losses = [loss for loss, *_ in lab.run(8, then=lambda report: seen.put(float(report.loss.cpu())))]
+    losses = [loss for loss, *_ in lab.run(8, on_output=lambda report: seen.put(float(report.loss.cpu())))]
     assert [seen.get(timeout=60) for _ in range(8)] == losses
     assert lab.program.num_traced == 3
 

@@ -10,7 +10,7 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.schema import SweepingConfig
 from tpu_experiments.storage.run_folder import RunFolder
-from tpu_experiments.sweeping.pruning import Evaluations, step_to_prune_at, why_nothing_is_pruned
+from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
 
 OTHERS = [{10: 5.0, 20: 4.0}, {10: 4.0, 20: 3.0}, {10: 3.0, 20: 2.0}]
 
@@ -83,8 +83,8 @@ def test_what_is_read_of_a_run_is_whole_lines_with_numbers(tmp_path: Path) -> No
 
 
 def test_pruning_that_can_do_nothing_says_so() -> None:
-    assert why_nothing_is_pruned(composed("trainer.eval_every_steps=0")) is None
+    assert no_pruning_reason(composed("trainer.eval_every_steps=0")) is None
     median = "sweeping.prune=median"
-    assert "trainer.eval_every_steps=0" in str(why_nothing_is_pruned(composed(median, "trainer.eval_every_steps=0")))
-    assert "add jsonl" in str(why_nothing_is_pruned(composed(median, "trainer.eval_every_steps=5", "logger=console")))
-    assert why_nothing_is_pruned(composed(median, "trainer.eval_every_steps=5")) is None
+    assert "trainer.eval_every_steps=0" in str(no_pruning_reason(composed(median, "trainer.eval_every_steps=0")))
+    assert "add jsonl" in str(no_pruning_reason(composed(median, "trainer.eval_every_steps=5", "logger=console")))
+    assert no_pruning_reason(composed(median, "trainer.eval_every_steps=5")) is None

@@ -117,10 +117,10 @@ def test_host_memory(make_config, memory, expected):
 
 
 def test_the_memory_of_a_7b_model(make_config):
-    once = sources.look_at_host_memory(make_config(*TPU)).needed
+    once = sources.inspect_host_memory(make_config(*TPU)).needed
     assert once == pytest.approx(7_241_732_096 * 2 * 1.01 + sources.BASE_BYTES, rel=1e-6)
     spawned = make_config(*TPU, "hw.parallel=spawn", "sharding=replicated")
-    assert sources.look_at_host_memory(spawned).needed == 8 * once
+    assert sources.inspect_host_memory(spawned).needed == 8 * once
 
 
 def test_chip_memory(make_config):
@@ -216,7 +216,9 @@ def test_a_check_that_breaks_or_hangs_leaves_the_others(make_config, monkeypatch
     never = Event()
     checks = (
         examination.Check("run", broken, places.judge_run),
-        examination.Check("output_dir", lambda config, task: never.wait(), places.judge_output_dir, if_silent="failed"),
+        examination.Check(
+            "output_dir", lambda config, task: never.wait(), places.judge_output_dir, if_timed_out="failed"
+        ),
         examination.Check("settings", lambda config, task: (), places.judge_settings),
     )
     monkeypatch.setattr(examination, "CHECKS", checks)

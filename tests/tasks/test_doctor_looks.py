@@ -14,7 +14,7 @@ from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.storage import lease
 from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.doctor import cloud, devices, places, sources
-from tpu_experiments.tasks.doctor.places import look_at_model_files
+from tpu_experiments.tasks.doctor.places import inspect_model_files
 
 pytest_plugins = ("tests.gcs",)
 HOLD = "import sys, time; file = open(sys.argv[1]); print('open', flush=True); time.sleep(100)"
@@ -46,17 +46,17 @@ def test_who_holds_a_node(tmp_path, holder):
 
 def test_who_has_locked_a_file(tmp_path):
     path = tmp_path / "libtpu_lockfile"
-    assert not devices.look_at_lock_file(path).is_there
+    assert not devices.inspect_lock_file(path).is_there
     with path.open("w") as file:
-        assert devices.look_at_lock_file(path).holder is None
+        assert devices.inspect_lock_file(path).holder is None
         fcntl.flock(file, fcntl.LOCK_EX)
-        seen = devices.look_at_lock_file(path)
+        seen = devices.inspect_lock_file(path)
     assert (seen.is_there, seen.owner, seen.is_writable, seen.holder) == (True, os.geteuid(), True, os.getpid())
 
 
 def test_devices_start_in_a_child(make_config):
     config = make_config("hw.parallel=spmd", "hw.num_devices=2")
-    seen = devices.look_at_devices(config, DoctorTaskConfig("doctor", device_timeout_seconds=120))
+    seen = devices.inspect_devices(config, DoctorTaskConfig("doctor", device_timeout_seconds=120))
     assert seen.probed is not None
     assert (seen.probed.num_devices, seen.probed.kind, seen.probed.total) == (2, "CPU", 2.0)
     assert devices.judge_devices(seen, config).verdict == "ok"
@@ -69,10 +69,10 @@ def test_a_child_that_takes_too_long_or_fails_is_said(make_config):
 
 
 def test_a_bucket_overwrites_where_a_disk_adds(make_config, gcs_bucket, tmp_path):
-    there = places.look_at_output_dir(make_config(f"output_dir={gcs_bucket}/runs"))
+    there = places.inspect_output_dir(make_config(f"output_dir={gcs_bucket}/runs"))
     assert (there.place, there.append, there.complaint) == (f"{gcs_bucket}/runs", "overwrites", None)
     assert gcsfs.GCSFileSystem().find("bkt") == []
-    here = places.look_at_output_dir(make_config(f"output_dir={tmp_path}/not/there"))
+    here = places.inspect_output_dir(make_config(f"output_dir={tmp_path}/not/there"))
     assert (here.place, here.append, here.complaint) == (str(tmp_path), "adds", None)
     assert list(tmp_path.iterdir()) == []
 
@@ -80,45 +80,45 @@ def test_a_bucket_overwrites_where_a_disk_adds(make_config, gcs_bucket, tmp_path
 def test_a_place_that_refuses(make_config, tmp_path):
     (tmp_path / "file").touch()
     config = make_config("output_dir=/proc/runs")
-    seen = places.look_at_output_dir(config)
+    seen = places.inspect_output_dir(config)
     assert seen.complaint is not None
     assert places.judge_output_dir(seen, config).verdict == "failed"
 
 
 def test_the_run_folder(make_config, tmp_path):
     config = make_config("task=doctor", f"output_dir={tmp_path}")
-    assert places.judge_run(places.look_at_run(config), config).seen.endswith("is new")
+    assert places.judge_run(places.inspect_run(config), config).seen.endswith("is new")
     folder = open_run(places.as_training(config))
     folder.create(places.as_training(config))
-    assert places.judge_run(places.look_at_run(config), config).seen.endswith("goes on")
-    with lease.held(folder.path(), name=folder.name, on_lost=lambda: None):
-        assert f"process {os.getpid()} on" in places.judge_run(places.look_at_run(config), config).seen
+    assert places.judge_run(places.inspect_run(config), config).seen.endswith("resumes")
+    with lease.hold(folder.path(), name=folder.name, on_lost=lambda: None):
+        assert f"process {os.getpid()} on" in places.judge_run(places.inspect_run(config), config).seen
     other = make_config("task=doctor", f"output_dir={tmp_path}", "lora.r=4")
-    assert "was made with lora.r=16, now 4" in places.judge_run(places.look_at_run(other), other).seen
+    assert "was made with lora.r=16, now 4" in places.judge_run(places.inspect_run(other), other).seen
     with open(folder.path("result.json"), "w") as file:
         json.dump({"status": "finished"}, file)
-    assert places.judge_run(places.look_at_run(config), config).verdict == "warning"
+    assert places.judge_run(places.inspect_run(config), config).verdict == "warning"
 
 
 def test_several_hosts_need_a_place_that_all_see(make_config):
     for place, verdict in (("outputs", "warning"), ("gs://bkt/runs", "ok")):
         config = make_config("task=doctor", "experiment=mistral7b_ro", "hw=v6e16", f"output_dir={place}")
-        finding = places.judge_settings(places.look_at_settings(config), config)
+        finding = places.judge_settings(places.inspect_settings(config), config)
         assert finding.verdict == verdict
         assert verdict == "ok" or "output_dir=outputs is a folder of this machine, and hw.num_hosts=4" in finding.seen
 
 
 def test_a_checkpoint_with_a_file_missing(make_config, tmp_path):
     config = make_config(f"model.path={tmp_path}")
-    assert not look_at_model_files(config).is_complete
+    assert not inspect_model_files(config).is_complete
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
     )
     (tmp_path / "1.safetensors").touch()
-    assert not look_at_model_files(config).is_complete
+    assert not inspect_model_files(config).is_complete
     (tmp_path / "2.safetensors").touch()
-    assert look_at_model_files(config).is_complete
+    assert inspect_model_files(config).is_complete
 
 
 def test_what_this_repository_ships_is_there(make_config):
@@ -126,7 +126,7 @@ def test_what_this_repository_ships_is_there(make_config):
 
     def data(*overrides):
         config = make_config(*overrides)
-        return sources.judge_data(sources.look_at_data(config, task), config)
+        return sources.judge_data(sources.inspect_data(config, task), config)
 
     assert data().verdict == "ok"
     assert data("data=sample_text", "data.sample_text.path=/nowhere/x.jsonl").verdict == "failed"
@@ -134,7 +134,7 @@ def test_what_this_repository_ships_is_there(make_config):
     gone = data("data=sample_text", "data.sample_text.eval_path=held/out")
     assert gone.verdict == "failed"
     assert "data.sample_text.eval_path=held/out is not there" in gone.seen
-    assert sources.judge_model(sources.look_at_model(make_config(), task), make_config()).verdict == "ok"
+    assert sources.judge_model(sources.inspect_model(make_config(), task), make_config()).verdict == "ok"
 
 
 def test_gcloud_without_an_account(make_config, tmp_path, monkeypatch):
@@ -143,16 +143,16 @@ def test_gcloud_without_an_account(make_config, tmp_path, monkeypatch):
     gcloud.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     config, task = make_config("experiment=mistral7b_ro"), DoctorTaskConfig("doctor", timeout_seconds=5)
-    assert cloud.look_at_gcloud(config, task) == cloud.Gcloud(True)
+    assert cloud.inspect_gcloud(config, task) == cloud.Gcloud(True)
     gcloud.write_text('#!/bin/sh\n[ "$1" = config ] && echo \'{"core":{"account":"a","project":"p"}}\' && exit\n'
                       'echo "ERROR: (gcloud.beta) no permission" >&2; exit 1\n')  # fmt: skip
-    assert cloud.look_at_gcloud(config, task) == cloud.Gcloud(
+    assert cloud.inspect_gcloud(config, task) == cloud.Gcloud(
         True, "a", "p", complaint="ERROR: (gcloud.beta) no permission"
     )
     gcloud.write_text(
         '#!/bin/sh\n[ "$1" = config ] && echo \'{"core":{"account":"a","project":"p"}}\' && exit\nexec sleep 9\n'
     )
-    slow = cloud.look_at_gcloud(config, DoctorTaskConfig("doctor", timeout_seconds=0.5))
+    slow = cloud.inspect_gcloud(config, DoctorTaskConfig("doctor", timeout_seconds=0.5))
     assert slow.complaint == "gcloud did not answer within 0 s"
 
 

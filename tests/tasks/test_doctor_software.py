@@ -43,7 +43,7 @@ def test_versions_that_this_hardware_does_not_need(make_config):
 
 
 def test_versions_of_this_environment(make_config):
-    seen = software.look_at_software()
+    seen = software.inspect_software()
     assert {"torch", "torch_xla", "hydra-core", "psutil", "libtpu"} <= {package.name for package in seen.packages}
     assert software.judge_versions(seen, make_config()).verdict == "ok"
 
@@ -78,7 +78,7 @@ def test_no_other_variable_is_read(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
     monkeypatch.setenv("TPU_PROCESS_BOUNDS", "")
-    seen = software.look_at_variables()
+    seen = software.inspect_variables()
     assert seen["XLA_FLAGS"] == "--xla_dump_to=/x"
     assert set(seen) <= set(software.KNOWN) - {"TPU_PROCESS_BOUNDS"}
 
@@ -90,11 +90,11 @@ ON_V6E = cloud.Machine("v6e-8", "v2-alpha-tpuv6e")
     ("machine", "overrides", "expected", "words"),
     [
         (ON_V6E, TPU, "ok", "v6e-8, runtime version v2-alpha-tpuv6e"),
-        (replace(ON_V6E, runtime_version=None), TPU, "ok", "not told"),
+        (replace(ON_V6E, runtime_version=None), TPU, "ok", "unknown"),
         (replace(ON_V6E, runtime_version="tpu-ubuntu2204-base"), TPU, "failed", "--runtime-version=v2-alpha-tpuv6e"),
         (ON_V6E, (*TPU, "hw=v5e8"), "failed", "hw=v5e8 is v5e:2x4"),
         (cloud.Machine("v5litepod-8"), (*TPU, "hw=v5e8"), "ok", "v5litepod-8"),
-        (ON_V6E, (), "warning", "leaves the TPU"),
+        (ON_V6E, (), "warning", "does not use the TPU"),
         (cloud.Machine(None), TPU, "not checked", "no TPU VM"),
     ],
 )

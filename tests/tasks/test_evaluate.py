@@ -16,10 +16,10 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.tasks import evaluate
-from tpu_experiments.tasks.evaluate.beside import BesideBase
-from tpu_experiments.tasks.evaluate.given import held_out_of
+from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
+from tpu_experiments.tasks.evaluate.inputs import held_out_of
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of
-from tpu_experiments.training.batches import tokenizer_for
+from tpu_experiments.training.batches import load_run_tokenizer
 
 pytestmark = [
     pytest.mark.xla,
@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_transformers_on_the_same_texts(trained, result
     model = PeftModel.from_pretrained(model, str(folder)).eval() if side == "trained" else model.eval()
     config = composed("task=evaluate", *sized(TRAINING), f"output_dir={trained}")
     texts = [json.loads(line) for line in (trained / "documents.jsonl").read_text().splitlines()]
-    for name, held_out in held_out_of(config, tokenizer=tokenizer_for(config)).items():
+    for name, held_out in held_out_of(config, tokenizer=load_run_tokenizer(config)).items():
         documents = [(ids, (flags & LEARN) > 0) for ids, flags in held_out.documents()]
         nats, hits, tokens, text_nats = sum(rolling_sums(model, ids, learn) for ids, learn in documents)
         found = values(results, name, side)
@@ -142,11 +142,11 @@ def test_answers_are_what_transformers_writes_however_many_are_written_at_once(r
     config = composed("task=evaluate", *sized(TRAINING), f"hw.runtime={runtime}", "task.adapter=none")
     made = make_runtime(config)
     before = made.counters().num_compiles
-    built = BesideBase(
+    built = ModelAndBase(
         made,
         config,
         subject=Subject(config, "base", "", ""),
-        tokenizer=tokenizer_for(config),
+        tokenizer=load_run_tokenizer(config),
         shape=(2, 64),
         max_new_tokens=NEW,
         max_prompts=3,

@@ -36,7 +36,7 @@ def test_prompts_of_every_form(make_config, tmp_path):
 def test_an_instruction_in_the_format_of_the_run():
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None, chat_format="instruction_response")
     task = SimpleNamespace(input="un text", system=None)
-    prompt = generate.asked("Rezumă.", task, place="task.prompt")
+    prompt = generate.user_turn("Rezumă.", task, place="task.prompt")
     ids = generate.ids_of(prompt, kind="chat", tokenizer=tokenizer, vocab_size=4096)
     assert tokenizer.decode(ids) == "<s>### Instruction:\nRezumă.\n\nun text\n\n### Response:\n"
 

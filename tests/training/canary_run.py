@@ -19,7 +19,7 @@ from tests.config.composing import composed
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.tasks.setup import make_inputs
-from tpu_experiments.training.canary import Findings, Report, canary_rows, compare, on_devices, on_host
+from tpu_experiments.training.canary import Findings, Report, canary_rows, compare, step_on_devices, step_on_host
 
 WEIGHT = "mlp.down_proj.weight"
 
@@ -37,13 +37,13 @@ def main(*overrides: str) -> None:
         parts.build()
         batch, rows = canary_rows(parts)
         before = {name: tensor.cpu().clone() for name, tensor in parts.parameters.items()}
-        found: dict[str, Report] = {"right": on_devices(parts, batch)}
+        found: dict[str, Report] = {"right": step_on_devices(parts, batch)}
         for case, layers in (("shards", slice(None)), ("layer", slice(-1, None))):
             put(parts, swapped(placed(parts), layers))
-            found[case] = on_devices(parts, batch)
+            found[case] = step_on_devices(parts, batch)
             put(parts, swapped(placed(parts), layers))
         restored = all(torch.equal(parts.parameters[name].cpu(), tensor) for name, tensor in before.items())
-        expected = on_host(parts, rows)
+        expected = step_on_host(parts, rows)
         findings: dict[str, Findings] = {case: compare(each, expected) for case, each in found.items()}
         shown: dict[str, Any] = {case: asdict(each) | {"smallest": each.smallest} for case, each in findings.items()}
         print(json.dumps(shown | {"restored": restored}))

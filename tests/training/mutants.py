@@ -21,8 +21,8 @@ class Mutant(Trainer):
     def build_saver(self) -> Saver:
         """The saver, changed."""
         saver = super().build_saver()
-        keep = saver._keep_whole
-        saver._keep_whole = lambda state, **how: keep(self.wrong(state), **how)
+        save = saver._save_blocking
+        saver._save_blocking = lambda state, **options: save(self.wrong(state), **options)
         return saver
 
     def wrong(self, copy: Snapshot) -> Snapshot:
@@ -42,11 +42,11 @@ class ZeroOptimizer(Mutant):
 class StaleParameters(Mutant):
     """Saves the parameters of the step before."""
 
-    def train_one(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
+    def queue_step(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Keep what the step begins with."""
         earlier: dict[int, dict[str, Tensor]] = self.__dict__.setdefault("earlier", {})
         earlier[self.progress.step] = to_host(self.parameters)
-        super().train_one(info, batch)
+        super().queue_step(info, batch)
 
     def wrong(self, copy: Snapshot) -> Snapshot:
         """With the parameters as they were before the last step."""

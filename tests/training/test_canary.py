@@ -10,7 +10,7 @@ import pytest
 from tests import forks
 from tests.training.runs import SAME_SUMS, records, run
 from tpu_experiments.config.curriculum import Geometry
-from tpu_experiments.training.canary import STOP_COSINE, WARN_COSINE, WARN_RATIO, Findings, places_of
+from tpu_experiments.training.canary import STOP_COSINE, WARN_COSINE, WARN_RATIO, Findings, shard_rows
 
 pytestmark = pytest.mark.xla
 TRAINER = '''
@@ -127,6 +127,6 @@ def numbers(folder: Path) -> list[tuple[Any, ...]]:
 
 def test_every_device_has_a_row_and_micro_batches_take_turns():
     spmd = Geometry(global_rows=24, micro_rows=2, accumulation=3, num_shards=4, seq_len=8)
-    assert places_of(spmd, world_size=1) == [0, 8 + 2, 16 + 4, 6]
-    assert places_of(spmd, world_size=4) == [0, 6 + 2, 12 + 4, 18]
-    assert places_of(spmd, world_size=2) == [0, 6 - 6 + 4 + 2, 12 + 8, 12 + 2]
+    assert shard_rows(spmd, world_size=1) == [0, 8 + 2, 16 + 4, 6]
+    assert shard_rows(spmd, world_size=4) == [0, 6 + 2, 12 + 4, 18]
+    assert shard_rows(spmd, world_size=2) == [0, 6 - 6 + 4 + 2, 12 + 8, 12 + 2]

@@ -8,7 +8,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.stacked import is_stack, unstacked
-from tpu_experiments.training.step import TRAINS, by_parameter, require_choices, trains_of
+from tpu_experiments.training.step import TRAINS, masks_by_parameter, require_trainable_patterns, trainable_mask
 
 pytestmark = pytest.mark.xla
 TINY = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
@@ -41,8 +41,8 @@ def test_the_others_stay_as_they_are(make_config, runtime):
     run = make_run(make_config, runtime)
     assert any(map(is_stack, run.parameters)) is (runtime == "xla"), "layers of a stack are chosen one by one"
     all_stages = stages(make_config, SOME)
-    chosen = {TRAINS: trains_of(SOME, run.parameters, stages=all_stages)}
-    everything = {TRAINS: trains_of((), run.parameters, stages=all_stages)}
+    chosen = {TRAINS: trainable_mask(SOME, run.parameters, stages=all_stages)}
+    everything = {TRAINS: trainable_mask((), run.parameters, stages=all_stages)}
     run.losses([random_batch(0) | everything])  # B is not zero any more, and moments are there
     before, moments = host(run.parameters), host({n: s["first"] for n, s in run.state.items() if n})
     run.losses([random_batch(1) | chosen, random_batch(2) | chosen])
@@ -54,7 +54,7 @@ def test_the_others_stay_as_they_are(make_config, runtime):
 def test_what_is_chosen_is_trained_as_if_the_others_had_no_gradient(make_config):
     """The clipped norm is that of the chosen ones: the same as a step on their gradients alone."""
     run, plain = make_run(make_config, "eager"), make_run(make_config, "eager")
-    trains = trains_of(SOME, run.parameters, stages=stages(make_config, SOME))
+    trains = trainable_mask(SOME, run.parameters, stages=stages(make_config, SOME))
     _, _, output = run.step(run.parameters, run.state, random_batch(0) | {TRAINS: trains})
     grads, _ = plain.step.gradients(plain.parameters, random_batch(0), output.num_supervised)
     norm = torch.stack([g.square().sum() for n, g in zip(plain.parameters, grads, strict=True) if is_some(n)]).sum()
@@ -62,12 +62,12 @@ def test_what_is_chosen_is_trained_as_if_the_others_had_no_gradient(make_config)
 
 
 def test_without_a_choice_the_batch_has_none(make_config):
-    assert trains_of((), ["a"], stages=resolve_stages(make_config())) is None
+    assert trainable_mask((), ["a"], stages=resolve_stages(make_config())) is None
 
 
 def test_the_numbers_follow_the_layers_of_a_stack():
     parameters = {"model.layers.0:3:1.q.lora_A": torch.zeros(3, 4, 2), "head": torch.zeros(5)}
-    masks = by_parameter(torch.tensor([0.0, 1.0, 0.0, 1.0]), parameters)
+    masks = masks_by_parameter(torch.tensor([0.0, 1.0, 0.0, 1.0]), parameters)
     assert masks["model.layers.0:3:1.q.lora_A"].shape == (3, 1, 1)
     assert masks["model.layers.0:3:1.q.lora_A"].flatten().tolist() == [False, True, False]
     assert masks["head"].tolist() is True
@@ -75,6 +75,6 @@ def test_the_numbers_follow_the_layers_of_a_stack():
 
 def test_a_pattern_that_matches_nothing_is_refused(make_config):
     names = ["model.layers.0.self_attn.q_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_B"]
-    require_choices(stages(make_config, ["*.q_proj.*"]), names)
+    require_trainable_patterns(stages(make_config, ["*.q_proj.*"]), names)
     with pytest.raises(ConfigError, match=r"curriculum.stages.text.trainable has '\*.qproj.\*', which matches none"):
-        require_choices(stages(make_config, ["*.qproj.*"]), names)
+        require_trainable_patterns(stages(make_config, ["*.qproj.*"]), names)

@@ -72,7 +72,7 @@ def by_hand(evaluator, batch, widths):
     logits = logits_of(evaluator.module, evaluator.parameters, rows).detach().double()
     targets, weights = target_weights(rows)
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
-    is_text = torch.from_numpy(widths.stands_for_text(targets.numpy()))
+    is_text = torch.from_numpy(widths.is_text(targets.numpy()))
     is_hit = logits.argmax(-1) == targets
     num_bytes = widths.of(batch.ids_GT)[batch.learn_GT > 0].sum()
     sums = [(losses * weights).sum(), weights.sum(), (is_hit * weights).sum(), (losses * weights * is_text).sum()]

@@ -15,7 +15,7 @@ from tpu_experiments.config.schema import GuardConfig
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training import step as step_module
 from tpu_experiments.training.guard import Guard
-from tpu_experiments.training.meters import reading_of
+from tpu_experiments.training.meters import read_reports
 from tpu_experiments.training.step import next_token_loss
 
 TINY = ("model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
@@ -78,7 +78,7 @@ def test_finite_steps_are_bit_for_bit_those_without_a_guard(make_config, monkeyp
     batches = [random_batch(i, accumulation=2, rows=2, seq_len=48) for i in range(4)]
     guarded = Run(config, made)
     losses = guarded.losses(batches)
-    monkeypatch.setattr(step_module, "kept", lambda old, new, *, where: dict(new))
+    monkeypatch.setattr(step_module, "select_where", lambda old, new, *, where: dict(new))
     plain = Run(config, made)
     compiles = made.counters().num_compiles
     assert plain.losses(batches) == losses
@@ -94,32 +94,32 @@ def progress(step: int = 0) -> Progress:
 
 
 def reading(first: int, *losses: float):
-    return reading_of([pending(first + i, loss, [loss, 1.0]) for i, loss in enumerate(losses)])
+    return read_reports([pending(first + i, loss, [loss, 1.0]) for i, loss in enumerate(losses)])
 
 
 def test_a_streak_that_goes_on_is_rolled_back_and_one_that_ended_is_not(caplog):
     guard, known = Guard(GuardConfig(max_skipped=2), process=(0, 1)), progress(9)
     for each in (reading(10, 2.0, math.nan, math.inf), reading(13, math.nan, math.nan, 2.0)):
-        guard.look(each, known)
-        guard.judge(each, known.guard)
-    assert guard.wish is None
+        guard.observe(each, known)
+        guard.decide(each, known.guard)
+    assert guard.request is None
     assert (known.guard.streak, known.guard.skipped, known.guard.seen) == ([], 4, 15)
     assert known.stages[0].tokens == 1000 - 4 * 64
     assert "train loss is nan at step 11 (learning rate 0.001); rows (source:row): wiki:110" in caplog.text
     late = reading(16, math.nan, math.nan, math.nan)
-    guard.look(late, known)
-    guard.judge(late, known.guard)
-    assert guard.wish is not None
-    assert (guard.wish.first, guard.wish.bad, guard.wish.last) == (15, 16, 18)
+    guard.observe(late, known)
+    guard.decide(late, known.guard)
+    assert guard.request is not None
+    assert (guard.request.first, guard.request.bad, guard.request.last) == (15, 16, 18)
 
 
 def test_steps_that_a_checkpoint_knows_are_not_counted_again():
     known, guard = progress(), Guard(GuardConfig(max_skipped=3), process=(0, 1))
-    guard.look(reading(1, 2.0, math.nan), known)
+    guard.observe(reading(1, 2.0, math.nan), known)
     resumed = Progress.from_dict(known.to_dict())
     assert resumed == known
     whole = reading(1, 2.0, math.nan, math.nan)
-    Guard(GuardConfig(), process=(0, 1)).look(whole, resumed)
+    Guard(GuardConfig(), process=(0, 1)).observe(whole, resumed)
     assert (resumed.guard.streak, resumed.guard.skipped) == ([2, 3], 2)
 
 
@@ -127,35 +127,35 @@ def test_a_second_streak_passes_over_a_step_that_was_trained_before_it():
     known, guard = progress(20), Guard(GuardConfig(max_skipped=0, before_steps=2), process=(0, 1))
     known.guard.passed_over = [[18, 20]]
     late = reading(21, math.nan)
-    guard.look(late, known)
-    guard.judge(late, known.guard)
-    assert guard.wish is not None
-    assert (guard.wish.first, guard.wish.last) == (16, 21)
+    guard.observe(late, known)
+    guard.decide(late, known.guard)
+    assert guard.request is not None
+    assert (guard.request.first, guard.request.last) == (16, 21)
 
 
 def test_where_to_go_back_to(tmp_path):
     known, guard = progress(9), Guard(GuardConfig(max_skipped=0, max_rollbacks=1), process=(0, 1))
     late = reading(10, math.nan)
-    guard.look(late, known)
-    guard.judge(late, known.guard)
-    assert guard.wish is not None
+    guard.observe(late, known)
+    guard.decide(late, known.guard)
+    assert guard.request is not None
     with pytest.raises(TrainingStopped, match=r"at step 10 .* there is no checkpoint from before to go back to"):
-        guard.target(guard.wish, known.guard, folder=str(tmp_path))
+        guard.checkpoint_step(guard.request, known.guard, folder=str(tmp_path))
     for step in (9, 10):  # 9 has the update that may have done it, and is better than none
         save_checkpoint(str(tmp_path), step=step, groups={}, progress={}, keep_last=9)
-    assert guard.target(guard.wish, known.guard, folder=str(tmp_path)) == 9
+    assert guard.checkpoint_step(guard.request, known.guard, folder=str(tmp_path)) == 9
     save_checkpoint(str(tmp_path), step=8, groups={}, progress={}, keep_last=9)
-    assert guard.target(guard.wish, known.guard, folder=str(tmp_path)) == 8
-    wish = guard.wish
-    known.guard = guard.went_back(wish, found=known.guard, before=known.guard)
+    assert guard.checkpoint_step(guard.request, known.guard, folder=str(tmp_path)) == 8
+    request = guard.request
+    known.guard = guard.after_rollback(request, found=known.guard, before=known.guard)
     with pytest.raises(TrainingStopped, match=r"rolled back 1 times \(trainer.guard.max_rollbacks\)"):
-        guard.target(wish, known.guard, folder=str(tmp_path))
+        guard.checkpoint_step(request, known.guard, folder=str(tmp_path))
 
 
 def test_stop_is_what_it_says():
     guard = Guard(GuardConfig(action="stop"), process=(0, 1))
     with pytest.raises(TrainingStopped, match=r"train loss is nan at step 2 .*rows \(source:row\): wiki:20;"):
-        guard.look(reading(1, 1.0, math.nan), progress())
+        guard.observe(reading(1, 1.0, math.nan), progress())
 
 
 @pytest.mark.parametrize("action", ["warn", "rollback"])
@@ -166,14 +166,14 @@ def test_a_loss_that_jumps(caplog, action):
     calm = reading(5, 4.1, 2.0)
     jump = reading(7, 1.9, 6.6, 2.0)
     for each in (early, calm):
-        guard.look(each, known)
-        guard.judge(each, known.guard)
-    assert guard.wish is None
+        guard.observe(each, known)
+        guard.decide(each, known.guard)
+    assert guard.request is None
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    guard.look(jump, known)
-    guard.judge(jump, known.guard)
+    guard.observe(jump, known)
+    guard.decide(jump, known.guard)
     assert "train loss is 6.6000 at step 8, 3.1 times the median 2.1000 of the 4 steps before" in caplog.text
     assert "rows with the largest loss sums (source:row): wiki:80, wiki:81" in caplog.text
-    assert (guard.wish is not None) == (action == "rollback")
-    if guard.wish is not None:
-        assert (guard.wish.first, guard.wish.bad, guard.wish.last) == (7, 8, 8)
+    assert (guard.request is not None) == (action == "rollback")
+    if guard.request is not None:
+        assert (guard.request.first, guard.request.bad, guard.request.last) == (7, 8, 8)

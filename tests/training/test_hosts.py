@@ -99,7 +99,7 @@ def test_two_hosts_stopped_and_killed_end_as_one(tmp_path, lab):
     codes, outputs = on_two_hosts(together, strike="SIGKILL 8")
     assert codes == [1, -signal.SIGKILL], outputs
     assert "error: host 0 of 2 lost another (" in outputs[0]
-    assert "The same command, on every host, goes on." in outputs[0]
+    assert "The same command, on every host, resumes the run." in outputs[0]
     assert checkpoints(together)[-1] == "step_00000006"
     codes, outputs = on_two_hosts(together)
     assert codes == [0, 0], outputs

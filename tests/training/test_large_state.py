@@ -62,7 +62,7 @@ def test_every_save_is_in_front_in_several_files_and_proven(run, caplog):
             run.save(step)
             assert latest_step(run.folder) == step
     assert not is_running(run.saver._worker)
-    assert sum("checkpoint.max_copy_gib=0: saves are in front" in line for line in caplog.messages) == 1
+    assert sum("exceeds checkpoint.max_copy_gib=0: checkpoints block training" in line for line in caplog.messages) == 1
     files = sorted(p.name for p in (Path(run.folder) / "step_00000003").glob("parameters-*"))
     assert len(files) >= 3
     assert files[-1] == f"parameters-{len(files):05d}-of-{len(files):05d}.safetensors"

@@ -62,7 +62,7 @@ def test_the_longer_run_is_the_run_of_that_length(tmp_path, schedule, back):
     assert [stage["steps"] for stage in longer["stages"]] == [2, 8]
     assert longer["stages"][1]["epochs"] == whole["stages"][1]["epochs"]
     assert json.loads((folder / "result_of_step_00000006.json").read_text()) == short
-    assert f"name=run has 10 steps now; it goes on from its checkpoint of step {back}" in (
+    assert f"name=run has 10 steps now; it resumes from its checkpoint of step {back}" in (
         folder / "run.log"
     ).read_text(encoding="utf-8")
     # Each step once, and the record at the old end stays.

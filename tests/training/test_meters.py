@@ -108,7 +108,7 @@ def test_an_interval_with_a_compilation_counts_for_nothing(made, clock):
 def test_what_is_aside_is_no_part_of_a_step(made, clock):
     device, meters = made
     clock[0] = 102.0
-    with meters.aside():
+    with meters.excluded():
         device.trace += 7.0
         device.compiles += 1
         clock[0] = 142.0

@@ -51,7 +51,7 @@ class Bench:
         """What differs, by the name of the check, where a mutant is killed behind its background save and resumed."""
         children, kill = self.children(place, trainer=trainer), plan_kills(self.config)[0]
         (place / WHOLE).symlink_to(self.place / WHOLE)
-        lives = [children.live(KILLED, kill=kill), children.live(KILLED)]
+        lives = [children.run_process(KILLED, kill=kill), children.run_process(KILLED)]
         assert lives[0].was_in_background
         assert lives[1].resume_step == kill.checkpoint
         verdict = compare([self.whole, *lives], place=str(place))
@@ -68,7 +68,7 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
             command.delenv(name, raising=False)
         config = shortened(composed(*GIVEN, "task=resume_check", f"output_dir={place}"))
         bench = Bench(config, place, Life(WHOLE, None, 0.0), command)
-        bench.whole = bench.children(place, trainer=None).live(WHOLE)
+        bench.whole = bench.children(place, trainer=None).run_process(WHOLE)
         yield bench
 
 
@@ -91,7 +91,7 @@ def test_a_wrong_background_save_is_found(bench, tmp_path, trainer, found):
     differences = bench.differences(trainer, place=tmp_path)
     assert found in differences
     assert "rows (source:row)" not in differences
-    assert "goes on from the newest checkpoint" not in differences
+    assert "resumes from the newest checkpoint" not in differences
     if trainer == "LostWindow":
         assert list(differences) == ["losses"]
         assert "step 6: " in differences["losses"]
@@ -102,5 +102,5 @@ def test_a_background_save_that_is_a_step_back_is_found(bench, tmp_path):
     with pytest.raises(LifeFailed) as caught:
         bench.differences("StageStepBack", place=tmp_path)
     text = str(caught.value)
-    assert "is refused when it is to go on from its checkpoint: " in text
+    assert "is refused when it resumes from its checkpoint: " in text
     assert "step_00000004/progress.json; stage_step=3, and the record of its stage has 4 steps" in text

@@ -10,7 +10,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
 from tpu_experiments.runtime.processes.launch import make_runtime
-from tpu_experiments.training.batches import RunInputs, program_shapes, tokenizer_for
+from tpu_experiments.training.batches import RunInputs, load_run_tokenizer, program_shapes
 from tpu_experiments.training.questions import Asker, Question, first_sentence, read_questions, scored, skill_fields
 
 READER = ("model=reader", "data=stories_ro", "curriculum=single", "sample.window=64", "hw.runtime=eager")
@@ -24,7 +24,7 @@ def row(question="Ce bea Ana?", answer="Ana bea ceai."):
 def read(make_config, path, *overrides):
     config = make_config(*READER, f"+data.stories_ro.questions.a='{path}'", *overrides)
     check(config)
-    return read_questions(config, tokenizer=tokenizer_for(config))
+    return read_questions(config, tokenizer=load_run_tokenizer(config))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_run_without_questions_is_what_it_was(make_config):
 
 def test_the_shipped_base_is_asked_before_training(make_config):
     config = make_config(*READER, "sample.temperature=1.0")
-    tokenizer = tokenizer_for(config)
+    tokenizer = load_run_tokenizer(config)
     questions = {name: each[:4] for name, each in read_questions(config, tokenizer=tokenizer).items()}
     runtime = make_runtime(config)
     model = built(config, runtime)

@@ -22,10 +22,10 @@ class Growing(Trainer):
 
 
 class Shorter(Trainer):
-    def train_one(self, info, batch):
+    def queue_step(self, info, batch):
         if info.stage_step == 3:
             batch = {name: t[..., :48] if t.ndim == 3 else t for name, t in batch.items()}
-        super().train_one(info, batch)
+        super().queue_step(info, batch)
 '''
 COMMON = (
     "model=qwen05b",

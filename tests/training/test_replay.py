@@ -45,4 +45,4 @@ def test_two_stages_with_evaluations_are_those_of_a_run_that_traces_every_step(t
     adapters = [(folder / "replay" / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (every, some)]
     assert adapters[0] == adapters[1]
     logs = [(folder / "replay" / "run.log").read_text() for folder in (every, some)]
-    assert ["one call in 6 on average is traced from here on" in log for log in logs] == [False, True]
+    assert ["from now on one call in 6 on average is traced" in log for log in logs] == [False, True]

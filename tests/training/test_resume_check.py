@@ -12,7 +12,7 @@ from tests.training.runs import run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks.resume_check import MIN_STEPS, clear_place, kills_inside, plan_kills, shortened
 from tpu_experiments.tasks.resume_check import run as check
-from tpu_experiments.tasks.resume_check.children import LOG_EVERY_STEPS, Kill, Life, kept_overrides
+from tpu_experiments.tasks.resume_check.children import LOG_EVERY_STEPS, Kill, Life, user_overrides
 from tpu_experiments.tasks.resume_check.compare import (
     check_once,
     check_position,
@@ -57,21 +57,23 @@ KILL = Kill(checkpoint=2, after=3, where="inside stage text", every_steps=1)
 
 def lives() -> tuple[Life, Life, Life]:
     """A whole run, and one that was killed after step 3 and resumed from step 2."""
-    whole = Life("whole", None, 0.0, rows=ROWS)
+    uninterrupted = Life("whole", None, 0.0, rows=ROWS)
     before = Life("killed", KILL, 0.0, rows={step: ROWS[step] for step in (1, 2, 3)}, checkpoint_after=2)
     after = Life("killed", None, 0.0, resume_step=2, rows={step: ROWS[step] for step in (3, 4)})
-    return whole, before, after
+    return uninterrupted, before, after
 
 
 def test_rows_that_were_skipped_repeated_or_others_are_named():
-    whole, before, after = lives()
-    assert check_rows(whole, [before, after]).difference == ""
+    uninterrupted, before, after = lives()
+    assert check_rows(uninterrupted, [before, after]).difference == ""
     assert check_position([before, after]).difference == ""
     other = replace(after, rows={3: ["b:1", "b:9"], 4: ROWS[4]})
-    assert "step 3 took b:1, b:9; uninterrupted it took b:1, b:2" in check_rows(whole, [before, other]).difference
+    assert (
+        "step 3 took b:1, b:9; uninterrupted it took b:1, b:2" in check_rows(uninterrupted, [before, other]).difference
+    )
     skipping = replace(after, rows={4: ROWS[4]})
     assert "its first step was 4" in check_position([before, skipping]).difference
-    assert check_rows(whole, [before, replace(after, rows={})]).difference == "step 4 was skipped"
+    assert check_rows(uninterrupted, [before, replace(after, rows={})]).difference == "step 4 was skipped"
     assert "it went on from 1" in check_position([before, replace(after, resume_step=1)]).difference
 
 
@@ -80,7 +82,7 @@ def test_values_that_differ_are_named():
     assert "step 2: 0.25 uninterrupted, None resumed" in check_records("losses", {1: 0.5, 2: 0.25}, {1: 0.5}).difference
     ulp = 0.25 + 2**-54
     assert "step 2" in check_records("losses", {2: 0.25}, {2: ulp}).difference
-    assert check_once([{"step": 1}, {"step": 2}, {"step": 2}]).difference == "step 2 stands 2 times"
+    assert check_once([{"step": 1}, {"step": 2}, {"step": 2}]).difference == "step 2 occurs 2 times"
     result = {"eval_loss_before": 2.0, "eval_loss": 1.0, "tokens": 9, "sample_before": None, "sample_after": "a"}
     assert check_results(result, result).difference == ""
     assert "tokens: 9 uninterrupted, 8 resumed" in check_results(result, result | {"tokens": 8}).difference
@@ -157,4 +159,4 @@ def test_the_users_command_line_is_kept_but_for_what_the_check_decides():
         "output_dir=o",
         "-m",
     ]
-    assert kept_overrides(given) == ["model=tiny", "+x.y=1", "~logger.wandb"]
+    assert user_overrides(given) == ["model=tiny", "+x.y=1", "~logger.wandb"]

@@ -122,8 +122,8 @@ def test_bad_steps_are_left_out_and_a_streak_is_passed_over(rolled_back):
     log = (folder / "troubled" / "run.log").read_text()
     for step, label in zip((3, 8, 9), labels, strict=True):
         assert f"train loss is inf at step {step} " in log
-        assert f"rows (source:row): {label}; its update was left out" in log
-    assert "rolled back to step 6; steps 7 to 9 are passed over" in log
+        assert f"rows (source:row): {label}; its update was skipped" in log
+    assert "rolled back to step 6; steps 7 to 9 are skipped" in log
 
 
 def test_the_learning_rate_is_that_of_the_position(rolled_back):
@@ -182,7 +182,7 @@ def test_a_loss_that_jumps_is_passed_over_and_too_many_rollbacks_end_the_run(tro
     done = run(*overrides, *spikes, output_dir=tmp_path, env=path_to_trainer)
     assert done.returncode == 1, done.stdout + done.stderr
     assert list(losses(tmp_path))[:4] == [1, 2, 3, 6]
-    assert "rolled back to step 2; steps 4 to 5 are passed over" in done.stderr
+    assert "rolled back to step 2; steps 4 to 5 are skipped" in done.stderr
     message = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "at step 11, " in message
     assert second in message

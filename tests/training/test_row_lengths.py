@@ -9,8 +9,8 @@ import pytest
 from tests.config.composing import composed
 from tests.training.runs import run
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.training.batches import tokenizer_for
-from tpu_experiments.training.row_lengths import settle
+from tpu_experiments.training.batches import load_run_tokenizer
+from tpu_experiments.training.row_lengths import measure_rows
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def law(tmp_path):
 def test_rows_hold_95_of_100_documents_of_the_prepared_data(law, caplog):
     words, folder, rows = law
     config = composed(*words, f"output_dir={folder}")
-    tokenizer = tokenizer_for(config)
+    tokenizer = load_run_tokenizer(config)
     texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     with caplog.at_level(logging.INFO):
-        found = settle(config).trainer
+        found = measure_rows(config).trainer
     p95 = int(np.percentile(lengths, 95))
     assert found.seq_len == -(-p95 // 128) * 128
     assert found.seq_len * found.global_batch_rows == pytest.approx(8192, rel=0.5)
@@ -42,24 +42,24 @@ def test_rows_hold_95_of_100_documents_of_the_prepared_data(law, caplog):
 def test_a_plan_assumes_rows_until_the_data_is_prepared(law, caplog):
     words, folder, _ = law
     config = composed(*words, f"output_dir={folder}")
-    assert settle(config, is_lookup=True).trainer.seq_len == 1024  # what this architecture takes at most
+    assert measure_rows(config, is_lookup=True).trainer.seq_len == 1024  # what this architecture takes at most
     assert "assumed until the data is prepared" in caplog.text
     assert not (folder / "prepared").exists()
-    measured = settle(config)
-    assert settle(config, is_lookup=True) == measured
+    measured = measure_rows(config)
+    assert measure_rows(config, is_lookup=True) == measured
 
 
 def test_a_plan_of_data_that_is_nowhere_says_so(tmp_path, caplog):
     config = composed("model=tiny", "data=messages", f"data.messages.path={tmp_path / 'no.jsonl'}")
-    assert settle(config, is_lookup=True).trainer.seq_len == 128
+    assert measure_rows(config, is_lookup=True).trainer.seq_len == 128
     assert "no.jsonl" in caplog.text
     with pytest.raises(ConfigError, match=r"no\.jsonl"):
-        settle(config)
+        measure_rows(config)
 
 
 def test_what_is_typed_needs_no_data(tmp_path):
     words = ("model=mistral7b", "data=ultrachat_ro", "trainer.seq_len=512", "trainer.global_batch_rows=8")
-    assert settle(composed(*words, f"output_dir={tmp_path}")).trainer.seq_len == 512
+    assert measure_rows(composed(*words, f"output_dir={tmp_path}")).trainer.seq_len == 512
 
 
 @pytest.mark.xla

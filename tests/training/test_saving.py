@@ -14,7 +14,7 @@ from tests.training.tiny import built
 from tpu_experiments.checkpoint.errors import TrainingStopped, UnprovenError
 from tpu_experiments.checkpoint.manifest import COMMIT
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
-from tpu_experiments.checkpoint.proof import Answers, Start
+from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import read_state, snapshot
 from tpu_experiments.checkpoint.store import latest_step
@@ -57,14 +57,14 @@ class Run:
         self.state = {name: {"mean": torch.zeros_like(t)} for name, t in self.parameters.items()}
         self.progress = Progress(peak_lr=1e-3, stages=[StageRecord("main")])
         is_adapter = any("lora_" in name for name in self.parameters)
-        start = Start(self.model.fingerprints, self.model.initial, is_adapter=is_adapter)
+        start = InitialTensors(self.model.fingerprints, self.model.initial, is_adapter=is_adapter)
         parts = {"runtime": self.runtime, "parameters": self.parameters}
         evaluator = Evaluator(self.model.module, row_loss=next_token_loss, **parts)
-        self.answers = Answers(evaluator, rows(), **parts)
+        self.answers = LossComparison(evaluator, rows(), **parts)
         self.folder = folder
         settings = CheckpointConfig(**{"keep_last": 9} | settings)
         spool = Spool(folder, key="test", marker=COMMIT)
-        self.saver = Saver(settings, spool, runtime=self.runtime, start=start, answers=self.answers)
+        self.saver = Saver(settings, spool, runtime=self.runtime, start=start, loss_comparison=self.answers)
 
     def train(self) -> None:
         """Change every parameter in place, as a step does."""
@@ -166,19 +166,19 @@ def test_an_error_in_the_background_surfaces_at_the_next_look(run, tmp_path):
     run.save(2)
     run.saver._worker._thread.join()
     with pytest.raises(TrainingStopped, match=r"a checkpoint could not be saved: .*Not a directory"):
-        run.saver.look(agrees=True)
-    run.saver.look(agrees=True)
+        run.saver.raise_background_error(agrees=True)
+    run.saver.raise_background_error(agrees=True)
 
 
 def test_another_answer_is_found_and_the_live_parameters_stay(run):
     run.train()
     before = dict(run.parameters)
     other = {name: t.clone() for name, t in before.items()}
-    assert run.answers.compared(lambda: other)["equal_bits"]
+    assert run.answers.compare_with(lambda: other)["equal_bits"]
     name = "model.layers.0.self_attn.q_proj.lora_B"
     other[name] *= 1.5
     with pytest.raises(UnprovenError, match=r"with the live parameters and .* read back from storage"):
-        run.answers.compared(lambda: other)
+        run.answers.compare_with(lambda: other)
     assert all(run.parameters[n] is t for n, t in before.items())
 
 

@@ -7,14 +7,14 @@ import pytest
 from tpu_experiments.checkpoint.progress import StageRecord
 from tpu_experiments.config.schema import ExitTestConfig
 from tpu_experiments.training.evaluation import Evaluation
-from tpu_experiments.training.trainer import exit_loss, judge
+from tpu_experiments.training.trainer import apply_exit_test, exit_loss
 
 
 def judged(losses, **settings):
     """The record after these held-out losses, one every ten steps, up to the end of the stage."""
     stage, record = SimpleNamespace(exit=ExitTestConfig(**settings), sources=("a",)), StageRecord("main")
     for number, loss in enumerate(losses, start=1):
-        judge(record, Evaluation(loss, 100, {"a": loss}), stage=stage, step=10 * number)
+        apply_exit_test(record, Evaluation(loss, 100, {"a": loss}), stage=stage, step=10 * number)
         if record.ended_by:
             return record, number
     return record, None

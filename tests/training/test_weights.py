@@ -8,7 +8,7 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.tasks.setup import make_inputs
-from tpu_experiments.training.batches import stage_rows, stage_steps, step_batches, tokens_of_a_row, weights_text
+from tpu_experiments.training.batches import stage_rows, stage_steps, step_batches, tokens_per_row, weights_text
 
 WEIGHTS = {"sample_text": 0.2, "sample_chat": 0.8}
 
@@ -40,7 +40,7 @@ def test_the_tokens_are_the_weights_share(staged):
         for label, used in zip(batch.labels, (batch.segments_GT > 0).sum(axis=1).tolist(), strict=True):
             tokens[label.partition(":")[0]] += used
     assert tokens["sample_chat"] / tokens.total() == pytest.approx(0.8, abs=0.005)
-    assert tokens.total() / len(labels) == pytest.approx(tokens_of_a_row(inputs, stage), rel=0.01)
+    assert tokens.total() / len(labels) == pytest.approx(tokens_per_row(inputs, stage), rel=0.01)
     assert num_steps == -(-2 * rows.num_rows // 8), "an epoch has as many rows as both together"
 
 

@@ -8,7 +8,7 @@ from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.steps.pack import flatten
 from tpu_experiments.data.tokens.tokenize import DocumentTokenizer
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
-from tpu_experiments.training.evaluation import as_records, exchanges
+from tpu_experiments.training.evaluation import decoded_documents, exchanges
 
 CHAT = (("user", "Ce este Dunărea?"), ("assistant", "Un fluviu."), ("user", "Lung?"), ("assistant", "Da, foarte."))
 TEXT = "Dunărea este un fluviu.\n\nE lungă."
@@ -37,9 +37,9 @@ def test_the_last_answer_is_asked_for_after_all_before_it(tokenizer):
 
 def test_documents_come_back_as_the_text_they_were(tokenizer):
     given = held_out(tokenizer, Document("0", text=TEXT), kind="text")
-    assert as_records(given, tokenizer=tokenizer) == [{"source": "some", "text": TEXT}]
+    assert decoded_documents(given, tokenizer=tokenizer) == [{"source": "some", "text": TEXT}]
     chat = held_out(tokenizer, Document("0", messages=CHAT[:2]), kind="chat")
-    (record,) = as_records(chat, tokenizer=tokenizer)
+    (record,) = decoded_documents(chat, tokenizer=tokenizer)
     assert record["reference"] == "Un fluviu."
     ids = tokenizer(record["prompt"], add_special_tokens=False)["input_ids"]
     np.testing.assert_array_equal(ids, exchanges(chat, tokenizer=tokenizer, num=1)[0].prompt_ids)

@@ -18,7 +18,7 @@ class UnprovenError(RuntimeError):
     """A save failed verification and must not count; the message says why."""
 
 
-def on_first(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
+def on_rank_zero(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
     """Run an action on rank 0 and return its result, None on the others; an error stops all processes."""
     error, result = None, None
     if runtime.rank == 0:
@@ -27,11 +27,11 @@ def on_first(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
         except Exception as caught:
             error = caught
     if runtime.any_process(error is not None):
-        raise stopping(error) from error
+        raise as_training_stopped(error) from error
     return result
 
 
-def stopping(error: Exception | None) -> Exception:
+def as_training_stopped(error: Exception | None) -> Exception:
     """Return the exception that ends the run."""
     if error is None:
         return TrainingStopped("process 0 could not save a checkpoint; its own message says why.")
@@ -42,6 +42,6 @@ def stopping(error: Exception | None) -> Exception:
     if isinstance(error, store.StorageError | OSError):
         return TrainingStopped(
             f"a checkpoint could not be saved: {error}; the ones before it stay; mend the storage (room, permission), "
-            "then the same command goes on from them."
+            "then the same command resumes from them."
         )
     return error

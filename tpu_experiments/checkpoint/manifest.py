@@ -75,22 +75,22 @@ def read_manifest(target: str) -> Manifest:
         refuse_executables(target)
         content = paths.read_bytes(place)
     except NotADirectoryError as error:
-        raise hostile(target, "it is a file where a checkpoint's folder belongs") from error
+        raise foreign_file_error(target, "it is a file where a checkpoint's folder belongs") from error
     except IsADirectoryError as error:
-        raise hostile(place, "it is a folder where a file belongs") from error
+        raise foreign_file_error(place, "it is a folder where a file belongs") from error
     try:
         fields = strict_json.loads(content)
     except strict_json.NotStrictError as error:
-        raise hostile(place, str(error)) from error
+        raise foreign_file_error(place, str(error)) from error
     if not isinstance(fields, dict) or not isinstance(fields.get("files"), dict):
         raise ValueError(f"{COMMIT} lists no files")
     files = {str(name): _facts(place, str(name), facts) for name, facts in fields["files"].items()}
     if PROGRESS not in files:
-        raise hostile(place, f"it does not list {PROGRESS}")
+        raise foreign_file_error(place, f"it does not list {PROGRESS}")
     loss = fields.get("eval_loss")
     step = step_of(target.rstrip("/").rpartition("/")[2])
     if step is None or fields.get("step") != step:
-        raise hostile(place, f"it says step {fields.get('step')!r}, unlike its folder's name")
+        raise foreign_file_error(place, f"it says step {fields.get('step')!r}, unlike its folder's name")
     return Manifest(step, files, loss if isinstance(loss, float) else None, fields.get("proof"))
 
 
@@ -102,17 +102,17 @@ def refuse_executables(target: str) -> None:
     """
     for name in paths.list_names(target):
         if name.lower().endswith(EXECUTABLE):
-            raise hostile(
+            raise foreign_file_error(
                 paths.join(target, name),
                 "a checkpoint holds safetensors and JSON, and such a file can run code",
             )
 
 
-def hostile(place: str, why: str) -> ConfigError:
+def foreign_file_error(place: str, why: str) -> ConfigError:
     """Return the error for a file that this program cannot have written in this form."""
     return ConfigError(
         f"{place}; {why}: this program did not write it, so nothing of this checkpoint is used; find out who wrote "
-        "it, then remove the checkpoint's folder to go on from the one before."
+        "it, then remove the checkpoint's folder to resume from the one before."
     )
 
 
@@ -125,18 +125,18 @@ def strict_object(content: bytearray, *, place: str) -> dict[str, Any]:
     try:
         value = strict_json.loads(bytes(content))
     except ValueError as error:
-        raise hostile(place, f"it cannot be read ({error})") from error
+        raise foreign_file_error(place, f"it cannot be read ({error})") from error
     if not isinstance(value, dict):
-        raise hostile(place, "it is no JSON object")
+        raise foreign_file_error(place, "it is no JSON object")
     return value
 
 
 def _facts(place: str, name: str, facts: Any) -> FileFacts:
     if name != PROGRESS and group_in(name) is None:
-        raise hostile(place, f"it lists {name!r}, which is no name of a checkpoint's file")
+        raise foreign_file_error(place, f"it lists {name!r}, which is no name of a checkpoint's file")
     if not isinstance(facts, dict):
         raise ValueError(f"{COMMIT} does not describe {name}")
     num_bytes, digest = facts.get("bytes"), facts.get("sha256")
     if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-        raise hostile(place, f"it gives {name} {num_bytes!r} bytes and the SHA-256 {str(digest)[:80]!r}")
+        raise foreign_file_error(place, f"it gives {name} {num_bytes!r} bytes and the SHA-256 {str(digest)[:80]!r}")
     return FileFacts(num_bytes, digest)

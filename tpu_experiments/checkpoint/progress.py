@@ -77,7 +77,7 @@ class GuardState:
     passed_over: list[list[int]] = field(default_factory=list)
     """First and last step of each range whose batches are skipped; the steps still count."""
 
-    def passes_over(self, step: int) -> bool:
+    def is_skipped(self, step: int) -> bool:
         """Return whether this step's batch is skipped."""
         return any(first <= step <= last for first, last in self.passed_over)
 
@@ -160,11 +160,11 @@ class Progress:
         if last.steps < stages[last.name] and last.ended_by is None:
             self.stage, self.stage_step = self.stage - 1, last.steps
 
-    def left_out(self, num_steps: int) -> set[int]:
+    def skipped_steps(self, num_steps: int) -> set[int]:
         """Return the remaining steps of the stage, counted from 0, that are skipped."""
         offset = self.step - self.stage_step + 1
         steps = range(self.stage_step, num_steps) if self.guard.passed_over else ()
-        return {step for step in steps if self.guard.passes_over(offset + step)}
+        return {step for step in steps if self.guard.is_skipped(offset + step)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from safetensors.torch import load
 from torch import Tensor
 
-from tpu_experiments.checkpoint.errors import UnprovenError, on_first, stopping
+from tpu_experiments.checkpoint.errors import UnprovenError, as_training_stopped, on_rank_zero
 from tpu_experiments.checkpoint.progress import Progress
 from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.checkpoint.state import shapes_of, to_host
@@ -37,7 +37,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialTensors:
     """Initial state that trained tensors are compared with."""
 
     fingerprints: Mapping[str, str]
@@ -46,29 +46,29 @@ class Start:
     """PiSSA's initial A and B; empty for other initialisations."""
     is_adapter: bool = True
 
-    def verdict(self, tensors: Tensors, progress: Progress) -> dict[str, Any]:
+    def verify(self, tensors: Tensors, progress: Progress) -> dict[str, Any]:
         """Return evidence that training changed the host tensors.
 
         Raises:
             UnprovenError: after steps with a learning rate above 0, all tensors have their initial values, or the
                 adapter has no effect.
         """
-        look = Look(self)
-        look.at(tensors)
-        return look.verdict(progress)
+        evidence = TrainedEvidence(self)
+        evidence.add(tensors)
+        return evidence.verify(progress)
 
 
-class Look:
+class TrainedEvidence:
     """Evidence that tensors were trained, collected file by file."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: InitialTensors) -> None:
         self._start = start
         self._num_tensors = self._num_changed = 0
         self._norms: dict[str, float] = {}
         self._halves: dict[str, Tensor] = {}
         """A or B of modules whose other half is in a later file."""
 
-    def at(self, tensors: Tensors) -> None:
+    def add(self, tensors: Tensors) -> None:
         """Add the tensors of one file."""
         self._num_tensors += len(tensors)
         self._num_changed += num_changed(tensors, self._start.fingerprints)
@@ -78,8 +78,8 @@ class Look:
             self._halves = {name: t.clone() for name, t in known.items() if name not in whole}
             self._norms |= effects(whole, start=self._start.adapters)
 
-    def verdict(self, progress: Progress) -> dict[str, Any]:
-        """Return the evidence over all files; raises as `Start.verdict` does."""
+    def verify(self, progress: Progress) -> dict[str, Any]:
+        """Return the evidence over all files; raises as `InitialTensors.verify` does."""
         total, changed, norms = self._num_tensors, self._num_changed, self._norms
         was_trained = progress.peak_lr > 0
         kind = "adapter" if self._start.is_adapter else "model"
@@ -113,7 +113,7 @@ def require_numbers(tensors: Tensors, *, group: str) -> None:
         bad = not_finite(tensor)
         if bad is not None:
             raise UnprovenError(
-                f"{bad} of {group} {name} are NaN or infinite, and nobody could go on from it; lower optim.lr, or "
+                f"{bad} of {group} {name} are NaN or infinite, so no run could resume from it; lower optim.lr, or "
                 "look at your optimizer"
             )
 
@@ -125,14 +125,14 @@ def _other_half(name: str) -> str:
 
 
 class Evaluator(Protocol):
-    """Evaluation that `Answers` uses (implemented in training/evaluation.py)."""
+    """Evaluation that `LossComparison` uses (implemented in training/evaluation.py)."""
 
     def sums_of(self, batch: Batch) -> tuple[float, float]:
         """Loss sum in nats and number of supervised tokens of a batch."""
         ...
 
 
-class Answers:
+class LossComparison:
     """Comparison of stored and live parameters by the loss on one batch of held-out rows.
 
     It runs evaluation's program, so it compiles nothing. Use it on the training loop's thread only: a device tensor
@@ -142,21 +142,21 @@ class Answers:
     def __init__(self, evaluator: Evaluator, batch: Batch | None, *, runtime: Runtime, parameters: dict[str, Tensor]):
         self._evaluator, self._batch, self._runtime, self._parameters = evaluator, batch, runtime, parameters
 
-    def compared(self, read: Callable[[], Tensors]) -> dict[str, Any]:
+    def compare_with(self, read_stored: Callable[[], Tensors]) -> dict[str, Any]:
         """Require stored tensors to have the live parameters' loss; every process takes part.
 
-        `read` returns host tensors under Hugging Face's names. Returns the loss in nats per token, and whether the loss
-        sums were equal bit for bit.
+        `read_stored` returns host tensors under Hugging Face's names. Returns the loss in nats per token, and whether
+        the loss sums were equal bit for bit.
 
         Raises:
             UnprovenError: the losses differ, although the live parameters' loss was the same every time.
         """
         if self._batch is None:
             return {"note": "there are no held-out rows to answer"}
-        live, back = [self._ask()], [self._with(read())]
+        live, back = [self._live_loss()], [self._loss_with(read_stored())]
         while back[-1] not in live and len(live) < NUM_TRIES:
-            live.append(self._ask())
-            back.append(self._with(read()))
+            live.append(self._live_loss())
+            back.append(self._loss_with(read_stored()))
         loss, tokens = live[0]
         found = {"rows": self._batch.num_rows, "tokens": int(tokens), "loss": loss / max(tokens, 1.0)}
         if back[-1] in live:
@@ -166,21 +166,24 @@ class Answers:
                 f"held-out rows have the loss sum {loss!r} with the live parameters and {back[-1][0]!r} with those "
                 "read back from storage"
             )
-        log.warning("the model answers %s to the same rows with the same parameters; not compared", live)
+        log.warning(
+            "the same parameters gave different losses for the same rows (%s): the stored ones are not compared",
+            live,
+        )
         return found | {"equal_bits": False, "note": "the live model does not give the same answer twice"}
 
-    def _with(self, tensors: Tensors) -> tuple[float, float]:
+    def _loss_with(self, tensors: Tensors) -> tuple[float, float]:
         """Return the loss with other parameters, and restore the live ones."""
         own = dict(self._parameters)
         try:
             for name in own:
                 self._parameters[name] = self._runtime.place(stacked(tensors, name), name=name)
-            return self._ask()
+            return self._live_loss()
         finally:
             self._parameters.update(own)
 
-    def _ask(self) -> tuple[float, float]:
-        assert self._batch is not None, "`compared` looks"
+    def _live_loss(self) -> tuple[float, float]:
+        assert self._batch is not None, "`compare_with` looks"
         return self._evaluator.sums_of(self._batch)
 
 
@@ -188,7 +191,13 @@ class Export:
     """A run's exported adapter or model, read back through the safetensors library."""
 
     def __init__(
-        self, folder: str, *, digests: Mapping[str, str], model: BuiltModel, start: Start, max_held_bytes: float
+        self,
+        folder: str,
+        *,
+        digests: Mapping[str, str],
+        model: BuiltModel,
+        start: InitialTensors,
+        max_held_bytes: float,
     ) -> None:
         """Create a verification of the files in `digests`, the SHA-256 of each file of tensors as written.
 
@@ -197,19 +206,19 @@ class Export:
         self._folder, self._digests, self._model, self._start = folder, digests, model, start
         self._max_held_bytes = max_held_bytes
 
-    def proof(self, progress: Progress, *, answers: Answers, runtime: Runtime) -> dict[str, Any]:
+    def verify(self, progress: Progress, *, loss_comparison: LossComparison, runtime: Runtime) -> dict[str, Any]:
         """Verify the export and return the verdict for result.json; every process takes part.
 
         Raises:
             TrainingStopped: the export differs from what was trained.
         """
-        found = on_first(runtime, lambda: self._looked_at(progress)) or {}
+        found = on_rank_zero(runtime, lambda: self._verify_files(progress)) or {}
         dtype = str(self._model.source.dtype).removeprefix("torch.")
         if self._start.is_adapter or dtype == "float32":
             try:
-                found["answer"] = answers.compared(self.tensors)
+                found["answer"] = loss_comparison.compare_with(self.tensors)
             except UnprovenError as error:
-                raise stopping(error) from error
+                raise as_training_stopped(error) from error
         else:
             found["answer"] = {"note": f"the export is {dtype} and what was trained float32, so answers differ"}
         return found
@@ -221,8 +230,8 @@ class Export:
             return read_layout(layout, initial=self._model.initial)
         return tensors_below(self._folder, MODEL, max_held_bytes=self._max_held_bytes)
 
-    def _looked_at(self, progress: Progress) -> dict[str, Any]:
-        look, num_bytes = Look(self._start), 0
+    def _verify_files(self, progress: Progress) -> dict[str, Any]:
+        evidence, num_bytes = TrainedEvidence(self._start), 0
         expected = shapes_of(self._model.trainable)
         for file, digest in self._digests.items():
             place = paths.join(self._folder, file)
@@ -240,13 +249,13 @@ class Export:
                 complaint = _other_shapes(found, {name: expected.pop(name) for name in found if name in expected})
             if complaint is not None:
                 raise UnprovenError(f"{place}, read back, {complaint}")
-            look.at(found)
+            evidence.add(found)
             del found  # free before the next file is read
         if not self._start.is_adapter and expected:
             raise UnprovenError(f"{self._folder}, read back, lacks {len(expected)} of the tensors that were trained")
         digests = list(self._digests.values())
         sha256 = digests[0] if len(digests) == 1 else dict(self._digests)
-        return {"bytes": num_bytes, "sha256": sha256, "trained": look.verdict(progress)}
+        return {"bytes": num_bytes, "sha256": sha256, "trained": evidence.verify(progress)}
 
 
 def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:

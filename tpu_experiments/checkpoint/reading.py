@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tpu_experiments.checkpoint.manifest import FileFacts, Manifest, hostile
+from tpu_experiments.checkpoint.manifest import FileFacts, Manifest, foreign_file_error
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range, size_of
 from tpu_experiments.storage.tensors import Span, group_in, header_length, spans_in, tensors_in
@@ -89,7 +89,7 @@ def verify(target: str, manifest: Manifest) -> None:
     """
     known = _verified.get(target)
     if known is None or known.digest != digest_of(manifest.text().encode()):
-        _located(target, manifest)
+        _locate_all(target, manifest)
 
 
 def remember(target: str, text: str) -> None:
@@ -102,7 +102,7 @@ def forget(target: str) -> None:
     _verified.pop(target, None)
 
 
-def held_groups(target: str, manifest: Manifest) -> Groups:
+def read_groups(target: str, manifest: Manifest) -> Groups:
     """Read all tensors into memory, by group, verifying each file as it is read; raises as `verify` does."""
     files = {}
     for name, facts in manifest.files.items():
@@ -111,19 +111,19 @@ def held_groups(target: str, manifest: Manifest) -> Groups:
             try:
                 files[name] = tensors_in(content)
             except ValueError as error:
-                raise hostile(paths.join(target, name), str(error)) from error
+                raise foreign_file_error(paths.join(target, name), str(error)) from error
     return _by_group(target, files)
 
 
-def located_groups(target: str, manifest: Manifest) -> Groups:
+def lazy_groups(target: str, manifest: Manifest) -> Groups:
     """Return all tensors by group, each read and verified at access; raises as `verify` does."""
     known = _verified.get(target)
     if known is None or known.files is None or known.digest != digest_of(manifest.text().encode()):
-        known = _located(target, manifest)
+        known = _locate_all(target, manifest)
     return {group: StoredTensors(stored) for group, stored in _by_group(target, known.files or {}).items()}
 
 
-def looked_at(target: str, name: str, facts: FileFacts) -> dict[str, Stored]:
+def locate_verified(target: str, name: str, facts: FileFacts) -> dict[str, Stored]:
     """Verify a file, piece by piece, and return the locations of its tensors with a checksum for each.
 
     Raises:
@@ -148,7 +148,7 @@ def looked_at(target: str, name: str, facts: FileFacts) -> dict[str, Stored]:
         at += len(piece)
     _require_digest(name, whole.hexdigest(), facts)
     if complaint is not None:
-        raise hostile(place, str(complaint)) from complaint
+        raise foreign_file_error(place, str(complaint)) from complaint
     return {tensor: Stored(place, span, digests[tensor].hexdigest()) for tensor, span in spans.items()}
 
 
@@ -230,10 +230,10 @@ def digest_of(content: bytes | bytearray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _located(target: str, manifest: Manifest) -> Verified:
+def _locate_all(target: str, manifest: Manifest) -> Verified:
     for name, facts in manifest.files.items():
         require_size(target, name, facts)
-    files = {name: looked_at(target, name, facts) for name, facts in manifest.files.items()}
+    files = {name: locate_verified(target, name, facts) for name, facts in manifest.files.items()}
     tensors = {name: stored for name, stored in files.items() if group_in(name) is not None}
     _verified[target] = Verified(digest_of(manifest.text().encode()), tensors)
     return _verified[target]
@@ -246,7 +246,7 @@ def _by_group(target: str, files: Mapping[str, Mapping[str, Item]]) -> dict[str,
         group = groups.setdefault(group_in(name) or name, {})
         twice = group.keys() & items.keys()
         if twice:
-            raise hostile(paths.join(target, name), f"{min(twice)} is in another file as well")
+            raise foreign_file_error(paths.join(target, name), f"{min(twice)} is in another file as well")
         group |= items
     return groups
 

@@ -26,7 +26,7 @@ class Keep:
     """Steps that are kept in any case."""
 
 
-def kept(steps: Iterable[int], losses: Mapping[int, float], *, keep: Keep) -> set[int]:
+def steps_to_keep(steps: Iterable[int], losses: Mapping[int, float], *, keep: Keep) -> set[int]:
     """Return the steps to keep: the newest, the multiples of `every`, the lowest held-out losses, `also`.
 
     `steps` are those of complete checkpoints. Of equal losses the earlier step ranks first; a loss that is not finite
@@ -62,7 +62,7 @@ class Retention:
         found = steps_in(self._folder)
         complete = [step for step in found if step <= newest and self._is_complete(step)]
         losses = {step: loss for step in complete if (loss := self._losses[step]) is not None}
-        stay = kept(complete, losses, keep=keep) | self._foreign
+        stay = steps_to_keep(complete, losses, keep=keep) | self._foreign
         for step in found:
             if step not in stay:
                 self._losses.pop(step, None)
@@ -89,4 +89,4 @@ def remove(target: str) -> None:
     try:
         paths.remove_marked(target, COMMIT)
     except Exception as error:  # file systems raise types of their own
-        log.warning("%s could not be removed (%s); it is left, and takes room", target, error)
+        log.warning("checkpoint %s could not be removed (%s): it still takes space", target, error)

@@ -11,22 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from tpu_experiments.checkpoint import store
-from tpu_experiments.checkpoint.errors import UnprovenError, on_first, stopping
+from tpu_experiments.checkpoint.errors import UnprovenError, as_training_stopped, on_rank_zero
 from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name, read_manifest
 from tpu_experiments.checkpoint.progress import Progress
-from tpu_experiments.checkpoint.proof import Answers, Look, Start, require_numbers
+from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison, TrainedEvidence, require_numbers
 from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.checkpoint.retention import Keep, Retention
 from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot
 from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.spool import Spool
+from tpu_experiments.storage.spool import First, Spool
 
 # ---- background thread --------------------------------------------------------------------------------------
 
@@ -79,6 +79,8 @@ class Background:
 log = logging.getLogger(__name__)
 GIB = 2**30
 Result = TypeVar("Result")
+TakeSnapshot = Callable[[], Snapshot]
+"""Returns the state to save, uncopied; called on every process, once earlier saves are done."""
 Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
 """Saved state, its uncommitted checkpoint, and the results of the verification (None without `prove`)."""
 
@@ -87,19 +89,25 @@ class Saver:
     """Writer of one process's checkpoints; only rank 0 writes, every process must make the same calls."""
 
     def __init__(
-        self, settings: CheckpointConfig, spool: Spool, *, runtime: Runtime, start: Start, answers: Answers
+        self,
+        settings: CheckpointConfig,
+        spool: Spool,
+        *,
+        runtime: Runtime,
+        start: InitialTensors,
+        loss_comparison: LossComparison,
     ) -> None:
         self.settings, self.folder, self._runtime, self._spool = settings, spool.target, runtime, spool
-        self.start, self.answers = start, answers
+        self.start, self.loss_comparison = start, loss_comparison
         self._worker = Background()
         self._retention = Retention(spool.target)
         self._keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
-        self._has_asked = not settings.prove
-        self._has_told = False
+        self._has_compared = not settings.prove
+        self._has_logged_size = False
         self._saved_at = time.monotonic()
         self._saved: Progress | None = None
 
-    def begins_with(self, marks: Mapping[str, str]) -> None:
+    def use_start_fingerprints(self, marks: Mapping[str, str]) -> None:
         """Verify saves against the initial fingerprints of a warm start; empty `marks` change nothing."""
         if marks:
             self.start = replace(self.start, fingerprints=dict(marks))
@@ -120,14 +128,14 @@ class Saver:
             due = self._runtime.any_process(is_late) or due
         return due
 
-    def look(self, *, agrees: bool) -> None:
+    def raise_background_error(self, *, agrees: bool) -> None:
         """Raise the error of a background save, without waiting for one.
 
         Raises:
             TrainingStopped: it failed.
         """
         if self._runtime.world_size == 1 or (agrees and self._runtime.any_process(self._worker.has_failed)):
-            self._together(self._worker.check)
+            self._on_rank_zero(self._worker.check)
 
     def join(self) -> None:
         """Wait for a background save.
@@ -135,7 +143,7 @@ class Saver:
         Raises:
             TrainingStopped: it failed.
         """
-        self._together(self._worker.join)
+        self._on_rank_zero(self._worker.join)
 
     def close(self) -> None:
         """Wait for a background save at the end of the run; its error is only logged."""
@@ -146,8 +154,8 @@ class Saver:
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
-    def save(self, take: Callable[[], Snapshot], *, step: int, is_interval: bool, ends_stage: bool = False) -> None:
-        """Save what `take` returns (on rank 0); return once copied, if it may be written in the background.
+    def save(self, take_snapshot: TakeSnapshot, *, step: int, is_interval: bool, ends_stage: bool = False) -> None:
+        """Save what `take_snapshot` returns (on rank 0); return once copied, if it may be written in the background.
 
         Args:
             is_interval: the run continues, so that nothing has to wait for the save.
@@ -157,24 +165,24 @@ class Saver:
         """
         self.join()
         self._saved_at = time.monotonic()
-        asks = self.settings.prove and (ends_stage or (is_interval and not self._has_asked))
-        state = take()
+        compares = self.settings.prove and (ends_stage or (is_interval and not self._has_compared))
+        state = take_snapshot()
         fits = self._fits(state)
-        if is_interval and not asks and self.settings.background and fits:
+        if is_interval and not compares and self.settings.background and fits:
             if self._runtime.rank == 0:
                 copy = state.copied()
-                self._worker.start(lambda: self._keep_whole(copy))
+                self._worker.start(lambda: self._save_blocking(copy))
             return
-        written = self._together(lambda: self._keep_written(state.copied() if fits else state))
+        written = self._on_rank_zero(lambda: self._write_draft(state.copied() if fits else state))
         is_elsewhere = self._runtime.rank == 0 and (written is None or written[1].target != self._target(step))
         answer = None
-        if not self._runtime.any_process(is_elsewhere) and asks:
+        if not self._runtime.any_process(is_elsewhere) and compares:
             try:
-                answer = self.answers.compared(lambda: self._read_back(step))
+                answer = self.loss_comparison.compare_with(lambda: self._read_back(step))
             except UnprovenError as error:
-                raise stopping(error) from error
-            self._has_asked = True
-        self._together(lambda: self._keep_committed(written, answer))
+                raise as_training_stopped(error) from error
+            self._has_compared = True
+        self._on_rank_zero(lambda: self._commit_draft(written, answer))
 
     def _read_back(self, step: int) -> Mapping[str, Tensor]:
         return tensors_below(self._target(step), PARAMETERS, max_held_bytes=self.settings.max_copy_gib * GIB)
@@ -182,71 +190,71 @@ class Saver:
     def _fits(self, state: Snapshot) -> bool:
         """Return whether the state may be copied as a whole; log once if not, since all saves then block."""
         fits = state.num_bytes <= self.settings.max_copy_gib * GIB
-        if self.settings.background and not fits and not self._has_told:
+        if self.settings.background and not fits and not self._has_logged_size:
             log.info(
-                "%.3g GiB of parameters and optimizer state are above checkpoint.max_copy_gib=%g: saves are in front, "
-                "file by file of checkpoint.max_shard_gib=%g, each copied, written and proven, then the next",
+                "state of %.3g GiB exceeds checkpoint.max_copy_gib=%g: checkpoints block training and are streamed in "
+                "files of %g GiB (checkpoint.max_shard_gib)",
                 state.num_bytes / GIB,
                 self.settings.max_copy_gib,
                 self.settings.max_shard_gib,
             )
-            self._has_told = True
+            self._has_logged_size = True
         return fits
 
-    def leave(self, take: Callable[[], Snapshot]) -> None:
+    def save_on_stop(self, take_snapshot: TakeSnapshot) -> None:
         """Save on a request to stop: for a remote folder to the local disk; closing the spool uploads it.
 
         Raises:
             TrainingStopped: this save or the one before it failed.
         """
         self.join()
-        state = take()
+        state = take_snapshot()
         fits = self._fits(state)
-        self._together(lambda: self._keep_whole(state.copied() if fits else state, first="here"))
+        self._on_rank_zero(lambda: self._save_blocking(state.copied() if fits else state, first="spool"))
 
-    def _keep_whole(self, state: Snapshot, *, first: Literal["there", "here"] = "there") -> None:
+    def _save_blocking(self, state: Snapshot, *, first: First = "target") -> None:
         """Write and commit, spilling to the local disk if the folder is unreachable (storage/spool.py).
 
-        `_keep_written` and `_keep_committed` spill in the same way.
+        `_write_draft` and `_commit_draft` spill in the same way.
         """
 
         def write(folder: str) -> None:
-            self._committed(self._written(state, folder), None)
+            self._commit(self._write_files(state, folder), None)
 
-        self._spool.save(write, make_room=self._make_room, first=first)
+        self._spool.save(write, free_space=self._free_space, first=first)
 
-    def _keep_written(self, copy: Snapshot) -> Written | None:
-        return self._spool.save(lambda folder: self._written(copy, folder), make_room=self._make_room)
+    def _write_draft(self, copy: Snapshot) -> Written | None:
+        return self._spool.save(lambda folder: self._write_files(copy, folder), free_space=self._free_space)
 
-    def _keep_committed(self, written: Written | None, answer: dict[str, Any] | None) -> None:
+    def _commit_draft(self, written: Written | None, answer: dict[str, Any] | None) -> None:
         if written is None:
             return
         own = written[1].target.rpartition("/")[0]
 
-        def commit_in(folder: str) -> None:
-            there = written if folder == own else self._written(written[0], folder)
-            self._committed(there, answer)
+        def commit_to(folder: str) -> None:
+            there = written if folder == own else self._write_files(written[0], folder)
+            self._commit(there, answer)
 
-        self._spool.save(commit_in, make_room=self._make_room)
+        self._spool.save(commit_to, free_space=self._free_space)
 
-    def _make_room(self) -> None:
+    def _free_space(self) -> None:
         """Remove what retention does not keep, before a save that did not fit is repeated."""
         complete = store.latest_step(self.folder)
         if complete:
             eval_loss = read_manifest(self._target(complete)).eval_loss
-            self._retention.apply(newest=complete, eval_loss=eval_loss, keep=self._kept_with(self._saved))
+            self._retention.apply(newest=complete, eval_loss=eval_loss, keep=self._policy_for(self._saved))
 
-    def _kept_with(self, progress: Progress | None) -> Keep:
+    def _policy_for(self, progress: Progress | None) -> Keep:
         """Return the policy, extended by the step that the stage may end with."""
         held = progress.held_step if progress is not None else None
         return self._keep if held is None else replace(self._keep, also=frozenset({held}))
 
-    def _written(self, copy: Snapshot, folder: str) -> Written:
+    def _write_files(self, copy: Snapshot, folder: str) -> Written:
         """Write every file and verify it by reading back, if configured; the draft does not count yet."""
         started, progress = time.perf_counter(), copy.progress
         self._saved = progress
         draft = store.begin(folder, step=progress.step, progress=progress.to_dict())
-        num_read, look = 1, Look(self.start)
+        num_read, evidence = 1, TrainedEvidence(self.start)
         if self.settings.prove:
             store.read_back(draft, PROGRESS)
         for group in copy.groups:
@@ -257,28 +265,28 @@ class Saver:
                     num_read += 1
                     require_numbers(found, group=group)
                     if group == PARAMETERS:
-                        look.at(found)
+                        evidence.add(found)
                     del found  # free before the next file is copied
                 del tensors
-        proof = {"read_back": num_read, "trained": look.verdict(progress)} if self.settings.prove else None
+        proof = {"read_back": num_read, "trained": evidence.verify(progress)} if self.settings.prove else None
         seconds = time.perf_counter() - started
         log.info("checkpoint of step %d: %.1f MB in %.2f s", progress.step, draft.num_bytes / 1e6, seconds)
         return copy, draft, proof
 
-    def _committed(self, written: Written, answer: dict[str, Any] | None) -> None:
+    def _commit(self, written: Written, answer: dict[str, Any] | None) -> None:
         copy, draft, proof = written
         progress = copy.progress
         if proof is not None and answer is not None:
             proof["answer"] = answer
         eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
         folder = draft.target.rpartition("/")[0]
-        self._spool.bring_records(folder)
+        self._spool.upload_records(folder)
         store.commit(draft, eval_loss=eval_loss, proof=proof)
         retention = self._retention if folder == self.folder else Retention(folder)
-        retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._kept_with(progress))
+        retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._policy_for(progress))
 
     def _target(self, step: int) -> str:
         return paths.join(self.folder, folder_name(step))
 
-    def _together(self, action: Callable[[], Result]) -> Result | None:
-        return on_first(self._runtime, action)
+    def _on_rank_zero(self, action: Callable[[], Result]) -> Result | None:
+        return on_rank_zero(self._runtime, action)

@@ -19,7 +19,7 @@ from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.ops import PlaceTensor, host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, file_name, require_finite, shards
@@ -86,7 +86,7 @@ def read_state(
     *,
     parameters: dict[str, Tensor],
     state: State,
-    place: Callable[..., Tensor],
+    place: PlaceTensor,
     order: Sequence[str] = (),
     stages: Mapping[str, int] | None = None,
     before: int | None = None,
@@ -109,7 +109,7 @@ def read_state(
     """
     begun: list[int] = []
 
-    def use(values: dict[str, Any], groups: Groups) -> Progress:
+    def restore(values: dict[str, Any], groups: Groups) -> Progress:
         progress = progress_of(values, folder=folder, stages=stages)
         target = paths.join(folder, folder_name(progress.step))
         shapes = {PARAMETERS: shapes_of(parameters), OPTIMIZER: shapes_of(flat(state))}
@@ -117,10 +117,10 @@ def read_state(
             found = without_values(groups.get(group, {}))
             require_tensors(found, expected, place=paths.join(target, f"{group}.safetensors"))
         begun.append(progress.step)
-        from_host(groups, parameters=parameters, state=state, place=place, order=order, source=target)
+        place_on_device(groups, parameters=parameters, state=state, place=place, order=order, source=target)
         return progress
 
-    found = read_latest(folder, use, before=before, max_held_bytes=max_held_bytes)
+    found = read_latest(folder, restore, before=before, max_held_bytes=max_held_bytes)
     if found is None and begun:
         raise ConfigError(
             f"{folder}; the checkpoint of step {begun[-1]} was changed while it was read, and there is none before it; "
@@ -135,10 +135,10 @@ def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mappi
     The tensors of a checkpoint above `max_held_bytes` are read one by one, when they are accessed.
     """
 
-    def use(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
+    def restore(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
         return progress_of(progress, folder=folder).step, groups.get(PARAMETERS, {})
 
-    return read_latest(folder, use, max_held_bytes=max_held_bytes)
+    return read_latest(folder, restore, max_held_bytes=max_held_bytes)
 
 
 def flat(state: State) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.contiguous() for name, t in unstacked(copies).items()}
 
 
-def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def to_host_one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield as `to_host`, in the order of `shapes_of`, copying one device tensor at a time."""
     for name, tensor in tensors.items():
         yield from to_host({name: tensor}).items()
@@ -192,12 +192,12 @@ def require_tensors(
             raise ConfigError(f"{place}; {name} is {described(found[name])}, and {described(tensor)} here; {advice}")
 
 
-def from_host(
+def place_on_device(
     groups: Mapping[str, Mapping[str, Tensor]],
     *,
     parameters: dict[str, Tensor],
     state: State,
-    place: Callable[..., Tensor],
+    place: PlaceTensor,
     order: Sequence[str],
     source: str,
 ) -> None:
@@ -239,7 +239,7 @@ def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, 
         target = paths.join(folder, folder_name(step)) if type(step) is int and step >= 0 else folder
         raise ConfigError(
             f"{paths.join(target, PROGRESS)}; {error}, where no run of this config is: it is from another version of "
-            "this program, or was changed; remove that checkpoint's folder to go on from the one before, or choose "
+            "this program, or was changed; remove that checkpoint's folder to resume from the one before, or choose "
             "another name=."
         ) from error
     return progress

@@ -22,18 +22,20 @@ from tpu_experiments.checkpoint.manifest import (
     FileFacts,
     Manifest,
     folder_name,
-    hostile,
+    foreign_file_error,
     read_manifest,
     steps_in,
     strict_object,
 )
-from tpu_experiments.checkpoint.reading import Groups, content_of, forget, held_groups, located_groups, remember, verify
+from tpu_experiments.checkpoint.reading import Groups, content_of, forget, lazy_groups, read_groups, remember, verify
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import chunks_of, tensors_in, unequal
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Restore = Callable[[dict[str, Any], Groups], Result]
+"""Takes a checkpoint's progress and its tensors by group; its result is that of the read."""
 
 
 class StorageError(RuntimeError):
@@ -115,15 +117,15 @@ def commit(draft: Draft, *, eval_loss: float | None = None, proof: dict[str, Any
 
 def read_latest(
     folder: str,
-    use: Callable[[dict[str, Any], Groups], Result],
+    restore: Restore[Result],
     *,
     before: int | None = None,
     max_held_bytes: float = math.inf,
 ) -> Result | None:
-    """Return `use(progress, tensors by group)` of the newest complete checkpoint; None when there is none.
+    """Return `restore(progress, tensors by group)` of the newest complete checkpoint; None when there is none.
 
     The tensors of a checkpoint above `max_held_bytes` are read one by one, at access. A torn or altered checkpoint is
-    logged and skipped for the previous one; `use` is called again if that is found while it runs.
+    logged and skipped for the previous one; `restore` is called again if that is found while it runs.
 
     Args:
         before: consider only checkpoints of steps below this.
@@ -132,18 +134,16 @@ def read_latest(
         ConfigError: this program cannot have written the newest one.
     """
     for target in _newest_first(folder, before=before):
-        with _passing_over(target):
+        with _skip_incomplete(target):
             manifest = read_manifest(target)
             progress = _progress(target, manifest)
             is_held = sum(facts.num_bytes for facts in manifest.files.values()) <= max_held_bytes
-            return use(progress, held_groups(target, manifest) if is_held else located_groups(target, manifest))
+            return restore(progress, read_groups(target, manifest) if is_held else lazy_groups(target, manifest))
     return None
 
 
-def read_step(
-    folder: str, step: int, use: Callable[[dict[str, Any], Groups], Result], *, max_held_bytes: float = math.inf
-) -> Result:
-    """Return `use(progress, tensors by group)` of one step's checkpoint; arguments as for `read_latest`.
+def read_step(folder: str, step: int, restore: Restore[Result], *, max_held_bytes: float = math.inf) -> Result:
+    """Return `restore(progress, tensors by group)` of one step's checkpoint; arguments as for `read_latest`.
 
     Raises:
         FileNotFoundError: the checkpoint or one of its files is missing.
@@ -153,8 +153,8 @@ def read_step(
     target = paths.join(folder, folder_name(step))
     manifest = read_manifest(target)
     is_held = sum(facts.num_bytes for facts in manifest.files.values()) <= max_held_bytes
-    return use(
-        _progress(target, manifest), held_groups(target, manifest) if is_held else located_groups(target, manifest)
+    return restore(
+        _progress(target, manifest), read_groups(target, manifest) if is_held else lazy_groups(target, manifest)
     )
 
 
@@ -168,7 +168,7 @@ def latest_progress(folder: str, *, before: int | None = None) -> tuple[int, dic
         ConfigError: this program cannot have written the newest one.
     """
     for target in _newest_first(folder, before=before):
-        with _passing_over(target):
+        with _skip_incomplete(target):
             manifest = read_manifest(target)
             verify(target, manifest)
             return manifest.step, _progress(target, manifest)
@@ -196,7 +196,7 @@ def _progress(target: str, manifest: Manifest) -> dict[str, Any]:
     progress = strict_object(content_of(target, PROGRESS, manifest.files[PROGRESS]), place=place)
     step = progress.get("step", manifest.step)
     if type(step) is not int or step != manifest.step:
-        raise hostile(place, f"it says step={str(step)[:80]!r}, unlike its folder's name")
+        raise foreign_file_error(place, f"it says step={str(step)[:80]!r}, unlike its folder's name")
     return progress
 
 
@@ -220,7 +220,7 @@ def _newest_first(folder: str, *, before: int | None = None) -> list[str]:
 
 
 @contextmanager
-def _passing_over(target: str) -> Iterator[None]:
+def _skip_incomplete(target: str) -> Iterator[None]:
     """Log and suppress the error of a checkpoint that a crash left incomplete; other errors pass."""
     try:
         yield
@@ -228,4 +228,4 @@ def _passing_over(target: str) -> Iterator[None]:
         raise
     except (FileNotFoundError, IsADirectoryError, ValueError) as error:
         forget(target)
-        log.warning("%s is incomplete (%s); passing over it", target, error)
+        log.warning("checkpoint %s is incomplete (%s): skipped", target, error)

@@ -39,18 +39,18 @@ def bug_sentence(error: Exception, *, config: Config | None) -> str:
             f"name another place; the traceback is in {log}."
         )
     lines = str(error).strip().splitlines()
-    said = f"{type(error).__name__}{f': {lines[-1]}' if lines else ''}".rstrip(".")
+    reason = f"{type(error).__name__}{f': {lines[-1]}' if lines else ''}".rstrip(".")
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         return (
-            f"the memory of this machine ({total:.0f} GiB) or of this process is used up ({said}); take a machine with "
-            f"more, a smaller model or smaller batches; the traceback is in {log}."
+            f"the memory of this machine ({total:.0f} GiB) or of this process is used up ({reason}); take a machine "
+            f"with more, a smaller model or smaller batches; the traceback is in {log}."
         )
     own = _frame_of(error, plugins=config.plugins if config is not None else [])
     if own is not None:
-        return f"{own} raised {said}; it is code of your own (plugins); the traceback is in {log}."
+        return f"{own} raised {reason}; it is code of your own (plugins); the traceback is in {log}."
     return (
-        f"a bug in tpu_experiments: {said}; the log with the traceback is at {log}; attach it and the files that the "
+        f"a bug in tpu_experiments: {reason}; the log with the traceback is at {log}; attach it and the files that the "
         "command read when you report it."
     )
 

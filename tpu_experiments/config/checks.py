@@ -397,7 +397,7 @@ def _targets(config: Config) -> list[str]:
         target = node._target_
         if not any(target == prefix or target.startswith(prefix + ".") for prefix in prefixes):
             problems.append(
-                f"{key}._target_={target}; it lies outside {', '.join(prefixes)}; to allow it add its package to "
+                f"{key}._target_={target}; it is outside {', '.join(prefixes)}; to allow it add its package to "
                 f"'plugins=[...]'."
             )
         else:
@@ -413,7 +413,7 @@ def _checkpoint(config: Config) -> list[str]:
     if not keep_best or config.trainer.eval_every_steps != 0:
         return []
     return [
-        f"checkpoint.keep_best={keep_best} goes by held-out loss and trainer.eval_every_steps=0 evaluates no step "
+        f"checkpoint.keep_best={keep_best} uses held-out loss and trainer.eval_every_steps=0 evaluates no step "
         "between the first and the last; set trainer.eval_every_steps=, or checkpoint.keep_best=0."
     ]
 

@@ -167,7 +167,7 @@ def _exit_problems(config: Config, stage: StageConfig, key: str) -> list[str]:
     shown += [f"{key}.exit.ends_with=best"] if test.ends_with == "best" else []
     if shown and every == 0:
         return [
-            f"{shown[0]} goes by evaluations, and trainer.eval_every_steps=0 makes none between the first and the last "
+            f"{shown[0]} uses evaluations, and trainer.eval_every_steps=0 makes none between the first and the last "
             "step; set trainer.eval_every_steps=."
         ]
     return []

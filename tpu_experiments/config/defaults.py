@@ -58,7 +58,7 @@ def rows_of(config: Config, measured: Mapping[str, Lengths] | None = None) -> Ro
     return Rows(seq_len, trainer.global_batch_rows or _global_rows(config, lengths, seq_len=seq_len))
 
 
-def settled(config: Config, measured: Mapping[str, Lengths] | None) -> Config:
+def with_lengths(config: Config, measured: Mapping[str, Lengths] | None) -> Config:
     """Return the config with all open values set; arguments as of `rows_of`."""
     rows = rows_of(config, measured)
     return replace(config, trainer=replace(config.trainer, seq_len=rows.seq_len, global_batch_rows=rows.global_rows))

@@ -185,7 +185,7 @@ def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     found = dataclasses.replace(config, **values)
     check(found)
     for key, url in _new_urls(values, config):
-        log.warning("%s names %s=%s, which this command does not: it is asked for now", place, key, url)
+        log.warning("%s has the URL %s=%s, which this command does not name: it will be contacted", place, key, url)
     return found
 
 
@@ -207,7 +207,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
         chosen = {key: stored[key] for key in keys}
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, *OF_VALUES) as error:
         raise _not_ours(place, error) from error  # OSError: the text is a single value
-    problems = list(_doors(stored, config))
+    problems = list(_unsafe_values(stored, config))
     if problems:
         raise ConfigError("\n".join(f"{place}; {problem}" for problem in problems[:8]))
     chosen = _with_secrets_of(chosen, config, place=place)
@@ -223,7 +223,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     return values
 
 
-def _doors(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
+def _unsafe_values(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Yield problems of stored values that would run code, or read values from outside the config."""
     plugins = stored.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
@@ -300,7 +300,7 @@ def _with_places_of(stored: PrepareConfig, own: PrepareConfig, *, place: str) ->
     """Return a run's preparation settings, with this command's folder, engine and processes."""
     if stored.folder is not None and stored.folder != own.folder:
         log.info(
-            "%s names prepare.folder=%s; the rows are looked for in this command's own: prepare.folder= changes that",
+            "%s was prepared in prepare.folder=%s; this command looks for its rows in its own folder (prepare.folder=)",
             place,
             redacted_text(stored.folder),
         )

@@ -64,15 +64,15 @@ Every key with its unit and meaning:
   tpu_experiments/config/{schema,model_schema,data_schema,hardware,start,task_schema}.py
 A value with commas, brackets or = in it needs quotes for the shell and for Hydra: 'sample.prompt="Salut, lume"'.
 
-A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config go on where the
-run stopped; the same name with another config is refused.
+A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config resume the run where
+it stopped; the same name with another config is refused.
 
 Exit codes:
    0  finished
    1  failed; the message and the log say why; of task=resume_check: the resumed run differs; of task=doctor: training
       would not start; of a sweep: a point failed
    2  refused: something in the command, the config or the data; nothing was run or written
-  75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint; the same command goes on
+  75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint; the same command resumes
 
 --hydra-help lists Hydra's own flags.
 """
@@ -149,12 +149,12 @@ def uncomposable(error: Exception, overrides: list[str]) -> str:
     """Return a sentence for Python exceptions raised by Hydra, some of which have no text."""
     if "Config group override must be" in str(error):
         return _null_group(overrides)
-    said = "it is nested too deeply" if isinstance(error, RecursionError) else _plain(error).rstrip(".")
-    if "Unexpected type for root" in said:
-        said = "a key lies below one that is null"
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else _plain(error).rstrip(".")
+    if "Unexpected type for root" in reason:
+        reason = "a key is below one that is null"
     shown = " ".join(o if len(o) <= MAX_SHOWN else f"{o[:MAX_SHOWN]}..." for o in overrides[-MAX_OVERRIDES:])
     return (
-        f"{shown}; Hydra cannot make a config of this, or of a YAML file that it names ({said}); write each override "
+        f"{shown}; Hydra cannot make a config of this, or of a YAML file that it names ({reason}); write each override "
         "as KEY=VALUE or GROUP=CHOICE, and each YAML file as those of conf are."
     )
 
@@ -260,6 +260,6 @@ def known_keys(kind: Any = Config, prefix: str = "") -> Iterator[str]:
 def _plain(error: Exception) -> str:
     """Return the library's own message on one line, without paths and OmegaConf's trailer."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    said = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|To append)", line)]
-    text = " ".join(said[:2]) or type(error).__name__
+    reason = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|To append)", line)]
+    text = " ".join(reason[:2]) or type(error).__name__
     return text if text.endswith(("?", ".")) else text + "."

@@ -67,7 +67,7 @@ def _wrong_url(scheme: str, rest: str, *, kind: Kind, num_slashes: int) -> str |
     if kind == "model":
         return "a model is not read from a URL; give a local folder or a Hub id owner/name."
     if kind == "local":
-        return "it must lie on this machine's disk; give a local path."
+        return "it must be on this machine's disk; give a local path."
     if not _is_known(scheme):
         return f"there is no storage {scheme}://; supported: {supported}."
     if scheme in ONLY_READ and kind in ("folder", "file"):

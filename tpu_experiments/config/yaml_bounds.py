@@ -79,7 +79,7 @@ def _count(events: Iterator[Any], *, place: str) -> None:
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             if any(level.anchor == event.anchor for level in levels):
-                raise _refusal(place, f"the alias *{event.anchor} stands inside what it names")
+                raise _refusal(place, f"the alias *{event.anchor} is inside the node that it names")
             add(*known.get(event.anchor, (1, 1)))
         elif isinstance(event, yaml.ScalarEvent):
             if event.anchor:

@@ -211,7 +211,7 @@ def fixed_batches(rows: Rows, *, global_rows: int, name: str = "held_out") -> It
         yield one_batch(part, labels=labels, global_rows=global_rows)
 
 
-def learning_all(batch: Batch) -> Batch:
+def with_all_tokens_learnt(batch: Batch) -> Batch:
     """Return the batch with every token in the loss that has one before it in its document."""
     learn_GT = ((batch.positions_GT > 0) & (batch.segments_GT > 0)).astype(np.int32)
     return replace(batch, learn_GT=learn_GT)

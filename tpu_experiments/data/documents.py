@@ -123,10 +123,10 @@ class SourceSpec:
     @property
     def key(self) -> str:
         """Prefix of every error message about this source."""
-        return f"{self.ask}{self.path}"
+        return f"{self.path_override}{self.path}"
 
     @property
-    def ask(self) -> str:
+    def path_override(self) -> str:
         """The config key to set in an error's remedy: `data.<name>.path=`."""
         return f"data.{self.name}.{self.path_key}="
 
@@ -183,5 +183,5 @@ def raise_if_bad(refused: Refused, *, spec: SourceSpec) -> None:
 def no_document(spec: SourceSpec) -> ConfigError:
     """Return the error for a source without a single document."""
     return ConfigError(
-        f"{spec.key}; it is empty: 0 documents were read; point {spec.ask} at a file with at least one row."
+        f"{spec.key}; it is empty: 0 documents were read; point {spec.path_override} at a file with at least one row."
     )

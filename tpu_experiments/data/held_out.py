@@ -55,7 +55,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True, eq=False)
-class LaidOut:
+class HeldOutRows:
     """Rows of held-out documents, with the token index of each position."""
 
     rows: Rows
@@ -80,7 +80,7 @@ def held_out_documents(
     *,
     split: str,
     data_size: str,
-    how: Preparation,
+    preparation: Preparation,
     max_documents: int | None,
     seed: int,
     by: str | None = None,
@@ -100,10 +100,10 @@ def held_out_documents(
     tokens = tokenize_source(
         spec_of(name, source, data_size=data_size),
         source=source,
-        tokenizer=how.tokenizer,
-        settings=how.settings,
-        folder=how.folder,
-        read=how.readers.get(name),
+        tokenizer=preparation.tokenizer,
+        settings=preparation.settings,
+        folder=preparation.folder,
+        read=preparation.readers.get(name),
         is_lookup=True,
     )
     blocks = [read_index(tokens.folder, block) for block in tokens.block_names]
@@ -113,7 +113,7 @@ def held_out_documents(
     if max_documents is not None and num_in_split > max_documents:
         generator = np.random.Generator(np.random.Philox(key=seed))
         members = np.sort(generator.choice(members, max_documents, replace=False))
-    values = None if by is None else _values(tokens, members, by=by, is_own=name in how.readers)
+    values = None if by is None else _values(tokens, members, by=by, is_own=name in preparation.readers)
     return HeldOut(name, tokens.spec.kind, _read(tokens, members, blocks=blocks), num_in_split, values)
 
 
@@ -138,7 +138,7 @@ def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_
     if len(set(values)) > MAX_VALUES:
         raise ConfigError(
             f"task.by={by}; it has {len(set(values)):,} values in the held-out rows of data.{tokens.spec.name}, and "
-            f"{MAX_VALUES} are told apart at most; name a field that puts documents into a few groups."
+            f"{MAX_VALUES} are distinguished at most; name a field that puts documents into a few groups."
         )
     return values
 
@@ -163,7 +163,7 @@ def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[B
     return FlatTokens(np.concatenate(ids), np.concatenate(flags), np.concatenate(chosen))
 
 
-def lay_out(held_out: HeldOut, *, seq_len: int, pad_id: int) -> LaidOut:
+def rows_of_documents(held_out: HeldOut, *, seq_len: int, pad_id: int) -> HeldOutRows:
     """Lay documents out in rows; every trainable token but a document's first is predicted exactly once."""
     flat = held_out.flat
     learn_L = (flat.flags_L & LEARN) > 0
@@ -189,7 +189,7 @@ def lay_out(held_out: HeldOut, *, seq_len: int, pad_id: int) -> LaidOut:
         rows.learn_NT[row, column + new - start : place.stop] = learn_L[new:end]
         rows.positions_NT[row, place] = np.arange(end - start)
         rows.segments_NT[row, place] = 1 + (rows.segments_NT[row, column - 1] if column else 0)
-    return LaidOut(rows, token_NT)
+    return HeldOutRows(rows, token_NT)
 
 
 def windows(length: int, *, seq_len: int) -> Iterator[tuple[int, int, int]]:

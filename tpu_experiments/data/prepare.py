@@ -26,7 +26,7 @@ from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import SourceSpec, spec_of
 from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
-from tpu_experiments.data.steps.across import add_across, write_groups
+from tpu_experiments.data.steps.across import add_overlaps_across_sources, write_groups
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.report import write_report
@@ -45,7 +45,7 @@ from tpu_experiments.storage.sealed import DamagedFile, write_sealed_json
 log = logging.getLogger(__name__)
 
 START_BYTES = 16 * 2**30  # verified at startup, per source and row length: a quarter of a minute of TPU time at 1 GB/s
-TOLD_SECONDS = 2.0
+LOG_AFTER_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Preparation:
 
 
 def prepare(
-    sources: Mapping[str, DataSourceConfig], *, data_size: str, seq_lens: Iterable[int], how: Preparation
+    sources: Mapping[str, DataSourceConfig], *, data_size: str, seq_lens: Iterable[int], preparation: Preparation
 ) -> dict[str, PreparedSource]:
     """Return rows of every source at every length, made now or reused, in the order of `sources`.
 
@@ -73,90 +73,103 @@ def prepare(
         ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out; or links in the
             folder.
     """
-    paths.require_no_links(how.folder, key=f"prepare.folder={how.folder}")
+    paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
     lengths = sorted(set(seq_lens))
     specs = {name: spec_of(name, source, data_size=data_size) for name, source in sources.items()}
     for name, spec in specs.items():
         check_rules(sources[name].clean, source=name, kind=spec.kind)
         if spec.kind == "chat":
-            require_chat_template(how.tokenizer, source=name)
+            require_chat_template(preparation.tokenizer, source=name)
     prepared = {}
     for name, spec in specs.items():
-        tokens = _tokenized(spec, source=sources[name], how=how, found="taken" if how.verify == "rows" else "verified")
-        rows = {n: _rows_of_length(tokens, source=sources[name], seq_len=n, how=how) for n in lengths}
+        tokens = _tokenized(
+            spec,
+            source=sources[name],
+            preparation=preparation,
+            found="taken" if preparation.verify == "rows" else "verified",
+        )
+        rows = {n: _rows_of_length(tokens, source=sources[name], seq_len=n, preparation=preparation) for n in lengths}
         prepared[name] = PreparedSource(
             name=name,
             kind=spec.kind,
             folders={n: folder for n, (folder, _) in rows.items()},
             manifests={n: manifest for n, (_, manifest) in rows.items()},
-            cache=how.cache,
-            check=_left_check(manifest for _, manifest in rows.values()),
+            cache=preparation.cache,
+            check=_shard_check(manifest for _, manifest in rows.values()),
         )
-    add_across(prepared, sources=sources)
+    add_overlaps_across_sources(prepared, sources=sources)
     return prepared
 
 
-def lengths_of(sources: Mapping[str, DataSourceConfig], *, data_size: str, how: Preparation) -> dict[str, Lengths]:
+def lengths_of(
+    sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
+) -> dict[str, Lengths]:
     """Return the document lengths of every source, tokenising where needed; arguments as for `prepare`.
 
     Raises:
-        NotPrepared: some are not tokenised, and `how` forbids making them.
+        NotPrepared: some are not tokenised, and `preparation` forbids making them.
         ConfigError: a source that cannot be read or is empty.
     """
-    paths.require_no_links(how.folder, key=f"prepare.folder={how.folder}")
+    paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
     found = {}
     for name, source in sources.items():
         spec = spec_of(name, source, data_size=data_size)
         check_rules(source.clean, source=name, kind=spec.kind)
         if spec.kind == "chat":
-            require_chat_template(how.tokenizer, source=name)
-        tokens = _tokenized(spec, source=source, how=how, found="taken")
+            require_chat_template(preparation.tokenizer, source=name)
+        tokens = _tokenized(spec, source=source, preparation=preparation, found="taken")
         lengths_D = np.concatenate([read_index(tokens.folder, block).lengths_D for block in tokens.block_names])
         p95 = int(np.percentile(lengths_D, 95, method="inverted_cdf")) if len(lengths_D) else None
         found[name] = Lengths(p95, int(lengths_D.sum()))
     return found
 
 
-def _tokenized(spec: SourceSpec, *, source: DataSourceConfig, how: Preparation, found: Found) -> TokenizedSource:
+def _tokenized(
+    spec: SourceSpec, *, source: DataSourceConfig, preparation: Preparation, found: Found
+) -> TokenizedSource:
     return tokenize_source(
         spec,
         source=source,
-        tokenizer=how.tokenizer,
-        settings=how.settings,
-        folder=how.folder,
-        read=how.readers.get(spec.name),
-        is_lookup=how.is_lookup,
+        tokenizer=preparation.tokenizer,
+        settings=preparation.settings,
+        folder=preparation.folder,
+        read=preparation.readers.get(spec.name),
+        is_lookup=preparation.is_lookup,
         found=found,
     )
 
 
-def _left_check(manifests: Iterable[Mapping[str, Any]]) -> Check:
+def _shard_check(manifests: Iterable[Mapping[str, Any]]) -> Check:
     """Return `at_open` where a row length has too many bytes to verify its shards at startup, else `none`."""
     shards = [[record for split in m["splits"].values() for record in split["shards"]] for m in manifests]
     return "at_open" if any(sum(r["bytes"] for r in records) > START_BYTES for records in shards) else "none"
 
 
 def _rows_of_length(
-    tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, how: Preparation
+    tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, preparation: Preparation
 ) -> tuple[str, dict[str, Any]]:
     """Return folder and manifest of the rows of one length."""
-    pad = pad_id(how.tokenizer)
-    key = rows_key(tokens.key, source=source, settings=how.settings, seq_len=seq_len, pad_id=pad)
-    folder = paths.join(how.folder, f"{tokens.spec.name}-rows-{seq_len}-{key}")
-    manifest = read_manifest(folder, expected={"key": key}, is_lookup=how.is_lookup)
-    if manifest is None and how.is_lookup:
+    pad = pad_id(preparation.tokenizer)
+    key = rows_key(tokens.key, source=source, settings=preparation.settings, seq_len=seq_len, pad_id=pad)
+    folder = paths.join(preparation.folder, f"{tokens.spec.name}-rows-{seq_len}-{key}")
+    manifest = read_manifest(folder, expected={"key": key}, is_lookup=preparation.is_lookup)
+    if manifest is None and preparation.is_lookup:
         raise NotPrepared(tokens.spec.name)
-    if manifest is not None and not how.is_lookup and not _are_whole(manifest, folder=folder, verify=how.verify):
+    if (
+        manifest is not None
+        and not preparation.is_lookup
+        and not _are_whole(manifest, folder=folder, verify=preparation.verify)
+    ):
         manifest = None
     if manifest is None:
         started = time.perf_counter()
         with PeakMemory() as memory:
             try:
-                manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
+                manifest = _make_rows(tokens, source=source, seq_len=seq_len, preparation=preparation, folder=folder)
             except DamagedFile as error:
-                log.warning("%s It is made again.", error)
-                tokens = _tokenized(tokens.spec, source=source, how=how, found="verified")
-                manifest = _make_rows(tokens, source=source, seq_len=seq_len, how=how, folder=folder)
+                log.warning("%s It is prepared again.", error)
+                tokens = _tokenized(tokens.spec, source=source, preparation=preparation, found="verified")
+                manifest = _make_rows(tokens, source=source, seq_len=seq_len, preparation=preparation, folder=folder)
             manifest = {"key": key, **manifest}
         seconds = time.perf_counter() - started + tokens.seconds
         total = sum(split["tokens"] for split in manifest["splits"].values())
@@ -182,30 +195,32 @@ def _are_whole(manifest: Mapping[str, Any], *, folder: str, verify: str) -> bool
     damaged = damaged_shards(folder, shards, md5=manifest.get("md5", {}))
     seconds = time.perf_counter() - started
     for complaint in damaged:
-        log.warning("data.%s: %s It is made again.", manifest["source"], complaint)
-    if seconds > TOLD_SECONDS:
+        log.warning("data.%s: %s It is prepared again.", manifest["source"], complaint)
+    if seconds > LOG_AFTER_SECONDS:
         log.info("data.%s: checked %.0f MB of rows in %.1f s", manifest["source"], num_bytes / 1e6, seconds)
     return not damaged
 
 
 def _make_rows(
-    tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, how: Preparation, folder: str
+    tokens: TokenizedSource, *, source: DataSourceConfig, seq_len: int, preparation: Preparation, folder: str
 ) -> dict[str, Any]:
     """Write the shards and the report; return the manifest without seconds and memory."""
     paths.make_dirs(folder)
     blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
     selection = select(blocks, source=source, tokens=tokens)
-    records = _pack_windows(blocks, selection=selection, tokens=tokens, seq_len=seq_len, how=how, folder=folder)
+    records = _pack_windows(
+        blocks, selection=selection, tokens=tokens, seq_len=seq_len, preparation=preparation, folder=folder
+    )
     splits = {split: merged([r for r in records if r["split"] == split], seq_len=seq_len) for split in SPLITS}
     groups = write_groups(folder, selection)
     reported, examples = write_report(
-        folder, tokens=tokens, selection=selection, records=records, tokenizer=how.tokenizer
+        folder, tokens=tokens, selection=selection, records=records, tokenizer=preparation.tokenizer
     )
     changes: Counter[str] = Counter()
     for block in blocks:
         changes.update(block.changes)
     manifest = {
-        **_described(tokens, seq_len=seq_len, how=how),
+        **_described(tokens, seq_len=seq_len, preparation=preparation),
         "max_token_id": max(block.max_token_id for block in blocks),
         "documents_in": sum(block.num_rows for block in blocks),
         "documents_out": sum(split["documents"] for split in splits.values()),
@@ -227,9 +242,9 @@ def _make_rows(
     return manifest | {"audit_hash": audit_hash(manifest)}
 
 
-def _described(tokens: TokenizedSource, *, seq_len: int, how: Preparation) -> dict[str, Any]:
+def _described(tokens: TokenizedSource, *, seq_len: int, preparation: Preparation) -> dict[str, Any]:
     """Return the manifest entries that need no data."""
-    path = str(how.tokenizer.name_or_path)
+    path = str(preparation.tokenizer.name_or_path)
     return {
         "format": 1,
         "source": tokens.spec.name,
@@ -237,12 +252,12 @@ def _described(tokens: TokenizedSource, *, seq_len: int, how: Preparation) -> di
         "path": redacted_text(shown_path(tokens.spec.path)),
         "files": tokens.num_files,
         "seq_len": seq_len,
-        "packing": how.settings.packing,
-        "long_documents": how.settings.long_documents,
-        "pad_id": pad_id(how.tokenizer),
+        "packing": preparation.settings.packing,
+        "long_documents": preparation.settings.long_documents,
+        "pad_id": pad_id(preparation.tokenizer),
         "tokenizer": shown_path(path),
-        "tokenizer_hash": tokenizer_hash(how.tokenizer),
-        "template_hash": template_hash(how.tokenizer) if tokens.spec.kind == "chat" else "none",
+        "tokenizer_hash": tokenizer_hash(preparation.tokenizer),
+        "template_hash": template_hash(preparation.tokenizer) if tokens.spec.kind == "chat" else "none",
     }
 
 
@@ -275,26 +290,26 @@ def _pack_windows(
     selection: Selection,
     tokens: TokenizedSource,
     seq_len: int,
-    how: Preparation,
+    preparation: Preparation,
     folder: str,
 ) -> list[dict[str, Any]]:
     """Pack all windows; return the record of each, with its `split`."""
-    size = how.settings.window_tokens
+    size = preparation.settings.window_tokens
     windows = (w for s in SPLITS for w in cut_windows(blocks, split=s, chosen_D=selection.chosen(s), tokens=size))
     settings = WindowSettings(
         tokens_folder=tokens.folder,
         folder=folder,
         seq_len=seq_len,
-        packing=how.settings.packing,
-        long_documents=how.settings.long_documents,
-        pad_id=pad_id(how.tokenizer),
-        vocab_size=1 + max(how.tokenizer.get_vocab().values()),
+        packing=preparation.settings.packing,
+        long_documents=preparation.settings.long_documents,
+        pad_id=pad_id(preparation.tokenizer),
+        vocab_size=1 + max(preparation.tokenizer.get_vocab().values()),
         is_chat=tokens.spec.kind == "chat",
     )
     records = []
     with tqdm(desc=f"{tokens.spec.name}: rows", unit=" rows", mininterval=0.5, leave=False, disable=None) as bar:
         for record in map_jobs(
-            WindowMaker, settings, windows, engine=how.settings.engine, workers=how.settings.workers
+            WindowMaker, settings, windows, engine=preparation.settings.engine, workers=preparation.settings.workers
         ):
             bar.update(record["counts"]["rows"])
             records.append(record)

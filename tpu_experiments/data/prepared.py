@@ -18,7 +18,7 @@ from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-ADVICE = "Run task=prepare with the same settings: it is made again."
+ADVICE = "Run task=prepare with the same settings: it is prepared again."
 
 
 class NotPrepared(Exception):
@@ -78,5 +78,5 @@ def read_record(path: str, *, expected: Mapping[str, Any], is_lookup: bool = Fal
     except DamagedFile as error:
         if is_lookup:
             raise DamagedFile(f"{error} {ADVICE}") from error
-        log.warning("%s It is made again.", error)
+        log.warning("%s It is prepared again.", error)
         return None

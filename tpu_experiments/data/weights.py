@@ -16,15 +16,15 @@ from tpu_experiments.data.batches import OrderedRows
 from tpu_experiments.data.rows import Rows, empty
 
 
-def row_shares(weights: Sequence[float], *, tokens_of_a_row: Sequence[Fraction]) -> list[Fraction]:
+def row_shares(weights: Sequence[float], *, tokens_per_row: Sequence[Fraction]) -> list[Fraction]:
     """Return the shares of rows under which the sources' token counts are proportional to the weights.
 
     Args:
         weights: of each source, as configured.
-        tokens_of_a_row: mean of each source, without padding.
+        tokens_per_row: mean of each source, without padding.
     """
     # The decimal as configured: 0.1 has no exact binary representation.
-    rows = [Fraction(str(weight)) / tokens for weight, tokens in zip(weights, tokens_of_a_row, strict=True)]
+    rows = [Fraction(str(weight)) / tokens for weight, tokens in zip(weights, tokens_per_row, strict=True)]
     return [row / sum(rows) for row in rows]
 
 

@@ -98,7 +98,7 @@ class Loggers:
                 call(logger)
             except Exception as error:
                 if getattr(logger, "on_error", "raise") == "drop":
-                    log.warning("logger=%s failed and is dropped; the run goes on", name, exc_info=error)
+                    log.warning("logger=%s failed and is disabled; training continues without it", name, exc_info=error)
                     del self._loggers[name]
                 else:
                     first = first or error

@@ -10,24 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpu_experiments.config.schema import Config
-from tpu_experiments.loggers.promise import promise_line
+from tpu_experiments.loggers.plan_estimates import plan_line
 from tpu_experiments.metrics.goodput import goodput_lines
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.retry import told
-from tpu_experiments.storage.run_folder import RunFolder, continued, has_other_length, open_run
+from tpu_experiments.storage.retry import explain_storage_errors
+from tpu_experiments.storage.run_folder import RunFolder, has_other_length, open_run, with_settings_of_run
 
 OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*)=")
 """Arguments of a command that a follow-up run with the same settings does not repeat."""
 
 
-def told_finished(config: Config) -> bool:
+def print_if_finished(config: Config) -> bool:
     """Return whether the run of this config is finished, and print its closing lines if so.
 
     Raises:
         ConfigError: the folder belongs to another config, or its result.json is invalid.
     """
-    with told(config.output_dir):
-        config = continued(config)
+    with explain_storage_errors(config.output_dir):
+        config = with_settings_of_run(config)
         folder = open_run(config, may_lengthen=True)
         finished = folder.finished()
     if finished is None or has_other_length(folder, config):
@@ -56,7 +56,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
         *_guard_lines(result["guard"]),
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s",
-        *promise_line(result.get("plan")),
+        *plan_line(result.get("plan")),
         *_step_lines(result["meters"]),
         *goodput_lines((result.get("goodput") or {}).get("run")),
         f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up"
@@ -119,7 +119,7 @@ def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
     return [
         *lines,
         f"    the first sentence counts: a base does not stop, and {whole} of {asked} whole answers were right before; "
-        "where one person is told of, what is asked and not who",
+        "in stories of one person they test what is asked, not who",
     ]
 
 
@@ -165,10 +165,10 @@ def _guard_lines(guard: dict[str, Any]) -> list[str]:
     """Return the skipped and rolled-back steps, where there were any."""
     parts = []
     if guard["skipped"]:
-        parts.append(f"{guard['skipped']} updates left out, their loss or gradient was not finite")
+        parts.append(f"{guard['skipped']} updates skipped, their loss or gradient was not finite")
     if guard["rollbacks"]:
         steps = ", ".join(f"{first} to {last}" for first, last in guard["passed_over"])
-        parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} passed over")
+        parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} skipped")
     return [f"  guard           {'; '.join(parts)}"] if parts else []
 
 

@@ -45,8 +45,8 @@ class ConsoleLogger:
                 self._bar.set_postfix_str(_postfix(values), refresh=False)
                 self._bar.update(step - self._bar.n)
         if "eval/loss" in values:
-            told = {k: v for k, v in values.items() if k.startswith("eval/") and not k.startswith(FOR_FILES)}
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in told.items())
+            losses = {k: v for k, v in values.items() if k.startswith("eval/") and not k.startswith(FOR_FILES)}
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             log.info("step %d/%d  %s", step, self._total, shown)
 
     def text(self, step: int, *, tag: str, text: str) -> None:

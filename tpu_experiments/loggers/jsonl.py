@@ -69,7 +69,9 @@ class JsonlLogger:
             if kind_of(error) != "full":
                 raise
             if len(self._waiting) == 1:
-                log.warning("%s; %s: records wait in memory until there is room", self._mirror.local, shown(error))
+                log.warning(
+                    "%s; %s: log records are kept in memory until the disk has space", self._mirror.local, shown(error)
+                )
             del self._waiting[:-MAX_WAITING]
         self._mirror.upload_if_due()
 

@@ -60,7 +60,9 @@ def _stored_lives(path: str) -> list[Any]:
         if not isinstance(stored, dict) or not isinstance(stored.get("lives"), list):
             raise ValueError("it lists no lives")
     except ValueError as error:
-        log.warning("%s cannot be read (%s); moved to %s, and begun anew", path, error, put_aside(path, content))
+        log.warning(
+            "%s cannot be read (%s); moved to %s, and a new file is begun", path, error, put_aside(path, content)
+        )
         return []
     return list(stored["lives"])
 

@@ -88,7 +88,7 @@ class RunLogHandler(logging.FileHandler):
             super().handleError(record)
         elif not self._has_complained:
             self._has_complained = True
-            log.warning("%s; %s: lines are missing there", self._mirror.local, shown(error))
+            log.warning("%s; %s: log lines are missing in this file", self._mirror.local, shown(error))
 
     def close(self) -> None:
         """Close the file and upload it where the run folder is remote."""
@@ -102,7 +102,7 @@ OURS = (TerminalHandler, RunLogHandler, logging.handlers.MemoryHandler)
 def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
     """Set up the root logger; with `folder` None, records are kept in memory."""
     root = logging.getLogger()
-    kept = _kept_records()
+    kept = _buffered_records()
     stop_run_log()
     for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
         root.removeHandler(handler)  # added by a library's logging.warning(...); it would repeat every line
@@ -156,7 +156,7 @@ def _memory_handler(kept: list[logging.LogRecord]) -> logging.handlers.MemoryHan
     return handler
 
 
-def _kept_records() -> list[logging.LogRecord]:
+def _buffered_records() -> list[logging.LogRecord]:
     handlers = logging.getLogger().handlers
     memories = [h for h in handlers if isinstance(h, logging.handlers.MemoryHandler)]
     return [record for memory in memories for record in memory.buffer]

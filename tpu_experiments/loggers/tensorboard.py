@@ -101,7 +101,7 @@ class TensorBoardLogger:
             if kind_of(error) != "full":
                 raise
             if self._full_since is None:
-                log.warning("%s; %s: records are left out of it until there is room", self._mirror.local, shown(error))
+                log.warning("%s; %s: records are dropped until the disk has space", self._mirror.local, shown(error))
             self._full_since, self._writer = time.monotonic(), None
             self._num_dropped += 1
             return

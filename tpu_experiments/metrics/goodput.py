@@ -192,7 +192,7 @@ def goodput_lines(totals: Mapping[str, Any] | None) -> list[str]:
         return []
     parts = parts_text(totals["seconds"])
     lives = totals["lives"]
-    several = "" if lives == 1 else f" over {lives} lives, {totals['down_seconds']:,.0f} s between them"
+    several = "" if lives == 1 else f" over {lives} processes, {totals['down_seconds']:,.0f} s between them"
     dollars = [f"${usd:,.2f} {kind.replace('_', ' ')}" for kind, usd in totals["usd"].items() if usd is not None]
     cost = f"; {', '.join(dollars)}" if dollars else ""
     return [f"  wall time       {totals['wall_seconds']:,.1f} s{several}: {parts}{cost}"]

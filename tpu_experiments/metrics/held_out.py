@@ -87,15 +87,17 @@ def document_sums(
 
 
 def compared_by_source(
-    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, how: Resampling
+    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, resampling: Resampling
 ) -> dict[str, Comparison]:
     """Compare the sums (D, K) of every source, and under `ALL` of all sources where there are several.
 
     Args:
         trained: sums of the same documents; None where there is the base alone.
     """
-    found = {name: _compared(base, trained, names=[name], how=how) for name in base}
-    return found if len(found) == 1 else found | {ALL: _compared(base, trained, names=list(base), how=how)}
+    found = {name: _compared(base, trained, names=[name], resampling=resampling) for name in base}
+    return (
+        found if len(found) == 1 else found | {ALL: _compared(base, trained, names=list(base), resampling=resampling)}
+    )
 
 
 def compared_by_value(
@@ -103,7 +105,7 @@ def compared_by_value(
     trained: Mapping[str, Sums] | None,
     *,
     values: Mapping[str, Sequence[str]],
-    how: Resampling,
+    resampling: Resampling,
 ) -> dict[str, dict[str, Comparison]]:
     """The documents of each source by the value that each of them has, in the order of the values."""
     found: dict[str, dict[str, Comparison]] = {}
@@ -113,27 +115,27 @@ def compared_by_value(
             chosen_D = values_D == value
             sides = [None if side is None else {name: side[name][chosen_D]} for side in (base, trained)]
             assert sides[0] is not None
-            found.setdefault(name, {})[value] = _compared(sides[0], sides[1], names=[name], how=how)
+            found.setdefault(name, {})[value] = _compared(sides[0], sides[1], names=[name], resampling=resampling)
     return found
 
 
 def _compared(
-    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, names: Sequence[str], how: Resampling
+    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, names: Sequence[str], resampling: Resampling
 ) -> Comparison:
     sides = [base] if trained is None else [base, trained]
     parts = [np.concatenate([side[name] for side in sides], axis=1) for name in names]
-    pair = _Pair(parts, width=len(COLUMNS), how=how)
-    base_told = pair.told(lambda sums: measures(sums[0]))
+    pair = _Pair(parts, width=len(COLUMNS), resampling=resampling)
+    base_told = pair.estimates(lambda sums: measures(sums[0]))
     counts = pair.total_1K[0]
     trained_told = difference = share = None
     if trained is not None:
-        trained_told = pair.told(lambda sums: measures(sums[1]))
-        difference = pair.told(lambda sums: _less(measures(sums[1]), measures(sums[0])))
+        trained_told = pair.estimates(lambda sums: measures(sums[1]))
+        difference = pair.estimates(lambda sums: _differences(measures(sums[1]), measures(sums[0])))
         share = pair.share(lambda sums: measures(sums[1])["loss"] < measures(sums[0])["loss"])
     return Comparison(pair.num_documents, int(counts[0]), int(counts[1]), base_told, trained_told, difference, share)
 
 
-def compared_answers(base: Sums, trained: Sums | None, *, how: Resampling) -> dict[str, Any]:
+def compared_answers(base: Sums, trained: Sums | None, *, resampling: Resampling) -> dict[str, Any]:
     """Estimate the means of answer scores (N, 4), named as in `metrics/held_out.py`.
 
     Returns:
@@ -141,32 +143,32 @@ def compared_answers(base: Sums, trained: Sums | None, *, how: Resampling) -> di
     """
     sides = [base] if trained is None else [base, trained]
     parts = [np.concatenate([side / len(side) for side in sides], axis=1)]
-    pair = _Pair(parts, width=base.shape[1], how=how)
+    pair = _Pair(parts, width=base.shape[1], resampling=resampling)
 
     def by_name(sums_RK: Sums) -> dict[str, Sums]:
         return dict(zip(SCORES, sums_RK.T, strict=True))
 
-    found: dict[str, Any] = {"answers": len(base), "base": pair.told(lambda sums: by_name(sums[0]))}
+    found: dict[str, Any] = {"answers": len(base), "base": pair.estimates(lambda sums: by_name(sums[0]))}
     if trained is not None:
-        found["trained"] = pair.told(lambda sums: by_name(sums[1]))
-        found["difference"] = pair.told(lambda sums: by_name(sums[1] - sums[0]))
+        found["trained"] = pair.estimates(lambda sums: by_name(sums[1]))
+        found["difference"] = pair.estimates(lambda sums: by_name(sums[1] - sums[0]))
     return found
 
 
 class _Pair:
     """Sums over documents of one model, or of two side by side: in total and over resampled documents."""
 
-    def __init__(self, parts: Sequence[Sums], *, width: int, how: Resampling) -> None:
-        generator = np.random.Generator(np.random.Philox(key=how.seed))
+    def __init__(self, parts: Sequence[Sums], *, width: int, resampling: Resampling) -> None:
+        generator = np.random.Generator(np.random.Philox(key=resampling.seed))
         self.total_1K = np.sum([part.sum(0) for part in parts], axis=0)[None]
-        self._drawn_RK = resampled_over(parts, num_resamples=how.num_resamples, generator=generator)
-        self._confidence, self._width = how.confidence, width
+        self._drawn_RK = resampled_over(parts, num_resamples=resampling.num_resamples, generator=generator)
+        self._confidence, self._width = resampling.confidence, width
         self.num_documents = sum(map(len, parts))
 
     def _sides(self, sums_RK: Sums) -> list[Sums]:
         return [sums_RK[:, start : start + self._width] for start in range(0, sums_RK.shape[1], self._width)]
 
-    def told(self, values_of: Callable[[list[Sums]], dict[str, Sums]]) -> dict[str, Estimate]:
+    def estimates(self, values_of: Callable[[list[Sums]], dict[str, Sums]]) -> dict[str, Estimate]:
         """Estimate values with their intervals; a value that is not finite is left out."""
         values, spreads = values_of(self._sides(self.total_1K)), values_of(self._sides(self._drawn_RK))
         return {
@@ -182,7 +184,7 @@ class _Pair:
         return float(np.mean(is_so(self._sides(self._drawn_RK)))) if self.num_documents > 1 else None
 
 
-def _less(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
+def _differences(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
     return {name: values - others[name] for name, values in some.items()}
 
 

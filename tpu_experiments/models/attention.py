@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.rope import take
+from tpu_experiments.models.rope import pending_rotation
 from tpu_experiments.runtime.kernels.attention import Scores, attention, has_attention_kernel
 
 FLASH = "segment_kernel"
@@ -76,7 +76,7 @@ def flash(
             raise NotImplementedError(f"attention dropout={dropout}; the kernel has none; use model.attention=sdpa")
         flat = [tensor.transpose(1, 2).flatten(2) for tensor in (query, key, value)]
         scores, heads = Scores(scale, sliding_window, softcap), query.shape[1]
-        out = attention(*flat, segments=segments_BT, rotation=take(query, key), heads=heads, scores=scores)
+        out = attention(*flat, segments=segments_BT, rotation=pending_rotation(query, key), heads=heads, scores=scores)
         return out.unflatten(2, (heads, -1)), None
     mask = causal_mask(segments_BT, window=sliding_window)
     if softcap is None:

@@ -3,7 +3,7 @@
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
-from tpu_experiments.runtime.ops import Folding
+from tpu_experiments.runtime.ops import Folding, PlaceTensor
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
 
 
@@ -67,7 +67,6 @@ def _collect(made: dict[str, Tensor], item: Named, *, base: str, name: str, inde
 
 
 TRIM_BYTES = 16 * 2**20
-Place = Callable[..., Tensor]  # (tensor, *, name) -> the uploaded tensor
 
 
 @dataclass
@@ -121,7 +120,7 @@ def build_model(
     *,
     lora: LoraConfig,
     seed: int,
-    place: Place,
+    place: PlaceTensor,
     folding: Folding | None = None,
 ) -> BuiltModel:
     """Load `source` onto the device and return its module and trainable parameters.
@@ -146,7 +145,7 @@ def build_model(
     return BuiltModel(module, in_order, report, source, initial, marks, tuple(trainable))
 
 
-def placed_buffers(module: nn.Module, *, place: Place) -> None:
+def placed_buffers(module: nn.Module, *, place: PlaceTensor) -> None:
     """Upload the buffers that no checkpoint holds (RoPE frequencies), once all weights are uploaded."""
     module.tie_weights()  # type: ignore[operator]  # placing replaced the shared embedding
     for name, buffer in list(module.named_buffers()):
@@ -155,7 +154,7 @@ def placed_buffers(module: nn.Module, *, place: Place) -> None:
 
 
 def placed_weights(
-    module: nn.Module, weights: Iterator[Named], *, place: Place, marks: dict[str, str]
+    module: nn.Module, weights: Iterator[Named], *, place: PlaceTensor, marks: dict[str, str]
 ) -> dict[str, Tensor]:
     """Upload weights: frozen ones into the module, trainable ones into the returned dict, in float32.
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.forward import gives_tensor
+from tpu_experiments.models.forward import returns_one_tensor
 from tpu_experiments.models.layer_graph import LayerGraph
 from tpu_experiments.models.scanned import compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.ops import BY_ROWS, Folding
@@ -41,10 +41,10 @@ def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str
     path, layers = _decoder_layers(module)
     period = _period(layers)
     if not period:
-        log.info("%d layers of %s do not repeat: each is compiled on its own", len(layers), path or "the model")
+        log.info("%d layers of %s do not repeat: each is compiled separately", len(layers), path or "the model")
         return 0
-    if not gives_tensor(layers[0], module=module):  # Falcon's return attention weights as well
-        log.info("layers of %s give more than hidden states: each is compiled on its own", path)
+    if not returns_one_tensor(layers[0], module=module):  # Falcon's return attention weights as well
+        log.info("layers of %s return more than hidden states: each is compiled separately", path)
         return 0
     period *= max(1, min(group, len(layers) // (2 * period)))
     folded = FoldedLayers(layers, path=path, period=period, folding=folding, remat=remat, saved=tuple(saved))

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from tpu_experiments.models.attention import FLASH, causal_mask
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.rope import computed
+from tpu_experiments.models.rope import with_rope_in_kernel
 from tpu_experiments.runtime.stacked import is_stack
 
 
@@ -60,8 +60,10 @@ def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mappin
     """
     dtype: Any = module.dtype
     inputs = _inputs(module, batch)
-    with noise(batch.get(NOISE)), _as_used(parameters, dtype=dtype) as cast:
-        return computed(module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits)
+    with noise(batch.get(NOISE)), _in_module_dtype(parameters, dtype=dtype) as cast:
+        return with_rope_in_kernel(
+            module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
+        )
 
 
 def hidden_of(
@@ -75,9 +77,9 @@ def hidden_of(
     """
     dtype: Any = module.dtype
     inputs, without_head = _inputs(module, batch), _WithoutHead(module)
-    with noise(batch.get(NOISE)), _as_used(parameters, dtype=dtype) as cast:
+    with noise(batch.get(NOISE)), _in_module_dtype(parameters, dtype=dtype) as cast:
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
-        hidden_BTH, head_VH = computed(
+        hidden_BTH, head_VH = with_rope_in_kernel(
             module, lambda: functional_call(without_head, own, kwargs=inputs, tie_weights=True)
         )
     trained = next((parameters[name] for name, tensor in cast.items() if tensor is head_VH), head_VH)
@@ -85,7 +87,7 @@ def hidden_of(
 
 
 @contextmanager
-def _as_used(parameters: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+def _in_module_dtype(parameters: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Yield the parameters in the data type in which the module is called.
 
     Stacks are left as they are and cast where their layers run (models/fold.py).
@@ -122,10 +124,10 @@ def attention_input(segments_BT: Tensor, *, module: nn.Module) -> Any:
     config: Any = module.config
     if config._attn_implementation == FLASH:
         return segments_BT[:, None, None, :]
-    return in_its_form(attention_masks(segments_BT, config=config), module)
+    return in_attention_form(attention_masks(segments_BT, config=config), module)
 
 
-def in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
+def in_attention_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
     """Convert boolean masks to the form that the module's attention expects.
 
     sdpa takes the boolean mask; transformers' eager attention adds its mask to the scores: 0, or the lowest finite
@@ -135,7 +137,7 @@ def in_its_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
     if config._attn_implementation != "eager":
         return masks
     if isinstance(masks, dict):
-        return {kind: in_its_form(mask, module) for kind, mask in masks.items()}
+        return {kind: in_attention_form(mask, module) for kind, mask in masks.items()}
     dtype: Any = module.dtype
     return torch.where(masks, 0.0, torch.finfo(dtype).min).to(dtype)
 
@@ -185,8 +187,11 @@ def has_plain_head(module: nn.Module) -> bool:
     if module not in _known:
         _known[module] = _is_product(module)
         if not _known[module]:
-            told = "its logits are not a plain product; those of whole rows are made, whatever loss_chunk_tokens is"
-            log.info("%s: %s", type(module).__name__, told)
+            log.info(
+                "logits of %s are not a plain matrix product: they are computed for whole rows, and "
+                "trainer.loss_chunk_tokens has no effect",
+                type(module).__name__,
+            )
     return _known[module]
 
 
@@ -254,7 +259,7 @@ def rehearse(module: nn.Module) -> None:
                 raise
 
 
-def gives_tensor(layer: nn.Module, *, module: nn.Module) -> bool:
+def returns_one_tensor(layer: nn.Module, *, module: nn.Module) -> bool:
     """Return whether a layer returns its hidden states alone; true where the meta device cannot run it."""
     given: list[bool] = []
     hook = layer.register_forward_hook(lambda _layer, _inputs, output: given.append(isinstance(output, Tensor)))

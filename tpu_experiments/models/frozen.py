@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.build import Place, describe, placed_buffers, placed_weights, shapes_of_base
+from tpu_experiments.models.build import describe, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import adapted_weights, adapter_weights
+from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.storage.tensors import require_finite
 
 
@@ -17,7 +18,7 @@ def build_frozen(
     *,
     lora: LoraConfig,
     trained: Mapping[str, Tensor],
-    place: Place,
+    place: PlaceTensor,
     reduced_with_seed: int | None = None,
     origin: str = "",
 ) -> nn.Module:

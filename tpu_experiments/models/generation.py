@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.forward import attention_input, by_layer_type, in_its_form
+from tpu_experiments.models.forward import attention_input, by_layer_type, in_attention_form
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.ops import Tensors
 
@@ -75,11 +75,11 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
     def mask_of(window: int | None) -> Tensor:
         return full & (index_S > slot - window) if window else full
 
-    return in_its_form(by_layer_type(mask_of, config=module.config), module)
+    return in_attention_form(by_layer_type(mask_of, config=module.config), module)
 
 
 @contextmanager
-def kernel_left_out(module: nn.Module) -> Iterator[None]:
+def without_kernel(module: nn.Module) -> Iterator[None]:
     """Replace the attention kernel by sdpa or eager attention inside the block.
 
     The kernel of `model.attention=flash` takes whole rows only.
@@ -95,7 +95,7 @@ def kernel_left_out(module: nn.Module) -> Iterator[None]:
 
 
 def next_ids(
-    logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, uniform_B: Tensor, how: ChoiceConfig
+    logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, uniform_B: Tensor, choice: ChoiceConfig
 ) -> Tensor:
     """Choose the next token of every row; returns ids (B,) int32.
 
@@ -103,10 +103,10 @@ def next_ids(
         ids_BS: prompts and generated tokens, each row after `pads_B` slots of padding and up to `slot` (1,).
         uniform_B: float32 in [0, 1); unused without sampling.
     """
-    scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, how=how)
-    if not how.do_sample:
+    scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, choice=choice)
+    if not choice.do_sample:
         return scores_BV.argmax(-1).to(torch.int32)
-    probabilities_BC, ids_BC = candidates(scores_BV, how=how)
+    probabilities_BC, ids_BC = candidates(scores_BV, choice=choice)
     reached_BC = probabilities_BC.cumsum(-1)
     # Inverse transform sampling. Scaled by the last sum, the distribution function reaches 1 despite rounding.
     place_B1 = (reached_BC <= uniform_B[:, None] * reached_BC[:, -1:]).sum(-1, keepdim=True)
@@ -114,31 +114,31 @@ def next_ids(
     return ids_BC.gather(1, torch.minimum(place_B1, possible_B1 - 1))[:, 0].to(torch.int32)
 
 
-def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, how: ChoiceConfig) -> Tensor:
+def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, choice: ChoiceConfig) -> Tensor:
     """Apply `repetition_penalty` and `no_repeat_ngram_size` to logits; padding does not count as text."""
     index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
     is_text_BS = (index_S >= pads_B[:, None]) & (index_S <= slot)
-    scores_BV, penalty = logits_BV, how.repetition_penalty
+    scores_BV, penalty = logits_BV, choice.repetition_penalty
     if penalty != 1:
         punished = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
         scores_BV = torch.where(_occurring(ids_BS, where=is_text_BS, like=scores_BV), punished, scores_BV)
-    if how.no_repeat_ngram_size:
-        ends_BS = is_text_BS & _ends_of_repeats(ids_BS, pads_B=pads_B, slot=slot, size=how.no_repeat_ngram_size)
+    if choice.no_repeat_ngram_size:
+        ends_BS = is_text_BS & _ends_of_repeats(ids_BS, pads_B=pads_B, slot=slot, size=choice.no_repeat_ngram_size)
         scores_BV = scores_BV.masked_fill(_occurring(ids_BS, where=ends_BS, like=scores_BV), -torch.inf)
     return scores_BV
 
 
-def candidates(scores_BV: Tensor, *, how: ChoiceConfig) -> tuple[Tensor, Tensor]:
+def candidates(scores_BV: Tensor, *, choice: ChoiceConfig) -> tuple[Tensor, Tensor]:
     """Return probabilities and ids (B, C) of the tokens to sample from, likeliest first.
 
     Tokens outside `top_p` have probability 0. Of tokens that tie for the last place of `top_k`, transformers keeps all,
     and this keeps `top_k` in total.
     """
     num_ids = scores_BV.shape[-1]
-    best_BC, ids_BC = torch.topk(scores_BV / how.temperature, min(how.top_k or num_ids, num_ids), dim=-1)
+    best_BC, ids_BC = torch.topk(scores_BV / choice.temperature, min(choice.top_k or num_ids, num_ids), dim=-1)
     probabilities_BC = torch.softmax(best_BC, dim=-1)
     before_BC = probabilities_BC.cumsum(-1) - probabilities_BC
-    return torch.where(before_BC < how.top_p, probabilities_BC, 0.0), ids_BC
+    return torch.where(before_BC < choice.top_p, probabilities_BC, 0.0), ids_BC
 
 
 def _occurring(ids_BS: Tensor, *, where: Tensor, like: Tensor) -> Tensor:
@@ -177,13 +177,13 @@ class Decoder:
         module: nn.Module,
         *,
         runtime: Runtime,
-        how: ChoiceConfig,
+        choice: ChoiceConfig,
         num_rows: int,
         max_new_tokens: int,
         tokens_per_call: int,
         seed: int,
     ) -> None:
-        self.module, self.runtime, self.how, self.num_rows = module.eval(), runtime, how, num_rows
+        self.module, self.runtime, self.choice, self.num_rows = module.eval(), runtime, choice, num_rows
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.tokens_per_call = max(1, min(tokens_per_call, max_new_tokens - 1))
         self.num_calls = -(-(max_new_tokens - 1) // self.tokens_per_call)
@@ -210,7 +210,7 @@ class Decoder:
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
         uniforms_BN = np.pad(uniforms_BN, ((0, self.num_rows - len(prompts)), (0, 0)))
         with torch.no_grad():
-            for written_BN in self.buckets[bucket].write(filled, torch.from_numpy(uniforms_BN)):
+            for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN)):
                 yield written_BN[: len(prompts), : self.max_new_tokens].tolist()
 
     def _uniforms(self, draw: int) -> np.ndarray:
@@ -235,10 +235,10 @@ class Bucket:
         self.num_slots = length + 1 + decoder.num_calls * decoder.tokens_per_call
         self.state: dict[str, Tensor] = {}
         runtime = decoder.runtime
-        self.read_program = runtime.program(self.read, name=f"read {length}")
-        self.write_program = runtime.program(self.write_some, name=f"write {length}", held=lambda: self.state)
+        self.prefill_program = runtime.program(self.prefill, name=f"read {length}")
+        self.decode_program = runtime.program(self.generate_tokens, name=f"write {length}", held=lambda: self.state)
 
-    def write(self, prompts: Sequence[list[int]], uniforms_BN: Tensor) -> Iterator[Tensor]:
+    def generate(self, prompts: Sequence[list[int]], uniforms_BN: Tensor) -> Iterator[Tensor]:
         """Yield the tokens generated so far (B, n) on the host: after the first one, then N at a time."""
         decoder, put = self.decoder, self.decoder.runtime.put
         ids_BT = torch.zeros(len(prompts), self.length, dtype=torch.int32)
@@ -246,18 +246,18 @@ class Bucket:
             ids_BT[row, self.length - len(ids) :] = torch.tensor(ids, dtype=torch.int32)
         pads_B = torch.tensor([self.length - len(ids) for ids in prompts], dtype=torch.int32)
         batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous()}, rows_dim=-1)
-        self.state = self.read_program(batch)
+        self.state = self.prefill_program(batch)
         yield self._written(self.state["ids"], 1)
         for call in range(decoder.num_calls):
             begin = 1 + call * decoder.tokens_per_call
             end = begin + decoder.tokens_per_call
             batch = put({"uniforms": uniforms_BN[:, begin:end].T.contiguous()}, rows_dim=-1)
-            yield self._written(self.write_program(batch)["ids"], end)
+            yield self._written(self.decode_program(batch)["ids"], end)
 
     def _written(self, ids_BS: Tensor, num: int) -> Tensor:
         return ids_BS.cpu()[:, self.length : self.length + num]
 
-    def read(self, batch: Batch) -> dict[str, Tensor]:
+    def prefill(self, batch: Batch) -> dict[str, Tensor]:
         """Compute keys and values of prompts `ids` (B, T), and the first token after them (prefill program).
 
         Raises:
@@ -285,31 +285,31 @@ class Bucket:
         state = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=batch["uniforms"])
         return dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
 
-    def write_some(self, batch: Batch) -> dict[str, Tensor]:
+    def generate_tokens(self, batch: Batch) -> dict[str, Tensor]:
         """Generate N more tokens in `state`; returns `ids` as a separate tensor (decoding program)."""
-        new = self.more(batch)
+        new = self.next_states(batch)
         with torch.no_grad():
             for name, tensor in new.items():
                 self.state[name].copy_(tensor)
         return {"ids": new["ids"]}
 
-    def more(self, batch: Batch) -> dict[str, Tensor]:
+    def next_states(self, batch: Batch) -> dict[str, Tensor]:
         """Return what N more tokens, sampled by `uniforms` (N, B), change in `state`."""
         state = self.state
         names = [name for name in state if name != "pads"]
 
         def body(carry: Tensors, xs: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            return self.one_more(dict(zip(names, carry, strict=True)), pads_B=consts[0], uniform_B=xs[0]), ()
+            return self.next_state(dict(zip(names, carry, strict=True)), pads_B=consts[0], uniform_B=xs[0]), ()
 
         carry = tuple(state[name] for name in names)
         new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=(state["pads"],))
         return dict(zip(names, new, strict=True))
 
-    def one_more(self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor) -> Tensors:
+    def next_state(self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor) -> Tensors:
         """Return `state` with the token after `slot`; keys and values of the token in `slot` are written."""
         module, slot, ids_BS = self.decoder.module, state["slot"], state["ids"]
         layers = [(state[name], state[f"value{name[3:]}"]) for name in state if name.startswith("key")]
-        with kernel_left_out(module):
+        with without_kernel(module):
             logits_BV = _logits(
                 module,
                 ids_BS.index_select(1, slot.long()),
@@ -325,7 +325,9 @@ class Bucket:
     def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Tensor) -> Tensors:
         """Choose the next token; returns the ids with it in place, and its slot."""
         uniform_B = given.pop("uniform_B")
-        token_B = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, uniform_B=uniform_B, how=self.decoder.how, **given)
+        token_B = next_ids(
+            logits_BV, ids_BS=ids_BS, slot=slot, uniform_B=uniform_B, choice=self.decoder.choice, **given
+        )
         return ids_BS.index_copy(1, (slot + 1).long(), token_B[:, None]), slot + 1
 
 

@@ -115,7 +115,7 @@ class HuggingFaceModel:
                 f"model={self.model.name}; models of type {config.model_type!r} are not built here: "
                 f"{NOT_BUILT[config.model_type]}; take a decoder with attention and plain weights."
             )
-        problems = count_problems(decoder_config(config), where=self._where)
+        problems = count_problems(decoder_config(config), where=self._config_origin)
         if problems:
             raise ConfigError("\n".join(problems))
         return config
@@ -148,8 +148,8 @@ class HuggingFaceModel:
             reason = " ".join(str(error).split())[:200]
             way = "mend them" if self.model.attention == "eager" else "mend them, or use model.attention=eager"
             raise ConfigError(
-                f"{self._where} with model.attention={self.model.attention}; transformers' {self.config.model_type} "
-                f"cannot compute with these values ({type(error).__name__}: {reason}); {way}."
+                f"{self._config_origin} with model.attention={self.model.attention}; transformers' "
+                f"{self.config.model_type} cannot compute with these values ({type(error).__name__}: {reason}); {way}."
             ) from error
         return module
 
@@ -159,7 +159,7 @@ class HuggingFaceModel:
         return cast(PreTrainedModel, made)
 
     @property
-    def _where(self) -> str:
+    def _config_origin(self) -> str:
         """Origin of the config's values, for error messages."""
         return f"model={self.model.name} (model.arch)" if self.folder is None else f"model.path={self.folder}"
 
@@ -232,7 +232,7 @@ class HuggingFaceModel:
         return prefixes(self._on_meta(self.config), self._on_meta(self.whole_config))
 
     def _stored(self, names: list[str]) -> dict[str, StoredTensor | ConvertedTensor]:
-        found, outer = self._as_named, [self.outer_name(name) for name in names]
+        found, outer = self._tensors_by_name, [self.outer_name(name) for name in names]
         absent = [name for name in outer if name not in found]
         if absent:
             raise ConfigError(
@@ -242,7 +242,7 @@ class HuggingFaceModel:
         return {name: found[whole] for name, whole in zip(names, outer, strict=True)}
 
     @cached_property
-    def _as_named(self) -> dict[str, StoredTensor | ConvertedTensor]:
+    def _tensors_by_name(self) -> dict[str, StoredTensor | ConvertedTensor]:
         """Every tensor of the checkpoint under its name in the model; cached, so that files are indexed once."""
         assert self.folder is not None
         return converted_tensors(stored_tensors(self.folder), self._on_meta(self.whole_config))

@@ -72,14 +72,14 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         return
     try:
         config = small_copy(source.config)
-        module, alone = _modules(config, source)
-        moved = differences(module, alone, is_packed=is_packed)
+        module, reference = _modules(config, source)
+        moved = differences(module, reference, is_packed=is_packed)
     except ConfigError:
         raise
     except UNFIT as error:
         reason = " ".join(str(error).split())[:200]
-        log.warning("%s: whether %s keeps documents apart was not checked, since no small copy of its config computes "
-                    "(%s: %s)", name, kind, type(error).__name__, reason)  # fmt: skip
+        log.warning("%s: the isolation of packed documents in %s was not checked, since no small copy of its config "
+                    "runs (%s: %s)", name, kind, type(error).__name__, reason)  # fmt: skip
         return
     if moved["past"] > TOLERANCE:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
     return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
 
 
-def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict[str, float]:
+def differences(module: nn.Module, reference: nn.Module, *, is_packed: bool) -> dict[str, float]:
     """Return the largest differences of logits, as shares of the largest logit.
 
     Args:
@@ -123,11 +123,11 @@ def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict
             document as transformers computes it; `other`: documents in one row, against each alone.
     """
     first, second = LENGTHS
-    ids = _drawn(first + second)
+    ids = _random_ids(first + second)
     changed = ids.clone()
     changed[first - 1] = ids[first - 1] % (AT_MOST["vocab_size"] - len(IDS)) + len(IDS)
     with torch.no_grad():
-        expected = torch.cat([alone(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)])
+        expected = torch.cat([reference(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)])
         one = _packed(module, ids[:first], lengths=(first,))
         moved = _packed(module, changed[:first], lengths=(first,))
         two = _packed(module, ids, lengths=LENGTHS) if is_packed else expected
@@ -136,7 +136,7 @@ def differences(module: nn.Module, alone: nn.Module, *, is_packed: bool) -> dict
     return {name: float((a - b).abs().max() / largest) for name, (a, b) in pairs.items()}
 
 
-def _drawn(count: int) -> Tensor:
+def _random_ids(count: int) -> Tensor:
     """Draw token ids, none of them a special one."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(len(IDS), AT_MOST["vocab_size"], (count,), generator=generator)
@@ -172,13 +172,13 @@ def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Mod
             module = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=source.runs_code)
             made.append(module.eval())
         for parameter in made[0].parameters():
-            _draw(parameter)
+            _randomise(parameter)
     made[1].load_state_dict(made[0].state_dict())
     return made[0], made[1]
 
 
 @torch.no_grad()
-def _draw(parameter: nn.Parameter) -> None:
+def _randomise(parameter: nn.Parameter) -> None:
     """Draw weights that move logits: matrices preserve the activations' scale, vectors change a little."""
     if parameter.ndim > 1:
         parameter.normal_(std=parameter.shape[-1] ** -0.5)

@@ -41,7 +41,7 @@ class LoraLinear(nn.Module):
     def __init__(self, linear: nn.Linear | Conv1D, *, r: int, scale: float, dropout: float, name: str = "") -> None:
         """Wrap `linear`; `name` is its path in the model, on which dropout masks depend."""
         super().__init__()
-        self.layer_idx, self.site = place_of(name)
+        self.layer_idx, self.site = layer_and_hash(name)
         self.is_transposed = isinstance(linear, Conv1D)
         self.in_features, self.out_features = features_of(linear)
         self.scale, self.dropout = scale, dropout
@@ -52,11 +52,11 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), in the data type of `x`."""
-        low = self.siblings.low(self, x) if self.siblings else self.low(x, self.lora_A)
+        low = self.siblings.low_rank(self, x) if self.siblings else self.low_rank(x, self.lora_A)
         weight = self.weight.t() if self.is_transposed else self.weight
         return F.linear(x, weight, self.bias) + product(low, self.lora_B)
 
-    def low(self, x: Tensor, a: Tensor) -> Tensor:
+    def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
         # Scaling here costs r multiplications per token, not one per feature, forward and backward.
         return named(product(self._dropped(x), a) * self.scale, LOW)
@@ -100,16 +100,16 @@ class Siblings:
         self._x: Tensor | None = None
         self._lows: dict[int, Tensor] = {}
 
-    def low(self, member: LoraLinear, x: Tensor) -> Tensor:
+    def low_rank(self, member: LoraLinear, x: Tensor) -> Tensor:
         """Return the low-rank product of `member` for `x`: (..., in_features) to (..., r)."""
         if x is not self._x:
-            together = member.low(x, torch.cat([m.lora_A for m in self._members]))
+            together = member.low_rank(x, torch.cat([m.lora_A for m in self._members]))
             lows = together.split([len(m.lora_A) for m in self._members], dim=-1)
             self._x, self._lows = x, {id(m): low for m, low in zip(self._members, lows, strict=True)}
         low = self._lows.pop(id(member), None)
         if not self._lows:
             self._x = None
-        return member.low(x, member.lora_A) if low is None else low
+        return member.low_rank(x, member.lora_A) if low is None else low
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
         adapted = LoraLinear(linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout, name=name)
         setattr(module.get_submodule(parent), leaf, adapted)
     for parent in {name.rpartition(".")[0]: None for name in matched}:
-        _introduce(module.get_submodule(parent))
+        _link_siblings(module.get_submodule(parent))
     return report(module, adapters=len(matched))
 
 
-def _introduce(parent: nn.Module) -> None:
+def _link_siblings(parent: nn.Module) -> None:
     """Link the adapters of one module that may read the same tensor."""
     for names in SAME_INPUT:
         members = [part for part in (getattr(parent, name, None) for name in names) if isinstance(part, LoraLinear)]
@@ -160,7 +160,7 @@ def _introduce(parent: nn.Module) -> None:
                 member.siblings, member.site = siblings, members[0].site
 
 
-def place_of(name: str) -> tuple[int, int]:
+def layer_and_hash(name: str) -> tuple[int, int]:
     """Return a module's layer number, 0 outside all layers, and an int32 hash of its name within a layer."""
     parts = name.split(".")
     place = next((place for place, part in enumerate(parts) if part.isdigit()), None)

@@ -98,7 +98,7 @@ def chunked_token_scores(
         losses_BC = chunk.losses()
         return (carry[0] + (losses_BC * x[2]).sum(1),), (losses_BC, chunk.hits())
 
-    xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+    xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     carry = (torch.zeros_like(weights_BT[:, 0]),)
     (sums_B,), tokens = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0])
     losses_BT, hits_BT = (_joined(each_NBC, hidden_BTH.shape[1]) for each_NBC in tokens)
@@ -114,12 +114,12 @@ def _sums(
         chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
         return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.log_z_BC,)
 
-    xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+    xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     (sums_B,), (log_z_NBC,) = terms.loop(body, carry=(torch.zeros_like(weights_BT[:, 0]),), xs=xs, consts=consts)
     return sums_B, _joined(log_z_NBC, hidden_BTH.shape[1])
 
 
-def _given(
+def _loop_inputs(
     hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms, *more_BT: Tensor
 ) -> tuple[Tensors, Tensors]:
     """Return the inputs of each chunk, and the constants of the loop.
@@ -144,7 +144,7 @@ class _FrozenHead(torch.autograd.Function):
             chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
             return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.gradient(x[2]),)
 
-        xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
+        xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
         carry = (torch.zeros_like(weights_BT[:, 0]),)
         rows = hidden_BTH.shape[0]
         (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
@@ -184,7 +184,7 @@ class _TrainedHead(torch.autograd.Function):
             grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
             return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
 
-        xs, consts = _given(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms, log_z_BT)
+        xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms, log_z_BT)
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
         rows = hidden_BTH.shape[0]
         (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
@@ -323,7 +323,7 @@ def next_token_scores(
     """
     with torch.no_grad():
         if chunk_tokens is None or not has_plain_head(module):
-            return _of_logits(logits_of(module, parameters, rows), rows)
+            return _scores_from_logits(logits_of(module, parameters, rows), rows)
         hidden_BTH, head_VH = hidden_of(module, parameters, rows)
         positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
         cap = soft_cap_of(module)
@@ -334,7 +334,7 @@ def next_token_scores(
         )
 
 
-def _of_logits(logits_RTV: Tensor, rows: Mapping[str, Tensor]) -> Scores:
+def _scores_from_logits(logits_RTV: Tensor, rows: Mapping[str, Tensor]) -> Scores:
     targets_RT, weights_RT = target_weights(rows)
     logits_RTV = logits_RTV.float()
     losses = F.cross_entropy(logits_RTV.flatten(0, 1), targets_RT.flatten().long(), reduction="none")

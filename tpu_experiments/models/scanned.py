@@ -63,7 +63,7 @@ class _Scan:
                 if source == LAYER_INPUT:
                     saved.append(self.host.put(value))
                 elif source is None:
-                    saved.append(_kept(value))
+                    saved.append(_bool_to_uint8(value))
             hidden = out
         return (self.constrain(hidden, axes=BY_ROWS),), tuple(saved)
 
@@ -78,9 +78,9 @@ class _Scan:
             values = []
             for source in reversed(graph.saved_inputs):
                 if source == LAYER_INPUT:
-                    values.append(self.host.take(saved.pop()))
+                    values.append(self.host.fetch(saved.pop()))
                 else:
-                    values.append(_unkept(saved.pop()) if source is None else inputs[source])
+                    values.append(_uint8_to_bool(saved.pop()) if source is None else inputs[source])
             grad, *others = graph.backward(*reversed(values), self.constrain(grad, axes=BY_ROWS))
             of_weights = zip(others[: graph.num_weights], split, strict=True)
             grads = [
@@ -104,7 +104,7 @@ def compute_dtype(weights: Iterable[Tensor], *, like: Tensor) -> tuple[Tensor, .
     return tuple(w.to(like.dtype) if w.is_floating_point() else w for w in weights)
 
 
-def _kept(value: Tensor) -> Tensor:
+def _bool_to_uint8(value: Tensor) -> Tensor:
     """Cast bool to uint8 for the stack.
 
     torch_xla lowers a random bool tensor to float32, which does not go into a stack of bools.
@@ -112,7 +112,7 @@ def _kept(value: Tensor) -> Tensor:
     return value.to(torch.uint8) if value.dtype == torch.bool else value
 
 
-def _unkept(value: Tensor) -> Tensor:
+def _uint8_to_bool(value: Tensor) -> Tensor:
     return value.to(torch.bool) if value.dtype == torch.uint8 else value
 
 

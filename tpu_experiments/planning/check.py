@@ -139,18 +139,18 @@ def finding(config: Config) -> Finding | None:
         return None
     try:
         if is_open(config):
-            found = by_formulas(config, arch)
+            found = formula_finding(config, arch)
             return found if found is not None and found.certainty == "known" else None
         known = known_plan(config, arch)
         if known is not None:
-            return None if known.fields["fits"] else Finding(planned_words(config, known), "known")
-        return by_formulas(config, arch)
+            return None if known.fields["fits"] else Finding(plan_finding_text(config, known), "known")
+        return formula_finding(config, arch)
     except ConfigError as error:
-        log.info("nothing is known of the run's memory: %s", error)
+        log.info("the run's memory was not checked: %s", error)
         return None
 
 
-def planned_words(config: Config, plan: SavedPlan) -> str:
+def plan_finding_text(config: Config, plan: SavedPlan) -> str:
     """Return why a run does not fit, by a compiled plan."""
     fields = plan.fields
     memory, shortage = fields["hbm_gib_per_chip"], fields["does_not_fit"] or {}
@@ -159,11 +159,11 @@ def planned_words(config: Config, plan: SavedPlan) -> str:
     return (
         f"hw={config.hw.name}; the program {memory['program']} of this run was compiled for {fields['topology']} and "
         f"takes {used:.2f} of {limit:.2f} GiB per chip ({plan.file}, libtpu {libtpu}); "
-        f"{nearest_words(shortage.get('remedies', []))}"
+        f"{remedies_text(shortage.get('remedies', []))}"
     )
 
 
-def nearest_words(remedies: Any) -> str:
+def remedies_text(remedies: Any) -> str:
     """Format the settings of a plan's remedies as advice."""
     if not remedies:
         return "task=plan task.explore=search looks for settings that fit"
@@ -173,7 +173,7 @@ def nearest_words(remedies: Any) -> str:
     return f"nearest settings that fit: {', or '.join(remedies)}"
 
 
-def by_formulas(config: Config, arch: Any) -> Finding | None:
+def formula_finding(config: Config, arch: Any) -> Finding | None:
     """Check memory by formulas.
 
     They are exact for what is resident on the chip, and up to 45 % wrong for what a step needs beside it.
@@ -194,7 +194,7 @@ def by_formulas(config: Config, arch: Any) -> Finding | None:
         listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib > 0)
         remedies = remedies_for(config, arch, memory=memory, geometry=stage.geometry)
         words = f"hw={config.hw.name}; {listed} are {certain:.2f} GiB per chip before any activation, more than {chip}"
-        return Finding(f"{words}; {nearest_words(remedies)}", "known")
+        return Finding(f"{words}; {remedies_text(remedies)}", "known")
     if memory.total <= limit:
         return None
     return Finding(

@@ -112,7 +112,7 @@ class Compilers:
         answer: dict[str, Any] = json.loads((place / ANSWER).read_text())
         memory = Memory(**answer["memory"]) if "memory" in answer else None
         shortage = None if memory else _shortage(answer, hw=hw, place=place, what=what)
-        log.info("%s: compiled in %.0f s%s", what, answer["seconds"], ", on an earlier occasion" if known else "")
+        log.info("%s: compiled in %.0f s%s", what, answer["seconds"], ", from the cache" if known else "")
         return Compiled(program.name, answer["seconds"], memory, shortage, answer["versions"], place)
 
     def _run(self, place: Path, *, flags: str, what: str) -> None:
@@ -123,7 +123,7 @@ class Compilers:
         _, stderr = process.communicate()
         self.running.discard(process)
         if not (place / ANSWER).exists():
-            raise oom.about_process(process.returncode, stderr=stderr, what=what)
+            raise oom.compiler_ended(process.returncode, stderr=stderr, what=what)
 
 
 def shown(program: Lowered) -> str:
@@ -133,16 +133,16 @@ def shown(program: Lowered) -> str:
 
 def _shortage(answer: dict[str, Any], *, hw: HwConfig, place: Path, what: str) -> OutOfMemory:
     """Return the report of a program that does not fit; any other error is raised and not cached."""
-    said = answer["error"]
-    report = read_out_of_memory(said) if is_out_of_memory(said) else None
+    error_text = answer["error"]
+    report = read_out_of_memory(error_text) if is_out_of_memory(error_text) else None
     if report is not None and report.memory_space == "hbm":
         return report
     (place / ANSWER).unlink(missing_ok=True)
     if answer["stage"] == "topology":
-        raise oom.about_topology(hw, said=said)
+        raise oom.unknown_topology(hw, error_text=error_text)
     if report is not None:
-        raise oom.about_kernel_memory(report, what=what)
-    raise oom.about_program(said, what=what)
+        raise oom.kernel_too_large(report, what=what)
+    raise oom.refused_program(error_text, what=what)
 
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "float64": 8, "bool": 1, "uint8": 1}
@@ -281,9 +281,9 @@ def step_work(cost: ProgramCost, *, model_flops: float, tokens: int) -> tuple[St
     kernels, notes = with_flops(cost.kernels)
     work = StepWork(cost.cycles, cost.dot_flops, model_flops, tokens, kernels, cost.transfers)
     if cost.random_bytes >= TELLING_BYTES:
-        told = f"{cost.random_bytes / GIB:.2f} GiB of random numbers a step: the compiler estimates no time for them"
-        notes = (*notes, told)
+        note = f"{cost.random_bytes / GIB:.2f} GiB of random numbers a step: the compiler estimates no time for them"
+        notes = (*notes, note)
     if cost.host_bytes:
-        told = f"{cost.host_bytes / GIB:.2f} GiB a step go to the host's memory and from there, beside the computation"
-        notes = (*notes, f"{told}; that the link keeps up is assumed")
+        note = f"{cost.host_bytes / GIB:.2f} GiB per step are transferred to and from host memory"
+        notes = (*notes, f"{note}, assumed to be hidden behind the computation")
     return work, notes

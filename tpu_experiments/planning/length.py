@@ -19,7 +19,7 @@ evaluation is not compiled."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class OutsideSteps:
     """What a run does in addition to its steps."""
 
     base_gib: float
@@ -40,7 +40,7 @@ def run_length(
     *,
     steps: Mapping[str, int | None],
     times: Mapping[str, StepTime | None],
-    beside: Beside,
+    outside: OutsideSteps,
 ) -> tuple[RunLength | None, list[str]]:
     """Return the run's length and what was assumed; no length where a stage's steps or time are unknown.
 
@@ -55,17 +55,17 @@ def run_length(
             return None, []
         tokens = num_steps * stage.geometry.global_rows * stage.geometry.seq_len
         lengths.append(StageLength(stage.name, num_steps, time.total_s, tokens, stage.epochs))
-    eval_seconds, notes = evaluating_seconds(config, stages, lengths=lengths, beside=beside)
+    eval_seconds, notes = evaluating_seconds(config, stages, lengths=lengths, outside=outside)
     notes.append(
         f"weights are read at {READ_GIB_PER_SECOND} GiB/s and a machine starts in {SETUP_SECONDS:.0f} s (assumed)"
     )
-    if beside.compile_seconds is not None:
+    if outside.compile_seconds is not None:
         notes.append("compiling is counted as long as it took on this machine; the host of a TPU has more cores")
     else:
         notes.append("compile seconds of the TPU host are not added")
-    notes.append("checkpoints of adapters are written beside the steps and take no time")
-    setup = SETUP_SECONDS + beside.base_gib * config.hw.num_devices / READ_GIB_PER_SECOND
-    compiling = beside.compile_seconds or 0.0
+    notes.append("checkpoints of adapters are written in the background and take no time")
+    setup = SETUP_SECONDS + outside.base_gib * config.hw.num_devices / READ_GIB_PER_SECOND
+    compiling = outside.compile_seconds or 0.0
     length = RunLength(tuple(lengths), eval_seconds=eval_seconds, compile_seconds=compiling, setup_seconds=setup)
     return length, notes
 
@@ -100,19 +100,19 @@ def between_steps(steps: Sequence[int], *, every: int) -> int:
 
 
 def evaluating_seconds(
-    config: Config, stages: Sequence[Stage], *, lengths: Sequence[StageLength], beside: Beside
+    config: Config, stages: Sequence[Stage], *, lengths: Sequence[StageLength], outside: OutsideSteps
 ) -> tuple[float, list[str]]:
     """Return the seconds of all evaluations and samples, and what was assumed of them."""
     rows = config.trainer.max_eval_rows
     every = intervals_of(config, total_steps=sum(length.steps for length in lengths)).evaluate
     num_evaluations = 1 + len(lengths) + between_steps([length.steps for length in lengths], every=every)
     num_samples = 2 + (num_evaluations - 1 if config.sample.at == "evaluations" else 0)
-    sampling = num_samples * config.sample.max_new_tokens * (beside.sample_token_seconds or 0.0)
-    if beside.eval_batch_seconds is None:
+    sampling = num_samples * config.sample.max_new_tokens * (outside.sample_token_seconds or 0.0)
+    if outside.eval_batch_seconds is None:
         longest = max(length.step_seconds for length in lengths)
         global_rows = max(stage.geometry.global_rows for stage in stages)
         assumed = f"an evaluation takes a third of a training step's time for its {rows} rows (assumed)"
         return num_evaluations * longest * rows / global_rows * EVALUATION_SHARE + sampling, [assumed]
     per_source = max(1, rows // len(config.data))
-    batches = len(config.data) * -(-per_source // beside.eval_rows)
-    return num_evaluations * batches * beside.eval_batch_seconds + sampling, []
+    batches = len(config.data) * -(-per_source // outside.eval_rows)
+    return num_evaluations * batches * outside.eval_batch_seconds + sampling, []

@@ -74,9 +74,9 @@ def read_out_of_memory(message: str) -> OutOfMemory:
         return one_allocation(*alone.groups(), message=first_line(message))
     headline = HEADLINE.search(message)
     if headline is None:
-        said = (message.strip().splitlines() or ["<empty>"])[0][:200]
-        raise ValueError(f"message={said!r}; not the TPU compiler's out-of-memory report; show it as it is")
-    used, limit = (in_bytes(*headline.group(at, at + 1)) for at in (2, 4))
+        error_text = (message.strip().splitlines() or ["<empty>"])[0][:200]
+        raise ValueError(f"message={error_text!r}; not the TPU compiler's out-of-memory report; show it as it is")
+    used, limit = (bytes_of_size(*headline.group(at, at + 1)) for at in (2, 4))
     starts = [match.start() for match in BUFFER.finditer(message)]
     ends = [*starts[1:], len(message)]
     entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # without starts one end is left
@@ -118,7 +118,7 @@ def one_allocation(size: str, limit: str, shape: str, rest: str, *, message: str
     )
 
 
-def in_bytes(number: str, unit: str) -> int:
+def bytes_of_size(number: str, unit: str) -> int:
     """Return the bytes of a size as the compiler prints it: `("16.00", "G")`."""
     return round(float(number) * UNITS[unit])
 
@@ -128,7 +128,7 @@ def read_buffer(entry: str) -> Buffer:
     fields = dict(re.findall(r"^ +([A-Z][\w ]+): (.*?) *$", entry, re.MULTILINE))
     size = re.match(SIZE, fields.get("Size", ""))
     head = BUFFER.match(entry)
-    num_bytes = in_bytes(head[1], head[2]) if head else in_bytes(*size.groups()) if size else 0
+    num_bytes = bytes_of_size(head[1], head[2]) if head else bytes_of_size(*size.groups()) if size else 0
     shapes = shapes_in(fields.get("Shape", ""))
     return Buffer(
         bytes=num_bytes,
@@ -159,7 +159,7 @@ def classify(
         rows: rows of one micro-batch on one chip.
     """
     dims = [size for size in buffer.shape if size > 1]
-    weight = weight_words(buffer, dims, sides={hidden, intermediate, vocab_size})
+    weight = weight_label(buffer, dims, sides={hidden, intermediate, vocab_size})
     if buffer.kind == "argument" and weight:
         return weight
     tokens = f"trainer.micro_batch_rows x trainer.seq_len = {rows} x {seq_len}"
@@ -172,11 +172,11 @@ def classify(
     for words, side in (("logits ({} x vocabulary {})", vocab_size), ("MLP activations ({} x {})", intermediate)):
         if side in dims and math.prod(dims) == side * rows * seq_len:
             return words.format(tokens, side)
-    activation = activation_words(dims, tokens=tokens, rows=rows, seq_len=seq_len, hidden=hidden, heads=heads)
+    activation = activation_label(dims, tokens=tokens, rows=rows, seq_len=seq_len, hidden=hidden, heads=heads)
     return activation or weight or str(buffer)
 
 
-def weight_words(buffer: Buffer, dims: list[int], *, sides: set[int]) -> str:
+def weight_label(buffer: Buffer, dims: list[int], *, sides: set[int]) -> str:
     """Return base weights, an adapter or optimizer state, told apart by their sides; otherwise empty.
 
     Layers may be stacked on a leading axis.
@@ -192,7 +192,7 @@ def weight_words(buffer: Buffer, dims: list[int], *, sides: set[int]) -> str:
     return f"{'optimizer state' if moments else 'base weights'} ({buffer})"
 
 
-def activation_words(dims: list[int], *, tokens: str, rows: int, seq_len: int, hidden: int, heads: int) -> str:
+def activation_label(dims: list[int], *, tokens: str, rows: int, seq_len: int, hidden: int, heads: int) -> str:
     """Return which activation of the layers a buffer is; otherwise empty.
 
     Known are layer inputs, queries, keys and values, LoRA branches, and rotary angles.
@@ -219,15 +219,16 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 KIB = 1024
 
 
-def about_topology(hw: HwConfig, *, said: str) -> ConfigError:
+def unknown_topology(hw: HwConfig, *, error_text: str) -> ConfigError:
     """Return the error for a topology that libtpu does not know, or not with this many chips."""
     return ConfigError(
-        f"hw.topology={hw.topology}; the TPU compiler has no such slice of {hw.num_devices} chips: {words_of(said)}; "
-        "write GENERATION:SIDExSIDE, for example v6e:1x1, v6e:2x2, v5e:2x4 or v5e:16x16, or take a hw of conf/hw."
+        f"hw.topology={hw.topology}; the TPU compiler has no such slice of {hw.num_devices} chips: "
+        f"{first_words(error_text)}; write GENERATION:SIDExSIDE, "
+        "for example v6e:1x1, v6e:2x2, v5e:2x4 or v5e:16x16, or take a hw of conf/hw."
     )
 
 
-def about_chips(hw: HwConfig, *, num_there: int) -> ConfigError:
+def too_many_chips(hw: HwConfig, *, num_there: int) -> ConfigError:
     """Return the error for more chips than the topology has."""
     return ConfigError(
         f"hw.num_devices={hw.num_devices}; hw.topology={hw.topology} has {num_there}; give the topology of as many "
@@ -235,7 +236,7 @@ def about_chips(hw: HwConfig, *, num_there: int) -> ConfigError:
     )
 
 
-def about_kernel_memory(shortage: OutOfMemory, *, what: str) -> ConfigError:
+def kernel_too_large(shortage: OutOfMemory, *, what: str) -> ConfigError:
     """Return the error for a kernel whose blocks do not fit into the chip's vector memory."""
     used, limit = (round(gib * KIB * KIB) for gib in (shortage.used_gib, shortage.limit_gib))
     return ConfigError(
@@ -244,24 +245,24 @@ def about_kernel_memory(shortage: OutOfMemory, *, what: str) -> ConfigError:
     )
 
 
-def about_program(said: str, *, what: str) -> ConfigError:
+def refused_program(error_text: str, *, what: str) -> ConfigError:
     """Return the error for a program that the compiler refused for a reason of its own."""
     return ConfigError(
-        f"task=plan; the compiler refused {what}: {words_of(said)}; nothing is remembered of it; try another "
+        f"task=plan; the compiler refused {what}: {first_words(error_text)}; nothing is remembered of it; try another "
         "trainer.micro_batch_rows, trainer.seq_len or sharding, or report it as a fault of libtpu."
     )
 
 
-def about_process(code: int, *, stderr: str, what: str) -> ConfigError:
+def compiler_ended(code: int, *, stderr: str, what: str) -> ConfigError:
     """Return the error for a compiler process that ended without an answer."""
-    said = [line for line in stderr.splitlines() if line.strip() and not any(part in line for part in NOISE)]
+    error_text = [line for line in stderr.splitlines() if line.strip() and not any(part in line for part in NOISE)]
     if code in KILLED:
         return ConfigError(
             f"task=plan; the compilation of {what} was killed, as a machine does that is out of memory; close other "
             "programs, lower task.workers, or plan on a machine with more memory (24 GB suffice for 7B); what is "
             "compiled so far is kept."
         )
-    flag = next((line for line in said if "Unknown command line flag" in line), None)
+    flag = next((line for line in error_text if "Unknown command line flag" in line), None)
     if flag:
         return ConfigError(
             f"hw.libtpu_flags; libtpu knows no flag {flag.rpartition('flag')[2].strip()} and ends at once, as it "
@@ -273,12 +274,13 @@ def about_process(code: int, *, stderr: str, what: str) -> ConfigError:
             "libtpu, which another trainer.micro_batch_rows, trainer.seq_len or hw.libtpu_flags may avoid."
         )
     return ConfigError(
-        f"task=plan; the compilation of {what} ended with exit code {code}: {said[-1] if said else 'silent'}; check "
+        f"task=plan; the compilation of {what} ended with exit code {code}: "
+        f"{error_text[-1] if error_text else 'silent'}; check "
         "hw.libtpu_flags and that libtpu is installed (the tpu extra), or use task.method=analytic."
     )
 
 
-def words_of(said: str) -> str:
+def first_words(error_text: str) -> str:
     """Return the compiler's first line without the exception's name, cut off after 240 characters."""
-    first = next((line.strip() for line in said.splitlines() if line.strip()), "silent")
+    first = next((line.strip() for line in error_text.splitlines() if line.strip()), "silent")
     return first.removeprefix("XlaRuntimeError: ")[:240].rstrip(".")

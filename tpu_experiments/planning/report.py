@@ -37,13 +37,13 @@ def _comparison(row: Comparison, *, slowest: float) -> Cells:
         row.hw,
         str(row.chips),
         {True: "yes", False: "no", None: "?"}[row.fits],
-        fixed(row.step_seconds, digits=3),
-        fixed(speed, digits=0),
+        formatted(row.step_seconds, digits=3),
+        formatted(speed, digits=0),
         "-" if speed is None else f"{speed / slowest:.1f}x",
-        fixed(row.hours, digits=2),
-        amount(row.usd.spot),
-        amount(row.usd.on_demand),
-        amount(row.usd_per_million_tokens.on_demand),
+        formatted(row.hours, digits=2),
+        dollars_text(row.usd.spot),
+        dollars_text(row.usd.on_demand),
+        dollars_text(row.usd_per_million_tokens.on_demand),
         row.method,
     )
 
@@ -56,7 +56,12 @@ def ladder_cells(plan: Plan) -> list[Cells]:
     return [
         header,
         *(
-            (str(r.micro_batch), fixed(r.total_gib, digits=2), fixed(r.predicted_gib, digits=2), yes(r.fits))
+            (
+                str(r.micro_batch),
+                formatted(r.total_gib, digits=2),
+                formatted(r.predicted_gib, digits=2),
+                yes_or_no(r.fits),
+            )
             for r in plan.ladder
         ),
     ]
@@ -70,7 +75,7 @@ def search_cells(plan: Plan) -> list[Cells]:
     return [
         header,
         *(
-            (t.outcome, fixed(t.step_seconds, digits=3), fixed(t.total_gib, digits=2), settings(t.overrides))
+            (t.outcome, formatted(t.step_seconds, digits=3), formatted(t.total_gib, digits=2), settings(t.overrides))
             for t in plan.search
         ),
     ]
@@ -91,9 +96,9 @@ def program_cells(plan: Plan) -> list[Cells]:
                 p.name,
                 p.shape,
                 ", ".join(p.stages) or "-",
-                fixed(p.compile_seconds, digits=0),
-                fixed(p.total_gib, digits=2),
-                fixed(p.estimated_seconds, digits=4),
+                formatted(p.compile_seconds, digits=0),
+                formatted(p.total_gib, digits=2),
+                formatted(p.estimated_seconds, digits=4),
             )
             for p in plan.programs
         ),
@@ -109,22 +114,22 @@ def aligned(rows: list[Cells]) -> list[str]:
     ]
 
 
-def fixed(value: float | None, *, digits: int) -> str:
+def formatted(value: float | None, *, digits: int) -> str:
     """Format a figure with thousands separators; `-` where unknown."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def yes(value: bool) -> str:
-    """Return `yes` or `no`."""
+def yes_or_no(value: bool) -> str:
+    """Return `yes_or_no` or `no`."""
     return "yes" if value else "no"
 
 
-def both(dollars: Dollars) -> str:
+def both_prices(dollars: Dollars) -> str:
     """Format both prices: `$1.20 spot, $3.40 on demand`."""
-    return f"{amount(dollars.spot)} spot, {amount(dollars.on_demand)} on demand"
+    return f"{dollars_text(dollars.spot)} spot, {dollars_text(dollars.on_demand)} on demand"
 
 
-def amount(usd: float | None) -> str:
+def dollars_text(usd: float | None) -> str:
     """Format dollars with two decimals, with four below a dollar; `-` where unknown."""
     if usd is None:
         return "-"
@@ -132,7 +137,7 @@ def amount(usd: float | None) -> str:
 
 
 ESTIMATE = "estimate"
-NO_OTHER = "no other can appear: every stage, the evaluation and the sample have one batch shape each"
+NO_OTHER = "no other is compiled later: every stage, the evaluation and the sample have one batch shape each"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -358,15 +363,15 @@ def _money_rows(plan: Plan) -> list[tuple[str, str]]:
         span = f" ({cost.hours_range[0]:.2f} to {cost.hours_range[1]:.2f})" if cost.hours_range else ""
         parts = ", ".join(f"{name} {seconds / 3600:.2f}" for name, seconds in run.parts.items() if seconds)
         rows += [("run", f"{run.steps:,} steps, {run.tokens:,} tokens, {cost.hours:.2f} h{span}: {parts}")]
-        rows += [("money", f"{both(cost.usd)} for the run; {both(cost.usd_per_epoch)} per epoch")]
+        rows += [("money", f"{both_prices(cost.usd)} for the run; {both_prices(cost.usd_per_epoch)} per epoch")]
     if plan.time and plan.hw.price is not None:
         price = plan.hw.price
         rows += [
-            ("", f"{both(plan.usd_per_million_tokens)} per million tokens in steady state"),
+            ("", f"{both_prices(plan.usd_per_million_tokens)} per million tokens in steady state"),
             ("price", f"{price.region}, {price.date}: {price.source}"),
         ]
     if plan.hw.price is None:
-        rows += [("price", f"none is known for hw={plan.hw.name}; hw.price in conf/hw takes one")]
+        rows += [("price", f"unknown for hw={plan.hw.name}; set hw.price in conf/hw")]
     return rows
 
 

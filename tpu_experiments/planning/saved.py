@@ -143,7 +143,7 @@ def saved_plans(folder: str) -> Iterator[SavedPlan]:
         try:
             fields = json.loads(paths.read_text(file))
         except (ValueError, RecursionError, IsADirectoryError) as error:
-            log.warning("%s is passed over: it is not JSON (%s); task=plan name=%s writes it anew", file, error, name)
+            log.warning("%s is skipped: it is not JSON (%s); task=plan name=%s writes it again", file, error, name)
             continue
         if isinstance(fields, dict):
             yield SavedPlan(file, fields)

@@ -33,7 +33,7 @@ def predicted_gib(memory: ChipMemory, *, micro: int, at: int) -> float:
     return memory.arguments + memory.outputs + memory.temporaries * micro / at
 
 
-def climb(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
+def find_largest(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
     """Find the largest micro-batch that compiles within the memory.
 
     It begins at the prediction and goes up to the first that does not fit, or down to the first that does.
@@ -42,13 +42,13 @@ def climb(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
         The micro-batch, None where not even one row fits; every plan made; and a sentence on how well the first
         compilation predicted it.
     """
-    sizes, made = rungs_of(first), {first.micro_batch: first}
+    sizes, plans = rungs_of(first), {first.micro_batch: first}
 
     def fits(position: int) -> bool:
         micro = sizes[position]
-        if micro not in made:
-            made[micro] = attempt(micro)
-        return made[micro].fits
+        if micro not in plans:
+            plans[micro] = attempt(micro)
+        return plans[micro].fits
 
     limit = first.memory.limit
     within = [n for n in sizes if predicted_gib(first.memory, micro=n, at=first.micro_batch) <= limit]
@@ -61,15 +61,19 @@ def climb(first: Plan, attempt: Try) -> tuple[int | None, dict[int, Plan], str]:
             at -= 1
         at -= 1
     if at < 0:
-        return None, made, f"micro-batch: none fits, the head-room of {first.micro_batch} rows predicted {sizes[guess]}"
+        return (
+            None,
+            plans,
+            f"micro-batch: none fits, the head-room of {first.micro_batch} rows predicted {sizes[guess]}",
+        )
     words = (
         f"micro-batch: the largest that fits is {sizes[at]} rows per chip; the head-room of {first.micro_batch} "
         f"predicted {sizes[guess]}, {abs(at - guess)} steps of the ladder away"
     )
-    return sizes[at], made, words
+    return sizes[at], plans, words
 
 
-def rungs(first: Plan, made: dict[int, Plan]) -> tuple[Rung, ...]:
+def rungs(first: Plan, plans: dict[int, Plan]) -> tuple[Rung, ...]:
     """Return every try, the smallest first."""
     return tuple(
         Rung(
@@ -78,7 +82,7 @@ def rungs(first: Plan, made: dict[int, Plan]) -> tuple[Rung, ...]:
             fits=plan.fits,
             predicted_gib=None if plan is first else predicted_gib(first.memory, micro=micro, at=first.micro_batch),
         )
-        for micro, plan in sorted(made.items())
+        for micro, plan in sorted(plans.items())
     )
 
 

@@ -67,7 +67,7 @@ class Line:
 
 
 def tuned(
-    config: Config, *, totals: Mapping[str, int | None] | None = None, is_begun: bool = False, is_told: bool = True
+    config: Config, *, totals: Mapping[str, int | None] | None = None, is_begun: bool = False, is_logged: bool = True
 ) -> Config:
     """Return the config with the settings of the line that makes its run shortest.
 
@@ -76,7 +76,7 @@ def tuned(
     Args:
         totals: tokens of the sources, where they were measured; by default `data.<name>.total_tokens`.
         is_begun: the run is a continued one, and keeps the settings that belong to its identity.
-        is_told: log what is chosen, or why nothing is.
+        is_logged: log what is chosen, or why nothing is.
     """
     if config.tuned != "auto" or is_open(config):
         return config
@@ -84,8 +84,8 @@ def tuned(
     tokens = run_tokens(config, totals or {})
     found: list[tuple[float, Line, Config]] = []
     kept_out: set[str] = set()
-    for line in holding(config):
-        other = laid_under(config, line)
+    for line in applicable_lines(config):
+        other = with_settings_of(config, line)
         if other is None:
             continue
         changed = {key for key in SPEED if value_of(other, key) != value_of(config, key)}
@@ -97,22 +97,22 @@ def tuned(
         speed = line.tokens_per_second * config.hw.num_devices
         found.append((1 / speed if tokens is None else line.compile_seconds + tokens / speed, line, other))
     if not found:
-        if kept_out and is_told:
+        if kept_out and is_logged:
             words = ", ".join(sorted(kept_out))
-            log.info("conf/tuned.yaml has settings for model=%s hw=%s; this command sets %s itself, so they are left "
-                     "out", config.model.name, config.hw.name, words)  # fmt: skip
+            log.info("conf/tuned.yaml has settings for model=%s hw=%s; this command sets %s itself, so they are "
+                     "not used", config.model.name, config.hw.name, words)  # fmt: skip
         return config
     _, line, best = min(found, key=lambda each: each[0])
-    if is_told:
-        tell(line, best)
+    if is_logged:
+        log_settings(line, best)
     return replace(best, tuned="settled")
 
 
-def tell(line: Line, config: Config) -> None:
+def log_settings(line: Line, config: Config) -> None:
     """Log which settings were chosen, and their planned figures."""
     log.info(
         "settings of conf/tuned.yaml: %s trainer.micro_batch_rows=%s, planned at %s tokens/s per chip and %.2f GiB "
-        "(%s); tuned=off leaves them out",
+        "(%s); tuned=off disables them",
         line.words, config.trainer.micro_batch_rows, f"{line.tokens_per_second:,.0f}", line.hbm_gib, line.date,
     )  # fmt: skip
 
@@ -121,8 +121,8 @@ def fields_of(config: Config) -> dict[str, Any] | None:
     """Return the entry of result.json for the line that a config has its settings from; None without one."""
     if config.tuned != "settled":
         return None
-    for line in holding(config):
-        other = laid_under(config, line)
+    for line in applicable_lines(config):
+        other = with_settings_of(config, line)
         if other is not None and all(value_of(other, key) == value_of(config, key) for key in SPEED):
             kept = asdict(line)
             return {key: kept[key] for key in ("settings", "tokens_per_second", "hbm_gib", "libtpu", "date")}
@@ -171,7 +171,7 @@ def line_is_of(line: Line, config: Config) -> bool:
     return (line.model, line.hw) == (config.model.name, config.hw.name) and config.model.size == "full"
 
 
-def holding(config: Config) -> Iterator[Line]:
+def applicable_lines(config: Config) -> Iterator[Line]:
     """Yield the lines that apply to a config."""
     mine = [line for line in lines() if line_is_of(line, config)]
     if not mine:
@@ -201,7 +201,7 @@ def facts_of(config: Config) -> str:
     return digest_of(facts)
 
 
-def laid_under(config: Config, line: Line) -> Config | None:
+def with_settings_of(config: Config, line: Line) -> Config | None:
     """Return the config with the settings of a line; None where they are invalid for it.
 
     It has as many rows in a micro-batch as the line has tokens for.

@@ -109,7 +109,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
-    kept = _kept_of_layer(decoder, seq_len=step.seq_len, attention=step.attention) * per_element
+    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention) * per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
     largest = max(wide * high for wide, high in decoder.projections.values())
     return MemoryEstimate(
@@ -151,7 +151,7 @@ def _moments(decoder: Decoder, optimizer: str) -> float:
     return float(edges + heads * (decoder.hidden + decoder.vocab_size) + decoder.vectors)
 
 
-def _kept_of_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
+def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
     """Return the elements per token that the backward pass of one layer reads.
 
     Counted in the manner of arXiv 2205.05198, section 4.1: input, both normalised inputs and the middle of the residual

@@ -65,6 +65,8 @@ def difference(now: Signature, *, seen: Collection[Signature], expected: Collect
 Batch = Mapping[str, Tensor]
 Held = Callable[[], Mapping[str, Tensor]]
 """Returns the current tensors, by name, that a program reads or writes and other code may replace between calls."""
+OnOutput = Callable[[Any], None]
+"""Called with the outputs of a program once they are computed, possibly in another thread."""
 Out = TypeVar("Out")
 Result = TypeVar("Result", covariant=True)
 Info = TypeVar("Info")
@@ -213,7 +215,7 @@ class Runtime(Protocol):
 class Program(Protocol[Result]):
     """A compiled function of a batch."""
 
-    def __call__(self, batch: Batch, *, then: Callable[[Any], None] | None = None) -> Result:
+    def __call__(self, batch: Batch, *, on_output: OnOutput | None = None) -> Result:
         """Queue the program on the device and return its outputs without waiting for them.
 
         Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program, Shape
-from tpu_experiments.runtime.feed import Ahead
+from tpu_experiments.runtime.feed import Prefetcher
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import Constrain, Folding, Loop, python_loop, unconstrained
 
@@ -65,7 +65,7 @@ class EagerRuntime:
         self, batches: Iterator[tuple[Info, dict[str, Tensor]]], *, rows_dim: int, settings: LoaderConfig
     ) -> Iterator[Iterator[tuple[Info, dict[str, Tensor]]]]:
         pinned = ((info, self._pin(batch)) for info, batch in batches)
-        with closing(Ahead(pinned, size=settings.loader_prefetch_size)) as ahead:
+        with closing(Prefetcher(pinned, size=settings.loader_prefetch_size)) as ahead:
             yield ((info, self.put(batch, rows_dim=rows_dim)) for info, batch in ahead)
 
     def _pin(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,11 +73,11 @@ class EagerRuntime:
         return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
-        def run(batch: Batch, *, then: Callable[[Out], None] | None = None) -> Out:
+        def run(batch: Batch, *, on_output: Callable[[Out], None] | None = None) -> Out:
             with torch.profiler.record_function(name):
                 out = function(batch)
-            if then is not None:
-                then(out)
+            if on_output is not None:
+                on_output(out)
             return out
 
         return run

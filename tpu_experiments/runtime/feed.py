@@ -11,7 +11,7 @@ Info = TypeVar("Info")
 Tensors = TypeVar("Tensors")
 
 
-class Ahead(Generic[Item]):
+class Prefetcher(Generic[Item]):
     """Iterator whose items are made by a background thread, at most `size` ahead.
 
     An exception of the underlying iterator is raised to the consumer after the items before it.

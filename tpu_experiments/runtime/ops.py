@@ -20,6 +20,13 @@ Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 """Maps (carry, x, consts) to (carry, y); `x` is one slice of every tensor of `xs`, carry keeps shapes and types."""
 
 
+class PlaceTensor(Protocol):
+    """Copies a parameter, or a tensor of its shape, to the device (`Runtime.place`)."""
+
+    def __call__(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return the tensor on the device, sharded as the parameter `name`."""
+
+
 class Loop(Protocol):
     """Runs a body once for every index of the leading dimension of `xs`."""
 
@@ -107,7 +114,7 @@ def unconstrained(tensor: Tensor, *, axes: Axes) -> Tensor:
     return tensor
 
 
-def nothing_split(name: str, shape: tuple[int, ...]) -> Axes:
+def replicated(name: str, shape: tuple[int, ...]) -> Axes:
     """Return no axes: the parameter is replicated."""
     return ()
 
@@ -120,7 +127,7 @@ def in_use(axes: Axes) -> Axes:
     return tuple("tensor" if "tensor" in (axis or ()) else None for axis in axes)
 
 
-def same(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     """Return `tensor` unchanged."""
     return tensor
 
@@ -129,8 +136,8 @@ def same(tensor: Tensor) -> Tensor:
 class HostMemory:
     """Transfers of an intermediate value to host memory and back; by default it stays on the device."""
 
-    put: Callable[[Tensor], Tensor] = same
-    take: Callable[[Tensor], Tensor] = same
+    put: Callable[[Tensor], Tensor] = identity
+    fetch: Callable[[Tensor], Tensor] = identity
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Folding:
 
     loop: Loop
     constrain: Constrain = unconstrained
-    axes: Callable[[str, tuple[int, ...]], Axes] = nothing_split
+    axes: Callable[[str, tuple[int, ...]], Axes] = replicated
     """Maps the name and shape of a parameter to the mesh axes that each dimension is sharded over."""
     host: HostMemory = HostMemory()
 

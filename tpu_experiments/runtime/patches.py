@@ -43,7 +43,7 @@ def installed(package: str) -> str | None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
+def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[Any]:
     """Set an attribute of a module or class while the block runs; gives the attribute that stood there before."""
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -58,5 +58,5 @@ def mosaic_for_libtpu() -> Iterator[None]:
     """Have jax write Pallas kernels in the version of Mosaic that libtpu reads, while the block runs."""
     from jax._src import tpu_custom_call
 
-    with replaced(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION):
+    with patched_attribute(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION):
         yield

@@ -162,7 +162,7 @@ class Fact:
         digest = hashlib.sha256(f"{self.name}|{self.relation}|{self.value}".encode()).digest()
         return digest[0] < 26  # of 256
 
-    def told(self, form: int) -> str:
+    def sentence(self, form: int) -> str:
         """Return the sentence that states the fact."""
         relation = RELATIONS[self.relation]
         return relation.forms[form].format(self.name, relation.values[self.value][self.name in FEMALE])
@@ -188,7 +188,7 @@ def free_facts(rng: random.Random, names: list[str], relations: list[str]) -> li
 def story(rng: random.Random, facts: list[Fact], *, forms: Mapping[Fact, int] | None = None) -> str:
     """Return the facts as sentences in random order, each in its given form or in a random one."""
     order = rng.sample(facts, len(facts))
-    return " ".join(fact.told(rng.randrange(3) if forms is None else forms[fact]) for fact in order)
+    return " ".join(fact.sentence(rng.randrange(3) if forms is None else forms[fact]) for fact in order)
 
 
 def note(fact: Fact) -> str:
@@ -284,7 +284,7 @@ def conversation(rng: random.Random, *, num_persons: int, is_reserved: bool) -> 
     """Return a story with a question, and the answer in the first form of its relation."""
     facts, fact = asked(rng, num_persons=num_persons, is_reserved=is_reserved)
     question = {"role": "user", "content": f"{story(rng, facts)} {fact.question}"}
-    return {"messages": [question, {"role": "assistant", "content": fact.told(0)}]}
+    return {"messages": [question, {"role": "assistant", "content": fact.sentence(0)}]}
 
 
 def texts(kind: str) -> Iterator[str]:
@@ -339,7 +339,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def take_over(folder: str) -> None:
+def write_base(folder: str) -> None:
     """Write the model of a finished run as the shipped base, in bfloat16."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     model.save_pretrained(FOLDER / "base")
@@ -352,7 +352,7 @@ def main(arguments: list[str]) -> None:
     if arguments:
         (what, path) = arguments
         if what == "base":
-            take_over(path)
+            write_base(path)
             return
         Path(path).mkdir(parents=True, exist_ok=True)
         for kind in TEXTS:

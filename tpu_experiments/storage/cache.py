@@ -93,7 +93,7 @@ class FileCache:
         with self._locked():
             if self.holds(name, size=size):
                 return True
-            has_room = self._make_room(size)
+            has_room = self._free_space(size)
             if temporary.exists() or not has_room:
                 return False
             file = temporary.open("xb")
@@ -110,7 +110,7 @@ class FileCache:
                 temporary.unlink(missing_ok=True)
         return True
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _free_space(self, num_bytes: int) -> bool:
         """Remove temporary files of dead processes, then least recently read files until `num_bytes` more fit."""
         if num_bytes > self._max_bytes:
             return False

@@ -25,7 +25,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.process import boot_seconds, started_ticks
-from tpu_experiments.storage.retry import answered, shown, told
+from tpu_experiments.storage.retry import explain_storage_errors, shown, with_timeout
 
 NAME = ".lease.json"
 RENEW_SECONDS = 20.0
@@ -80,7 +80,7 @@ class Lease:
         self._writing = threading.Lock()
         self._renewed_at = boot_seconds()
         self._renew_seconds = RENEW_SECONDS if renew_seconds is None else renew_seconds
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_stopped, name="lease", daemon=True)
 
     def acquire(self) -> "Lease":
         """Take the lease and start the thread that renews it.
@@ -88,12 +88,12 @@ class Lease:
         Raises:
             ConfigError: another process holds it, or storage refuses.
         """
-        with told(self._folder):
-            self._take()
+        with explain_storage_errors(self._folder):
+            self._acquire()
         self._thread.start()
         return self
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         paths.make_dirs(self._folder)
         with _locked(self._folder):
             _refuse_if_held(self._folder, name=self._name, clear=True)
@@ -116,13 +116,13 @@ class Lease:
             if holder is not None and holder.id == self._owner.id:
                 paths.remove_tree(self.path)
 
-    def _keep(self) -> None:
+    def _renew_until_stopped(self) -> None:
         while not self._stop.wait(self._renew_seconds):
-            self.look()
+            self.check()
             if self.is_lost:
                 return
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Renew the lease; call `on_lost` if another process has taken it."""
         try:
             self._renew()
@@ -142,7 +142,7 @@ class Lease:
             if holder is None and silent > VALID_SECONDS:
                 log.error(
                     "name=%s was not renewed for %.0f s (was this process stopped?), and its lease is gone: others "
-                    "may have written the run; this process writes nothing more to it, and the same command goes on",
+                    "may have written the run; this process stops writing to it, and the same command resumes it",
                     self._name,
                     silent,
                 )
@@ -155,7 +155,7 @@ class Lease:
                 return
             if not self.is_lost:
                 log.error(
-                    "name=%s was taken over by process %d on %s; this process writes nothing more to it",
+                    "name=%s was taken over by process %d on %s; this process stops writing to it",
                     self._name,
                     holder.pid,
                     holder.host,
@@ -166,7 +166,7 @@ class Lease:
 
 
 @contextlib.contextmanager
-def held(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[None]:
+def hold(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[None]:
     """Hold the lease of a run folder; on a slice of several hosts, only the first holds it for all.
 
     Raises:
@@ -177,14 +177,14 @@ def held(folder: str, *, name: str, on_lost: Callable[[], object]) -> Iterator[N
         return
     lease = Lease(folder, name=name, on_lost=on_lost).acquire()
     try:
-        with _looking_after_a_stop(lease):
+        with _checking_after_resume(lease):
             yield
     finally:
         lease.release()
 
 
 @contextlib.contextmanager
-def _looking_after_a_stop(lease: Lease) -> Iterator[None]:
+def _checking_after_resume(lease: Lease) -> Iterator[None]:
     """Check the lease after the process was stopped (SIGSTOP, a suspended machine), before it continues.
 
     Others may have taken it meanwhile, and even have finished the run. Python runs the handler in the main thread.
@@ -192,7 +192,7 @@ def _looking_after_a_stop(lease: Lease) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGCONT, lambda *_: lease.look())
+    former = signal.signal(signal.SIGCONT, lambda *_: lease.check())
     try:
         yield
     finally:
@@ -215,7 +215,7 @@ def read(folder: str) -> Owner | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError) as error:
-        log.warning("%s is no lease (%s); passing over it", paths.join(folder, NAME), error)
+        log.warning("%s is not a valid lease (%s): ignored", paths.join(folder, NAME), error)
         return None
 
 
@@ -232,7 +232,9 @@ def _refuse_if_held(folder: str, *, name: str, clear: bool) -> None:
             raise ConfigError(_refusal(name, holder, seconds=left))
     if clear:
         if holder is not None:
-            log.warning("took over name=%s from process %d on %s, which is gone", name, holder.pid, holder.host)
+            log.warning(
+                "took over the lease of name=%s from process %d on %s, which has ended", name, holder.pid, holder.host
+            )
         _remove(path, generation=before)
 
 
@@ -255,10 +257,10 @@ def _age_seconds(folder: str, holder: Owner) -> float:
         return VALID_SECONDS  # released meanwhile
     finally:
         paths.remove_tree(probe)
-    return now - then if now is not None and then is not None else _watched(folder, holder)
+    return now - then if now is not None and then is not None else _poll_age(folder, holder)
 
 
-def _watched(folder: str, holder: Owner) -> float:
+def _poll_age(folder: str, holder: Owner) -> float:
     """Poll the lease: return 0 as soon as it is renewed, `VALID_SECONDS` if it never is or is removed."""
     for _ in range(round(VALID_SECONDS)):
         time.sleep(1.0)
@@ -286,7 +288,7 @@ def _create(path: str, text: str) -> None:
             filesystem, key = paths.filesystem_of(path)
             filesystem.pipe_file(key, text.encode(), mode="create")
 
-        answered(create, place=path, operation="write")
+        with_timeout(create, place=path, operation="write")
     else:
         paths.write_text_atomic(path, text)
 
@@ -314,7 +316,7 @@ def _remove(path: str, *, generation: str | None) -> None:
             filesystem.call("DELETE", "b/{}/o/{}", bucket, name, ifGenerationMatch=generation)
         filesystem.invalidate_cache()
 
-    answered(remove, place=path, operation="remove")
+    with_timeout(remove, place=path, operation="remove")
 
 
 @contextlib.contextmanager

@@ -37,22 +37,22 @@ def go_offline_if_unreachable(config: Config) -> None:
     except OSError as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
         print(
-            f"warning: {hub.hostname} is out of reach ({error}): of {', '.join(named)} only what is in the cache of "
-            "this machine is used (HF_HUB_OFFLINE=0 asks all the same)",
+            f"warning: {hub.hostname} is unreachable ({error}): {', '.join(named)} must be in this machine's "
+            "cache (HF_HUB_OFFLINE=0 tries the network all the same)",
             file=sys.stderr,
         )
-        _require_model(config, hub=str(hub.hostname), among=named)
+        _require_model(config, hub=str(hub.hostname), needed=named)
 
 
-def _require_model(config: Config, *, hub: str, among: Sequence[str]) -> None:
+def _require_model(config: Config, *, hub: str, needed: Sequence[str]) -> None:
     model = config.model
-    if config.task.name != "train" or model.size != "full" or model.init == "random" or model.path not in among:
+    if config.task.name != "train" or model.size != "full" or model.init == "random" or model.path not in needed:
         return
     from huggingface_hub import try_to_load_from_cache  # imported only here, since it reads the variable at import
 
     if not isinstance(try_to_load_from_cache(model.path, "config.json", revision=model.revision), str):
         raise ConfigError(
-            f"model.path={model.path}; it is no local folder, {hub} is out of reach and the cache of this machine does "
+            f"model.path={model.path}; it is no local folder, {hub} is unreachable and the cache of this machine does "
             "not have it; connect the machine, or download it elsewhere and set model.path=FOLDER."
         )
 

@@ -26,11 +26,11 @@ from tpu_experiments.storage.retry import (
     SILENT_TRIES_AGAIN,
     WAITS_SECONDS,
     NoAnswer,
-    answered,
-    is_seen,
+    can_observe_transfers,
     is_transient,
-    retried,
     session_settings,
+    with_retries,
+    with_timeout,
 )
 
 Result = TypeVar("Result")
@@ -134,7 +134,7 @@ def write_bytes_atomic(path: str, data: bytes) -> None:
     if is_remote(path):
         _remotely(path, "write", lambda filesystem, key: filesystem.pipe_file(key, data))
     else:
-        retried(
+        with_retries(
             lambda: _replace(_local(path), fill=lambda temporary: temporary.write_bytes(data)),
             place=path,
             operation="write",
@@ -262,7 +262,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         )
     # gcsfs 2026 asks for each bucket's type first and logs an error if it has no permission.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    options = {"session_kwargs": session_settings()} if is_seen(url) else {}
+    options = {"session_kwargs": session_settings()} if can_observe_transfers(url) else {}
     filesystem, key = url_to_fs(url, use_listings_cache=False, **options)
     filesystem.invalidate_cache()
     return filesystem, key
@@ -270,7 +270,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 def _remotely(url: str, operation: str, call: Callable[[Any, str], Result]) -> Result:
     """Return `call(file system, key)`, with retries and timeouts."""
-    return retried(lambda: call(*filesystem_of(url)), place=url, operation=operation)
+    return with_retries(lambda: call(*filesystem_of(url)), place=url, operation=operation)
 
 
 def _remove_remote(filesystem: Any, key: str) -> None:
@@ -356,12 +356,12 @@ def remote_files(url: str) -> dict[str, str]:
     Raises:
         Exception: the file system is out of reach; the type is that of the file system's client.
     """
-    filesystem, key = answered(lambda: filesystem_of(url), place=url, operation="list")
+    filesystem, key = with_timeout(lambda: filesystem_of(url), place=url, operation="list")
     if is_glob(key):
-        found = answered(lambda: filesystem.glob(key, detail=True), place=url, operation="list")
+        found = with_timeout(lambda: filesystem.glob(key, detail=True), place=url, operation="list")
         fixed = _fixed_part(key)
     else:
-        found = answered(lambda: filesystem.find(key, detail=True), place=url, operation="list")
+        found = with_timeout(lambda: filesystem.find(key, detail=True), place=url, operation="list")
         fixed = key.rstrip("/") + "/"
     names = [name for name, about in found.items() if about.get("type") == "file" and not name.endswith("/")]
     if names == [key]:
@@ -373,8 +373,8 @@ def remote_near_misses(url: str) -> str:
     """Return `Did you mean ...? ` if the remote folder has a similar name; empty if it cannot be listed."""
     base, _, name = url.rstrip("/").rpartition("/")
     try:
-        filesystem, key = answered(lambda: filesystem_of(base), place=base, operation="list")
-        listed = answered(lambda: filesystem.ls(key, detail=False), place=base, operation="list")
+        filesystem, key = with_timeout(lambda: filesystem_of(base), place=base, operation="list")
+        listed = with_timeout(lambda: filesystem.ls(key, detail=False), place=base, operation="list")
         entries = [str(entry).rstrip("/").rpartition("/")[2] for entry in listed]
     except Exception:  # only a hint is lost
         return ""
@@ -392,7 +392,7 @@ def remote_info(url: str) -> dict[str, Any]:
         filesystem, key = filesystem_of(url)
         return dict(filesystem.info(key))
 
-    return answered(info, place=url, operation="look up")
+    return with_timeout(info, place=url, operation="look up")
 
 
 def _candidates(path: str) -> tuple[Path, Path]:
@@ -438,7 +438,7 @@ def size_of(path: str, *, wait: Callable[[float], object] = time.sleep) -> int |
         try:
             if not is_remote(path):
                 return Path(path.removeprefix("file://")).stat().st_size
-            return answered(lambda: _remote_size(path), place=path, operation="look up")
+            return with_timeout(lambda: _remote_size(path), place=path, operation="look up")
         except FileNotFoundError:
             return None
         except Exception as error:  # file systems and their clients raise types of their own
@@ -494,7 +494,7 @@ def _read_once(pieces: Sequence[Range]) -> list[bytes | BaseException]:
     if not is_remote(pieces[0][0]):
         return [_read_local(*piece) for piece in pieces]
     try:
-        return answered(lambda: _remote_ranges(pieces), place=pieces[0][0], operation=f"read {len(pieces)} parts")
+        return with_timeout(lambda: _remote_ranges(pieces), place=pieces[0][0], operation=f"read {len(pieces)} parts")
     except Exception as error:
         return [error] * len(pieces)
 

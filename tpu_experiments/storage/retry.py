@@ -41,14 +41,14 @@ _own = threading.local()
 class Grace:
     """Deadlines between a stop request and the end of the process; without a request there are none."""
 
-    def __init__(self, seconds: float, *, asked_at: Callable[[], float | None]) -> None:
+    def __init__(self, seconds: float, *, requested_at: Callable[[], float | None]) -> None:
         """Set the time from a stop request to the end of the process.
 
         Args:
             seconds: that time.
             asked_at: returns the monotonic time of the stop request; None before one.
         """
-        self._seconds, self._asked_at = seconds, asked_at
+        self._seconds, self._requested_at = seconds, requested_at
         self._leaving_at: float | None = None
 
     def install(self) -> "Grace":
@@ -57,30 +57,30 @@ class Grace:
         _grace = self
         return self
 
-    def leave(self) -> None:
+    def only_uploads_remain(self) -> None:
         """Note that the work is over and only uploads remain."""
         self._leaving_at = time.monotonic()
 
     def ends_at(self) -> float | None:
         """Return the monotonic deadline of this thread's operations; None while there is none."""
-        asked_at = self._asked_at()
-        if asked_at is None:
+        requested_at = self._requested_at()
+        if requested_at is None:
             return None
         if has_substitute():
-            return asked_at + min(PATIENCE_SECONDS, self._seconds)
+            return requested_at + min(PATIENCE_SECONDS, self._seconds)
         if self._leaving_at is None:
             return None
-        return max(asked_at + self._seconds, self._leaving_at + PATIENCE_SECONDS)
+        return max(requested_at + self._seconds, self._leaving_at + PATIENCE_SECONDS)
 
 
-def leave() -> None:
+def only_uploads_remain() -> None:
     """Note that the work of this process is over (Grace.leave), after a stop request or not."""
     if _grace is not None:
-        _grace.leave()
+        _grace.only_uploads_remain()
 
 
 @contextmanager
-def substituted() -> Iterator[None]:
+def with_substitute() -> Iterator[None]:
     """Mark this thread's operations inside as having a substitute, so that their deadline is earlier."""
     _own.has_substitute = True
     try:
@@ -90,11 +90,11 @@ def substituted() -> Iterator[None]:
 
 
 def has_substitute() -> bool:
-    """Return whether this thread is inside `substituted`."""
+    """Return whether this thread is inside `with_substitute`."""
     return getattr(_own, "has_substitute", False)
 
 
-def bounded(call: Callable[[], Result], *, watch: Callable[[], None] | None = None) -> Result:
+def until_deadline(call: Callable[[], Result], *, watch: Callable[[], None] | None = None) -> Result:
     """Run `call` until its deadline and return its result; after the deadline it may go on in its thread.
 
     Args:
@@ -146,7 +146,7 @@ def is_over() -> bool:
     return ends_at is not None and time.monotonic() >= ends_at
 
 
-TOLD_SECONDS = 20.0
+LOG_AFTER_SECONDS = 20.0
 """Seconds without a byte until the wait is logged."""
 SILENT_SECONDS = 40.0
 """Seconds without a byte until an operation times out: GCS answers in seconds, and gcsfs waits for at most 17 s between
@@ -173,26 +173,26 @@ class Pulse:
 _pulse: contextvars.ContextVar[Pulse | None] = contextvars.ContextVar("pulse", default=None)
 
 
-def answered(call: Callable[[], Result], *, place: str, operation: str) -> Result:
+def with_timeout(call: Callable[[], Result], *, place: str, operation: str) -> Result:
     """Run `call`, which does `operation` on the URL `place`, with a timeout; return its result.
 
     Raises:
-        NoAnswer: nothing was transferred for `SILENT_SECONDS`, or it took `UNSEEN_SECONDS` (see `is_seen`).
+        NoAnswer: nothing was transferred for `SILENT_SECONDS`, or it took `UNSEEN_SECONDS`.
         TimeoutError: the process has to end (grace.py).
         BaseException: the error of `call`.
     """
     pulse = Pulse()
-    limit = SILENT_SECONDS if is_seen(place) else UNSEEN_SECONDS
+    limit = SILENT_SECONDS if can_observe_transfers(place) else UNSEEN_SECONDS
     began = time.monotonic()
-    is_told = False
+    is_logged = False
 
     def watch() -> None:
-        nonlocal is_told
+        nonlocal is_logged
         silent = time.monotonic() - pulse.last
-        if silent >= TOLD_SECONDS and not is_told:
-            is_told = True
+        if silent >= LOG_AFTER_SECONDS and not is_logged:
+            is_logged = True
             log.warning(
-                "waiting for %s: %s, no answer for %.0f s; given up after %.0f s", place, operation, silent, limit
+                "waiting for %s: %s, no answer for %.0f s; it times out after %.0f s", place, operation, silent, limit
             )
         if silent >= limit:
             raise NoAnswer(errno.ETIMEDOUT, f"{operation}: no answer for {silent:.0f} s")
@@ -201,18 +201,18 @@ def answered(call: Callable[[], Result], *, place: str, operation: str) -> Resul
         _pulse.set(pulse)
         return call()
 
-    result = bounded(work, watch=watch)
-    if is_told:
+    result = until_deadline(work, watch=watch)
+    if is_logged:
         log.warning("%s has answered (%s) after %.0f s", place, operation, time.monotonic() - began)
     return result
 
 
-def is_seen(place: str) -> bool:
+def can_observe_transfers(place: str) -> bool:
     """Return whether transfers of operations on this URL can be observed (gs:// only)."""
     return place.startswith(("gs://", "gcs://"))
 
 
-def beat() -> None:
+def record_transfer() -> None:
     """Record a transfer for the operation of the current context."""
     pulse = _pulse.get()
     if pulse is not None:
@@ -243,7 +243,7 @@ def session_settings() -> dict[str, Any]:
                 pieces = []
                 try:
                     async for piece in self.content.iter_any():
-                        beat()
+                        record_transfer()
                         pieces.append(piece)
                 except BaseException:  # as in the base class: the connection cannot be reused
                     self.close()
@@ -252,7 +252,7 @@ def session_settings() -> dict[str, Any]:
             return await super().read()
 
     async def moved(*_: object) -> None:
-        beat()
+        record_transfer()
 
     tracing = aiohttp.TraceConfig()
     for signal in (
@@ -285,9 +285,9 @@ LOCAL_REMEDIES = {
     errno.EACCES: "this account may not write there; give it the right, or name another folder",
     errno.EPERM: "this account may not write there; give it the right, or name another folder",
     errno.EROFS: "it is mounted read-only; mount it for writing, or name another folder",
-    errno.ENOTDIR: "a file lies where a folder is needed; remove it, or name another folder",
-    errno.EEXIST: "a file lies where a folder is needed; remove it, or name another folder",
-    errno.EISDIR: "a folder lies where a file is needed; remove it, or name another folder",
+    errno.ENOTDIR: "a file is where a folder is needed; remove it, or name another folder",
+    errno.EEXIST: "a file is where a folder is needed; remove it, or name another folder",
+    errno.EISDIR: "a folder is where a file is needed; remove it, or name another folder",
     errno.ENOENT: "no folder can be made there; name another one",
     errno.ENAMETOOLONG: "the name is too long; name another folder",
     errno.EINVAL: "the disk does not take this; name another folder",
@@ -331,7 +331,7 @@ def kind_of(error: BaseException) -> Kind | None:
     return "transient" if is_client or isinstance(error, OSError | EOFError | TimeoutError) else None
 
 
-def retried(
+def with_retries(
     call: Callable[[], Result], *, place: str, operation: str, wait: Callable[[float], object] | None = None
 ) -> Result:
     """Run `call`, which does `operation` on the path or URL `place`, with retries; return its result.
@@ -347,17 +347,17 @@ def retried(
     num_silent = 0
     for seconds in WAITS_SECONDS:
         try:
-            return call() if is_local else answered(call, place=place, operation=operation)
+            return call() if is_local else with_timeout(call, place=place, operation=operation)
         except Exception as error:
             num_silent += isinstance(error, NoAnswer)
-            if not _is_worth_another(error, place) or is_over():
+            if not _may_succeed_later(error, place) or is_over():
                 raise
             if num_silent > (0 if has_substitute() else SILENT_TRIES_AGAIN):
                 raise
-            log.info("%s; %s, tried again in %.0f s", place, shown(error), seconds)
+            log.info("%s; %s, retrying in %.0f s", place, shown(error), seconds)
             if (wait or pause)(seconds * random.uniform(0.75, 1.25)) is False:
                 raise
-    return call() if is_local else answered(call, place=place, operation=operation)
+    return call() if is_local else with_timeout(call, place=place, operation=operation)
 
 
 def complaint(error: BaseException, *, place: str) -> str:
@@ -377,7 +377,7 @@ def complaint(error: BaseException, *, place: str) -> str:
     return f"{place}; {shown(error)}: {sentence}."
 
 
-def is_told(error: BaseException, *, place: str) -> bool:
+def is_explained(error: BaseException, *, place: str) -> bool:
     """Return whether `complaint` suffices for the user; other errors need their traceback."""
     kind, is_remote = kind_of(error), "://" in place and not place.startswith("file://")
     if is_remote:
@@ -395,7 +395,7 @@ def _is_of_folder(error: BaseException, place: str) -> bool:
 
 
 @contextmanager
-def told(place: str, *, full: Literal["refused", "failed"] = "refused") -> Iterator[None]:
+def explain_storage_errors(place: str, *, full: Literal["refused", "failed"] = "refused") -> Iterator[None]:
     """Turn a storage failure at `place` inside the context into an error with one sentence for the user.
 
     Args:
@@ -409,10 +409,10 @@ def told(place: str, *, full: Literal["refused", "failed"] = "refused") -> Itera
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConfigError) or not is_told(error, place=place):
+        if isinstance(error, ConfigError) or not is_explained(error, place=place):
             raise
         if full == "failed" and kind_of(error) == "full":
-            raise StorageFailed(f"{complaint(error, place=place)} The same command goes on.") from error
+            raise StorageFailed(f"{complaint(error, place=place)} The same command resumes.") from error
         raise ConfigError(complaint(error, place=place)) from error
 
 
@@ -440,7 +440,7 @@ def _is_refused_login(error: BaseException) -> bool:
     return "GoogleAuthError" in names and "TransportError" not in names and not getattr(error, "retryable", False)
 
 
-def _is_worth_another(error: BaseException, place: str) -> bool:
+def _may_succeed_later(error: BaseException, place: str) -> bool:
     if kind_of(error) != "transient":
         return False
     if "://" not in place or place.startswith("file://"):

@@ -92,8 +92,8 @@ class RunFolder:
             if not paths.list_names(self.path("checkpoints")):
                 return None
             raise ConfigError(
-                f"name={self.name}; {self.identity_path} is damaged ({error}), so nobody knows which config made these "
-                "checkpoints; restore the file, or choose another name=."
+                f"name={self.name}; {self.identity_path} is damaged ({error}), so the config of its "
+                "checkpoints is unknown; restore the file, or choose another name=."
             ) from error
 
     def create(self, config: Config) -> None:
@@ -132,7 +132,7 @@ class RunFolder:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.path(RESULT)}; it holds a value that no run writes ({type(error).__name__}: {error}); remove "
-                "it, and the run goes on from its last checkpoint."
+                "it, and the run resumes from its last checkpoint."
             ) from error
 
     def put_aside_unreadable_result(self) -> None:
@@ -141,7 +141,7 @@ class RunFolder:
         if paths.exists(path) and not isinstance(self._stored_result(), dict):
             aside = put_aside(path, paths.read_bytes(path))
             paths.remove_tree(path)
-            log.warning("%s cannot be read; moved to %s, and the run goes on from its last checkpoint", path, aside)
+            log.warning("%s cannot be read; moved to %s, and the run resumes from its last checkpoint", path, aside)
 
     def _stored_result(self) -> Any:
         """Return the content of result.json; None if it is missing or unreadable."""
@@ -165,7 +165,7 @@ def _literal(value: Any) -> Any:
     return INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def continued(config: Config) -> Config:
+def with_settings_of_run(config: Config) -> Config:
     """Return the config with open settings filled in from the run that it continues, if there is one.
 
     These are the rows that the config leaves open and, with `tuned=auto`, the tuned speed settings that belong to the

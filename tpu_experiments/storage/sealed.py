@@ -43,7 +43,7 @@ def require_seal(content: bytes, *, path: str) -> None:
     digest.update(UNSEALED.encode())
     digest.update(memoryview(content)[found.end() :])
     if digest.hexdigest().encode() != found[0].removeprefix(b"sha256:"):
-        raise DamagedFile(f"{path}; the file is damaged: its content does not give the checksum in it.")
+        raise DamagedFile(f"{path}; the file is damaged: its content does not match the checksum in it.")
 
 
 def write_sealed_json(path: str, values: Mapping[str, Any], *, indent: int | None = None) -> None:

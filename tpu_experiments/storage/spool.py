@@ -2,8 +2,8 @@
 
 Object stores cannot append (gcsfs opens "a" as overwrite), so a mirror's local copy is uploaded whole every
 `UPLOAD_SECONDS` from one background thread, before a checkpoint counts (`upload_all`), and at `close`. Where the
-place is local there is no copy: it is written directly. What cannot be uploaded in the end is kept where `keep_in`
-says.
+place is local there is no copy: it is written directly. What cannot be uploaded in the end is kept in the
+folder of `set_spill_folder`.
 
 `Spool.save` writes to the place a checkpoint belongs to. When that fails as storage fails (storage/retry.py), it
 writes to `<cache>/spool/<key>` instead, says so once, and a thread tries the place again from then on: the newest
@@ -34,7 +34,7 @@ UPLOAD_SECONDS = 30.0  # event files and logs are kilobytes; GCS allows one upda
 log = logging.getLogger(__name__)
 _open: list["Mirror"] = []
 """Open mirrors of this process with remote targets."""
-_keeping: tuple[str, Path] | None = None
+_spill_folder: tuple[str, Path] | None = None
 
 
 class Mirror:
@@ -96,15 +96,15 @@ class Mirror:
             self._upload()
 
     def copy(self) -> Path | None:
-        """Copy the local files to the folder set by `keep_in` and return it; None if none is set for this run."""
-        if _keeping is None or not self.is_below(_keeping[0]):
+        """Copy the local files to the spill folder and return it; None if none is set for this run."""
+        if _spill_folder is None or not self.is_below(_spill_folder[0]):
             return None
         for file in self._files():
-            kept = self._kept_at(file, *_keeping)
+            kept = self._spill_path(file, *_spill_folder)
             kept.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(file, kept)
-        return _keeping[1]
+        return _spill_folder[1]
 
     def close(self) -> None:
         """Upload the local copy a last time and remove it.
@@ -119,14 +119,14 @@ class Mirror:
         try:
             self._upload()
         except Exception:
-            log.error("the last upload to %s failed; its data is in %s", self._target, self._keep())
+            log.error("the last upload to %s failed; its data is in %s", self._target, self._keep_local_copy())
             raise
         finally:
             _open.remove(self)
             self._temporary.cleanup()
             self._temporary = None
 
-    def _keep(self) -> Path:
+    def _keep_local_copy(self) -> Path:
         """Keep the local copy after a failed last upload; return its path."""
         folder = self.copy()
         if folder is not None:
@@ -142,7 +142,7 @@ class Mirror:
         except Exception as error:
             if self._failed_since is None:
                 self._failed_since = time.monotonic()
-                log.warning("upload to %s failed, to be repeated: %s", self._target, shown(error))
+                log.warning("upload to %s failed and will be retried: %s", self._target, shown(error))
             return
         if self._failed_since is not None:
             minutes = (time.monotonic() - self._failed_since) / 60
@@ -160,8 +160,10 @@ class Mirror:
                 if self._uploaded.get(file) != state:
                     paths.write_bytes_atomic(self._place(file), data)
                     self._uploaded[file] = state
-                if _keeping is not None and self.is_below(_keeping[0]):
-                    self._kept_at(file, *_keeping).unlink(missing_ok=True)  # no newer than what was just uploaded
+                if _spill_folder is not None and self.is_below(_spill_folder[0]):
+                    self._spill_path(file, *_spill_folder).unlink(
+                        missing_ok=True
+                    )  # no newer than what was just uploaded
 
     def _files(self) -> list[Path]:
         if self.local.is_file():
@@ -171,7 +173,7 @@ class Mirror:
     def _place(self, file: Path) -> str:
         return paths.join(self._target, *file.relative_to(self.local).parts) if file != self.local else self._target
 
-    def _kept_at(self, file: Path, run: str, folder: Path) -> Path:
+    def _spill_path(self, file: Path, run: str, folder: Path) -> Path:
         return folder / self._place(file).removeprefix(run)
 
 
@@ -181,10 +183,10 @@ def _state(file: Path) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def keep_in(folder: Path, *, run: str) -> None:
+def set_spill_folder(folder: Path, *, run: str) -> None:
     """Keep files below `run` that cannot be uploaded at the end of the process in `folder` from now on."""
-    global _keeping
-    _keeping = run.rstrip("/") + "/", folder
+    global _spill_folder
+    _spill_folder = run.rstrip("/") + "/", folder
 
 
 def upload_all(*, run: str) -> None:
@@ -199,7 +201,7 @@ def upload_all(*, run: str) -> None:
 
 
 def copy_all() -> None:
-    """Copy what `upload_all` would upload to the folder set by `keep_in`, for a restart on this machine."""
+    """Copy what `upload_all` would upload to the folder set by `set_spill_folder`, for a restart on this machine."""
     for mirror in list(_open):
         mirror.copy()
 
@@ -210,8 +212,12 @@ LIMIT = 10
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 15.0, 300.0
 
 Result = TypeVar("Result")
-MakeRoom = Callable[[], object]
-First = Literal["there", "here"]
+WriteCheckpoint = Callable[[str], Result]
+"""Writes one checkpoint as a folder below the folder that it is given; may be called again with another folder."""
+FreeSpace = Callable[[], object]
+"""Removes the checkpoints that retention does not need."""
+First = Literal["target", "spool"]
+"""Where a checkpoint is written first."""
 
 
 class Spool:
@@ -230,10 +236,10 @@ class Spool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._out_since: float | None = None
+        self._unreachable_since: float | None = None
         self._num_full = 0
 
-    def bring_records(self, folder: str) -> None:
+    def upload_records(self, folder: str) -> None:
         """Upload the run's records, or copy them to the spool; call it before a checkpoint is committed there.
 
         Args:
@@ -253,22 +259,22 @@ class Spool:
         return self.local / RECORDS
 
     @property
-    def is_out(self) -> bool:
+    def is_unreachable(self) -> bool:
         """Whether the target is out of reach, so that checkpoints are spilled to the local disk."""
-        return self._out_since is not None
+        return self._unreachable_since is not None
 
     def save(
-        self, write: Callable[[str], Result], *, make_room: MakeRoom | None = None, first: First = "there"
+        self, write: WriteCheckpoint[Result], *, free_space: FreeSpace | None = None, first: First = "target"
     ) -> Result | None:
         """Write a checkpoint to the target, or to the local spool while the target is out of reach.
 
-        If the target's disk is full, incomplete checkpoints are removed, `make_room` is called, and `write` is called
+        If the target's disk is full, incomplete checkpoints are removed, `free_space` is called, and `write` is called
         again.
 
         Args:
-            write: writes one checkpoint as a folder below the folder that it is given.
-            make_room: removes the checkpoints that retention does not need.
-            first: `here` writes to the local spool if the target is remote and the local disk has room; `close` then
+            write: writes the checkpoint.
+            free_space: makes room on a full disk.
+            first: `spool` writes to the local spool if the target is remote and the local disk has room; `close` then
                 uploads it.
 
         Returns:
@@ -278,28 +284,28 @@ class Spool:
             StorageFailed: the disk was full `LIMIT` times in a row.
             Exception: `write` failed for another reason than storage.
         """
-        if first == "here" and paths.is_remote(self.target):
+        if first == "spool" and paths.is_remote(self.target):
             try:
-                return self._kept(write)
+                return self._write_locally(write)
             except OSError as error:
-                log.warning("%s; %s: the checkpoint goes to %s alone", self.local, shown(error), self.target)
-        if not self.is_out:
+                log.warning("%s; %s: the checkpoint is written to %s only", self.local, shown(error), self.target)
+        if not self.is_unreachable:
             try:
-                return self._written(write, make_room)
+                return self._write_to_target(write, free_space)
             except Exception as error:
                 if not self._is_outage(error) and kind_of(error) != "full":
                     raise
                 if kind_of(error) == "full":
-                    self._go_on_without(error)
+                    self._skip_checkpoint(error)
                     return None
                 self._begin_outage(error)
         try:
-            self._out_since = self._out_since or time.monotonic()
-            result = self._kept(write)
+            self._unreachable_since = self._unreachable_since or time.monotonic()
+            result = self._write_locally(write)
         except OSError as error:
-            self._go_on_without(error)
+            self._skip_checkpoint(error)
             return None
-        self._deliver_later()
+        self._start_delivery()
         return result
 
     def deliver(self) -> int:
@@ -315,7 +321,7 @@ class Spool:
             with self._lock:  # a concurrent save may spill another one
                 names = self._names()
                 if not names:
-                    if not self._kept_records():
+                    if not self._spilled_records():
                         shutil.rmtree(self.local, ignore_errors=True)
                     self._end_outage(arrived)
                     return arrived
@@ -332,17 +338,17 @@ class Spool:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        if not self._names() and not self._kept_records():
+        if not self._names() and not self._spilled_records():
             return
         try:
             self.deliver()
         except Exception as error:
             raise StorageFailed(
-                f"{complaint(error, place=self.target)} {self._kept_text()}; the same command on this machine "
+                f"{complaint(error, place=self.target)} {self._spilled_text()}; the same command on this machine "
                 "delivers them."
             ) from error
 
-    def _kept(self, write: Callable[[str], Result]) -> Result:
+    def _write_locally(self, write: WriteCheckpoint[Result]) -> Result:
         with self._lock:
             self.local.mkdir(parents=True, exist_ok=True)
             return write(str(self.local))
@@ -352,17 +358,17 @@ class Spool:
         kind = kind_of(error)
         return kind is not None and (kind == "transient" or paths.is_remote(self.target))
 
-    def _written(self, write: Callable[[str], Result], make_room: Callable[[], object] | None) -> Result:
+    def _write_to_target(self, write: WriteCheckpoint[Result], free_space: FreeSpace | None) -> Result:
         try:
-            with retry.substituted():
+            with retry.with_substitute():
                 result = write(self.target)
         except Exception as error:
             if kind_of(error) != "full":
                 raise
-            log.warning("%s; %s: removing what retention no longer needs", self.target, shown(error))
+            log.warning("%s; %s: removing checkpoints that retention does not keep", self.target, shown(error))
             self._remove_incomplete()
-            if make_room is not None:
-                make_room()
+            if free_space is not None:
+                free_space()
             result = write(self.target)
         self._num_full = 0
         return result
@@ -373,41 +379,41 @@ class Spool:
             if name.startswith("step_") and not paths.exists(paths.join(self.target, name, self._marker)):
                 paths.remove_tree(paths.join(self.target, name))
 
-    def _go_on_without(self, error: Exception) -> None:
+    def _skip_checkpoint(self, error: Exception) -> None:
         """Count and log a save that did not fit; raise StorageFailed after LIMIT in a row."""
         self._num_full += 1
-        sentence = f"{complaint(error, place=self.target)} This checkpoint is not written ({_free_text(self.target)})"
+        sentence = f"{complaint(error, place=self.target)} This checkpoint is skipped ({_free_text(self.target)})"
         if self._num_full >= LIMIT:
             raise StorageFailed(f"{sentence}; stopped after {LIMIT} in a row.") from error
-        log.warning("%s; training goes on, and stops after %d in a row.", sentence, LIMIT)
+        log.warning("%s; training continues, and stops after %d in a row.", sentence, LIMIT)
 
     def _begin_outage(self, error: Exception) -> None:
-        self._out_since = time.monotonic()
+        self._unreachable_since = time.monotonic()
         log.warning(
-            "%s Training goes on; checkpoints are kept in %s (%s) and uploaded when it is back.",
+            "%s Training continues; checkpoints are spilled to %s (%s) and uploaded once storage answers.",
             complaint(error, place=self.target),
             self.local,
             _free_text(str(self.local)),
         )
 
     def _end_outage(self, arrived: int) -> None:
-        if self._out_since is not None:
-            minutes = (time.monotonic() - self._out_since) / 60
-            log.warning("%s is back after %.1f min; %d checkpoints uploaded.", self.target, minutes, arrived)
-        self._out_since = None
+        if self._unreachable_since is not None:
+            minutes = (time.monotonic() - self._unreachable_since) / 60
+            log.warning("%s is reachable again after %.1f min; %d checkpoints uploaded.", self.target, minutes, arrived)
+        self._unreachable_since = None
 
-    def _deliver_later(self) -> None:
+    def _start_delivery(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._keep_trying, name="spool", daemon=True)
+            self._thread = threading.Thread(target=self._deliver_until_done, name="spool", daemon=True)
             self._thread.start()
 
-    def _keep_trying(self) -> None:
+    def _deliver_until_done(self) -> None:
         seconds = FIRST_WAIT_SECONDS
-        while (self.is_out or self._names()) and not self._closed.wait(seconds):
+        while (self.is_unreachable or self._names()) and not self._closed.wait(seconds):
             try:
                 self.deliver()
             except Exception as error:  # of any type: the checkpoints stay in the spool
-                log.info("%s is still out of reach: %s; %s", self.target, shown(error), self._kept_text())
+                log.info("%s is still unreachable: %s; %s", self.target, shown(error), self._spilled_text())
             seconds = min(2 * seconds, LONGEST_WAIT_SECONDS)
 
     def _names(self) -> list[str]:
@@ -438,7 +444,7 @@ class Spool:
         shutil.rmtree(source, ignore_errors=True)
         return True
 
-    def _kept_records(self) -> list[Path]:
+    def _spilled_records(self) -> list[Path]:
         return sorted(file for file in self.records.rglob("*") if file.is_file() and not file.is_symlink())
 
     def _deliver_records(self) -> None:
@@ -446,18 +452,18 @@ class Spool:
 
         One that grows is uploaded only if the target file is a prefix of it: else another process has continued it.
         """
-        for file in self._kept_records():
+        for file in self._spilled_records():
             place = paths.join(self._run, *file.relative_to(self.records).parts)
             kept = file.read_bytes()
             if file.suffix == ".json" or not paths.exists(place) or kept.startswith(paths.read_bytes(place)):
                 paths.write_bytes_atomic(place, kept)
             else:
-                log.info("%s holds more than %s; it stays as it is", place, file)
+                log.info("%s has more data than the spilled copy %s, which is not uploaded", place, file)
             file.unlink(missing_ok=True)
 
-    def _kept_text(self) -> str:
+    def _spilled_text(self) -> str:
         names = self._names()
-        if not names and self._kept_records():
+        if not names and self._spilled_records():
             return f"records wait in {self.records}"
         return f"{len(names)} checkpoints wait in {self.local}" + (f", the newest {names[-1]}" if names else "")
 
@@ -479,7 +485,7 @@ def key_of(folder: str, *, identity: str) -> str:
 
 def _free_text(place: str) -> str:
     if paths.is_remote(place):
-        return "of a bucket's quota nothing is known"
+        return "free space of a bucket is unknown"
     folder = Path(place.removeprefix("file://"))
     while not folder.exists():
         folder = folder.parent

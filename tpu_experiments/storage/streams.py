@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from tpu_experiments.storage.paths import filesystem_of, is_remote
-from tpu_experiments.storage.retry import answered
+from tpu_experiments.storage.retry import with_timeout
 
 CHUNK_BYTES = 1 << 20
 PACKED_CHUNK_BYTES = 1 << 14  # unpacks to 16 MiB at most with gzip (1032 : 1), to 80 KiB of text typically
@@ -33,7 +33,7 @@ def open_binary(url: str) -> BinaryIO:
     try:
         if not is_remote(url):
             return open(url.removeprefix("file://"), "rb")
-        return answered(lambda: _open_remote(url), place=url, operation="open")
+        return with_timeout(lambda: _open_remote(url), place=url, operation="open")
     except Exception as error:  # every file system and its client raise types of their own
         raise UnreadableError(_complaint(error)) from error
 
@@ -65,7 +65,7 @@ class RemoteFile:
 
     def read(self, size: int = -1) -> bytes:
         """Read the next `size` bytes; all that are left if negative."""
-        return answered(lambda: bytes(self._file.read(size)), place=self._url, operation="read")
+        return with_timeout(lambda: bytes(self._file.read(size)), place=self._url, operation="read")
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move to a byte offset; return the new position."""

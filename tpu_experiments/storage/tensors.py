@@ -98,7 +98,7 @@ def header_length(first: bytes | bytearray, *, num_bytes: int) -> int:
     """
     length = int.from_bytes(first[:8], "little")
     if len(first) < 8 or length > min(MAX_HEADER_BYTES, num_bytes - 8):
-        raise ValueError(f"its header is said to have {length:,} bytes and the file has {num_bytes:,}")
+        raise ValueError(f"its header should have {length:,} bytes and the file has {num_bytes:,}")
     return length
 
 
@@ -183,7 +183,7 @@ def _described(name: str, facts: Any, *, place: int, num_bytes: int) -> tuple[to
         raise ValueError(f"{name} has a shape or data_offsets that are not whole numbers")
     start, stop = offsets
     if start != place or not start <= stop <= num_bytes or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name} of shape {shape} does not lie where its data_offsets {offsets} say")
+        raise ValueError(f"{name} of shape {shape} is not where its data_offsets {offsets} say")
     return dtype, shape, stop
 
 

@@ -56,8 +56,8 @@ class PointLauncher(Launcher):
         sweep = self.sweep = self.sweep or self._opened(job_overrides[0])
         points = [self._point(overrides, sweep) for overrides in job_overrides]
         sweep.run([point for point in points if isinstance(point, Point)])
-        if sweep.relay.asked and (sweep.left or not self._is_grid()):
-            self._leave(sweep)
+        if sweep.relay.asked and (sweep.unfinished or not self._is_grid()):
+            self._exit_on_stop(sweep)
         return [self._returned(sweep, point if isinstance(point, str) else point.name) for point in points]
 
     def finish(self) -> int:
@@ -131,11 +131,11 @@ class PointLauncher(Launcher):
         require_single_choices(composed.hydra.runtime.choices)
         return to_config(_without_hydra(composed))
 
-    def _leave(self, sweep: "Sweep") -> None:
+    def _exit_on_stop(self, sweep: "Sweep") -> None:
         from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
-        goes_on = f"the same command goes on with {'; '.join(sweep.left) or 'further points'}"
-        print(f"the sweep was stopped on request; {goes_on}", file=sys.stderr)
+        next_points = f"the same command resumes with {'; '.join(sweep.unfinished) or 'further points'}"
+        print(f"the sweep was stopped on request; {next_points}", file=sys.stderr)
         sys.exit(STOPPED_EXIT_CODE)
 
     def _returned(self, sweep: "Sweep", name: str) -> JobReturn:

@@ -46,7 +46,7 @@ class Row:
         """Return the row of a point that has not started."""
         return cls(point.name, redacted(dict(point.changed)), redacted_arguments(point.overrides), point.folder.path())
 
-    def take_result(self, result: dict[str, Any]) -> None:
+    def fill_from_result(self, result: dict[str, Any]) -> None:
         """Fill in the fields from a result.json; values of the wrong type are ignored."""
         result = shaped(result, RESULT)
         self.status, self.exit_code, self.step = FINISHED, 0, None

@@ -66,7 +66,7 @@ class Evaluations:
                 self.last_step, self.last_train_loss = record["step"], record["train/loss"]
 
 
-def why_nothing_is_pruned(config: Config) -> str | None:
+def no_pruning_reason(config: Config) -> str | None:
     """Return a warning where `sweeping.prune` can have no effect, else None."""
     if config.sweeping.prune == "none" or config.task.name != "train":
         return None

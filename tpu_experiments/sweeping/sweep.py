@@ -16,7 +16,7 @@ from tpu_experiments.sweeping import hparams, leaderboard
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
 from tpu_experiments.sweeping.placement import place_of, slots
 from tpu_experiments.sweeping.points import Point, command_of
-from tpu_experiments.sweeping.pruning import Evaluations, step_to_prune_at, why_nothing_is_pruned
+from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
 from tpu_experiments.sweeping.screen import Screen
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
@@ -58,7 +58,7 @@ class Sweep:
         self._read_at = 0.0
 
     @property
-    def left(self) -> list[str]:
+    def unfinished(self) -> list[str]:
         """Return the names of this command's points that are not finished, pruned or failed."""
         return [name for name in self.points if self.rows[name].status not in (FINISHED, PRUNED, FAILED)]
 
@@ -80,7 +80,7 @@ class Sweep:
         at_once = slots(waiting[0].config)
         # A single point writes to the terminal itself.
         self.screen = Screen(is_live=at_once > 1 and sys.stdout.isatty())
-        self._say(why_nothing_is_pruned(waiting[0].config))
+        self._say(no_pruning_reason(waiting[0].config))
         while waiting or self._running:
             while waiting and len(self._running) < at_once and not self.relay.asked:
                 slot = next(slot for slot in range(at_once) if slot not in self._running)
@@ -89,7 +89,7 @@ class Sweep:
                 if running.process.poll() is not None:
                     del self._running[slot]
                     self._ended(running)
-            self._look()
+            self._prune_due()
             if self.relay.asked:
                 waiting.clear()
             time.sleep(LOOK_SECONDS)
@@ -108,7 +108,7 @@ class Sweep:
         result = self._opened(point) if point.config.task.name == "train" else None
         if result is not None:
             row = Row.of(point)
-            row.take_result(result)
+            row.fill_from_result(result)
         self.points[point.name], self.rows[point.name] = point, row
         if row.status not in (FINISHED, PRUNED):
             return False
@@ -149,7 +149,7 @@ class Sweep:
         result = point.folder.finished() if code == 0 and point.config.task.name == "train" else None
         self._evaluations_of(point).refresh()
         if result is not None:
-            row.take_result(result)
+            row.fill_from_result(result)
         elif code == 0:
             row.status = FINISHED
         elif code == STOPPED_EXIT_CODE and running.pruned_at is not None:
@@ -160,10 +160,10 @@ class Sweep:
             self.relay.ask()  # a stop signal sent to one point stops the whole sweep
         else:
             row.status = FAILED
-            self._say(f"sweep point {point.name} ended with exit code {code}; the sweep goes on")
+            self._say(f"sweep point {point.name} ended with exit code {code}; the sweep continues")
         self._write(row)
 
-    def _look(self) -> None:
+    def _prune_due(self) -> None:
         """Read the points' progress and prune those that the median rule gives up."""
         period = READ_REMOTE_SECONDS if paths.is_remote(self.folder) else READ_SECONDS
         if time.monotonic() - self._read_at < period:

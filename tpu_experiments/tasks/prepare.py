@@ -8,9 +8,9 @@ from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.retry import told
-from tpu_experiments.training.batches import prepare_sources, prepared_folder, stages_of, tokenizer_for
-from tpu_experiments.training.row_lengths import settle
+from tpu_experiments.storage.retry import explain_storage_errors
+from tpu_experiments.training.batches import load_run_tokenizer, prepare_sources, prepared_folder, stages_with_data
+from tpu_experiments.training.row_lengths import measure_rows
 
 
 def run(config: Config) -> None:
@@ -23,21 +23,21 @@ def run(config: Config) -> None:
     start_run_log(None, rank=0)
     folder = prepared_folder(config)
     try:
-        with told(folder, full="failed"):
+        with explain_storage_errors(folder, full="failed"):
             sources, manifests, page = _prepare(config, folder)
     finally:
         stop_run_log()
     print(audit_table(manifests))
-    _say_where(sources, page=page)
+    _print_folders(sources, page=page)
 
 
 def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], list[Manifest], str]:
     """Return the sources, their manifests and the path of the audit's page."""
     if config.prepare.engine == "local":
         start_server()  # its imports overlap with loading the tokenizer here
-    config = settle(config)
-    stages = stages_of(config)
-    tokenizer = tokenizer_for(config)
+    config = measure_rows(config)
+    stages = stages_with_data(config)
+    tokenizer = load_run_tokenizer(config)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages, verify="all")
     for stage in stages:
         write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)
@@ -52,7 +52,7 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
     return sources, manifests, paths.join(target, f"{name}.html")
 
 
-def _say_where(sources: dict[str, PreparedSource], *, page: str) -> None:
+def _print_folders(sources: dict[str, PreparedSource], *, page: str) -> None:
     for source in sources.values():
         for length, folder in source.folders.items():
             print(f"data.{source.name}, rows of {length}: {folder}")

@@ -2,10 +2,10 @@
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.tuned import tuned
-from tpu_experiments.training.row_lengths import settled_with_totals
+from tpu_experiments.training.row_lengths import measure_rows_and_totals
 
 
-def settled_run(config: Config, *, is_lookup: bool = False, is_begun: bool = False) -> Config:
+def with_open_settings(config: Config, *, is_lookup: bool = False, is_begun: bool = False) -> Config:
     """Return the config with rows that fit its data and the fastest known settings (conf/tuned.yaml).
 
     Args:
@@ -15,5 +15,5 @@ def settled_run(config: Config, *, is_lookup: bool = False, is_begun: bool = Fal
     Raises:
         ConfigError: a source cannot be read, or is empty; never with `is_lookup`.
     """
-    found, totals = settled_with_totals(config, is_lookup=is_lookup)
+    found, totals = measure_rows_and_totals(config, is_lookup=is_lookup)
     return tuned(found, totals=totals, is_begun=is_begun)

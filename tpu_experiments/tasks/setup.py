@@ -24,18 +24,18 @@ from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.training.batches import (
     RunInputs,
+    load_run_tokenizer,
     prepare_sources,
     prepared_folder,
     stage_rows,
-    stages_of,
+    stages_with_data,
     steps_by_stage,
-    tokenizer_for,
 )
 from tpu_experiments.training.length import new_length
 from tpu_experiments.training.outputs import manifests_of
 from tpu_experiments.training.questions import read_questions
 from tpu_experiments.training.start import StartPoint, find_start
-from tpu_experiments.training.step import require_choices
+from tpu_experiments.training.step import require_trainable_patterns
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ def check_loggers(config: Config) -> None:
 
 def make_inputs(config: Config) -> RunInputs:
     """Return the tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
-    stages = stages_of(config)
-    tokenizer = tokenizer_for(config)
+    stages = stages_with_data(config)
+    tokenizer = load_run_tokenizer(config)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
     written = {}
     if config.loader.order == "written":
@@ -172,7 +172,9 @@ def check_model(config: Config) -> int:
     if isinstance(source, HuggingFaceModel):
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")
     source.require_weights(shapes_of_base(module))
-    require_choices(resolve_stages(config), [name for name, p in module.named_parameters() if p.requires_grad])
+    require_trainable_patterns(
+        resolve_stages(config), [name for name, p in module.named_parameters() if p.requires_grad]
+    )
     log.info("%s: %s", config.model.name, report)
     if config.hw.parallel == "spmd":
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}

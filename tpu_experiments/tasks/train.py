@@ -16,20 +16,20 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.loggers.base import LoggerContext, Loggers
-from tpu_experiments.loggers.closing import summary, told_finished
-from tpu_experiments.loggers.promise import Promise
+from tpu_experiments.loggers.closing import print_if_finished, summary
+from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, meet
+from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, rendezvous
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import lease, retry
 from tpu_experiments.storage.process import started_seconds
-from tpu_experiments.storage.retry import StorageFailed, complaint, is_told, told
-from tpu_experiments.storage.run_folder import RunFolder, continued, has_begun, has_other_length, open_run
-from tpu_experiments.storage.spool import Spool, keep_in, key_of
-from tpu_experiments.tasks.settling import settled_run
+from tpu_experiments.storage.retry import StorageFailed, complaint, explain_storage_errors, is_explained
+from tpu_experiments.storage.run_folder import RunFolder, has_begun, has_other_length, open_run, with_settings_of_run
+from tpu_experiments.storage.spool import Spool, key_of, set_spill_folder
+from tpu_experiments.tasks.settling import with_open_settings
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
 from tpu_experiments.training.batches import RunInputs, expected_programs, num_steps, prepared_folder
 from tpu_experiments.training.length import NewLength, lengthen, new_length
@@ -48,45 +48,45 @@ def run(config: Config) -> None:
     """
     hosts = Hosts()
     try:
-        hosts = meet(config.hw)
+        hosts = rendezvous(config.hw)
         train(config, hosts)
     except HostLost as error:
-        print(f"error: {error} The same command, on every host, goes on.", file=sys.stderr, flush=True)
+        print(f"error: {error} The same command, on every host, resumes the run.", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # a regular exit would wait for programs that run over all hosts
     except ConfigError:
-        hosts.part()
+        hosts.announce_end()
         raise
     except SystemExit as ending:
         if ending.code == STOPPED_EXIT_CODE:
-            hosts.part()
+            hosts.announce_end()
         raise
-    hosts.part()
+    hosts.announce_end()
 
 
 def train(config: Config, hosts: Hosts) -> None:
     """Train on every host; only the first one writes."""
     watch = Stopwatch()
     start_run_log(None, rank=hosts.rank)
-    with watch.measure("setup"), told(prepared_folder(config), full="failed"):
+    with watch.measure("setup"), explain_storage_errors(prepared_folder(config), full="failed"):
         config = hosts.together(lambda: with_rows(config))
-    with told(config.output_dir):
+    with explain_storage_errors(config.output_dir):
         folder = hosts.together(lambda: open_run(config, may_lengthen=True))
         is_longer = hosts.together(lambda: has_other_length(folder, config))
         if folder.finished() is not None and not is_longer:  # with one host, run.py has checked this before
-            hosts.on_first(lambda: told_finished(config))
+            hosts.on_first_host(lambda: print_if_finished(config))
             return
-        hosts.on_first(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
+        hosts.on_first_host(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
     with watch.measure("setup"):
-        with told(prepared_folder(config), full="failed"):
+        with explain_storage_errors(prepared_folder(config), full="failed"):
             inputs = hosts.together(lambda: set_up(config, folder))
             length = hosts.together(lambda: new_length(folder, inputs, config)) if is_longer else None
         require_same_data(hosts, inputs)
     with ending_in_time(), ExitStack() as stack:
-        held = lease.held(folder.path(), name=folder.name, on_lost=end_at_once)
-        hosts.on_first(lambda: stack.enter_context(held))
-        with told(config.output_dir):
-            hosts.on_first(lambda: begin(folder, config, length))
+        held = lease.hold(folder.path(), name=folder.name, on_lost=exit_after_losing_lease)
+        hosts.on_first_host(lambda: stack.enter_context(held))
+        with explain_storage_errors(config.output_dir):
+            hosts.on_first_host(lambda: begin(folder, config, length))
             hosts.together(lambda: require_shared(folder, hosts))
         with parting(config.checkpoint.grace_seconds):
             launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
@@ -106,9 +106,9 @@ def with_rows(config: Config) -> Config:
     Raises:
         ConfigError: a source cannot be read, or the rows are known not to fit into the chips' memory.
     """
-    with told(config.output_dir):
-        found, is_begun = continued(config), has_begun(config)
-    found = settled_run(found, is_begun=is_begun)
+    with explain_storage_errors(config.output_dir):
+        found, is_begun = with_settings_of_run(config), has_begun(config)
+    found = with_open_settings(found, is_begun=is_begun)
     if config.hw.chip is not None and is_open(config):
         from tpu_experiments.planning.check import check_memory
 
@@ -128,7 +128,7 @@ def begin(folder: RunFolder, config: Config, length: NewLength | None) -> None:
     spool_of(folder).deliver()
 
 
-def end_at_once() -> None:
+def exit_after_losing_lease() -> None:
     """Exit immediately: another process owns the run, so nothing may be written, not even a checkpoint."""
     os._exit(1)
 
@@ -153,15 +153,15 @@ def train_process(
         trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
     except StoppedByRequest:
         end(runtime, outputs, folder=folder, ended="stopped")
-        say(runtime, f"stopped on request; the same command goes on from {folder.path('checkpoints')}")
+        print_once(runtime, f"stopped on request; the same command resumes from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
     except (TrainingStopped, StorageFailed) as error:
-        say(runtime, f"error: {error}")
+        print_once(runtime, f"error: {error}")
         sys.exit(1)
     except Exception as error:
-        if not is_told(error, place=folder.path()):
+        if not is_explained(error, place=folder.path()):
             raise
-        say(runtime, f"error: {complaint(error, place=folder.path())} The same command goes on.")
+        print_once(runtime, f"error: {complaint(error, place=folder.path())} The same command resumes.")
         sys.exit(1)
     finally:
         end(runtime, outputs, folder=folder)
@@ -169,20 +169,20 @@ def train_process(
 
 def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ended: str = "failed") -> None:
     """Close all outputs; storage that is still unreachable is reported in one sentence."""
-    retry.leave()
-    told_of: list[str] = []
+    retry.only_uploads_remain()
+    complaints: list[str] = []
     closing = [] if outputs is None else [lambda: outputs.close(ended)]
     for close in (*closing, stop_run_log):
         try:
             close()
         except StorageFailed as error:
-            told_of.append(str(error))
+            complaints.append(str(error))
         except Exception as error:
-            if not is_told(error, place=folder.path()):
+            if not is_explained(error, place=folder.path()):
                 raise
-            told_of.append(complaint(error, place=folder.path()))
-    if told_of:
-        say(runtime, f"error: {told_of[0]}")
+            complaints.append(complaint(error, place=folder.path()))
+    if complaints:
+        print_once(runtime, f"error: {complaints[0]}")
 
 
 def make_outputs(
@@ -191,13 +191,13 @@ def make_outputs(
     """Return loggers, ledger, provenance and plan of the run; only rank 0 writes."""
     facts = provenance(config, device=str(runtime.device), argv=sys.argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
-    promise = promised(config, rank=runtime.rank)
+    estimates = plan_estimates(config, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
     spool = spool_of(folder)
-    keep_in(spool.records, run=folder.path())
+    set_spill_folder(spool.records, run=folder.path())
     if loggers is not None:
         write_provenance(folder, facts)
-        write_pages(folder, inputs=inputs, promise=promise, loggers=loggers, is_new=not resume_step(folder))
+        write_pages(folder, inputs=inputs, estimates=estimates, loggers=loggers, is_new=not resume_step(folder))
         log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
     return RunOutputs(
         config,
@@ -205,10 +205,10 @@ def make_outputs(
         inputs=inputs,
         loggers=loggers,
         provenance=facts,
-        promise=promise,
+        estimates=estimates,
         ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
         spool=spool,
-        reopened=lambda: make_loggers(config, folder, inputs),
+        reopen_loggers=lambda: make_loggers(config, folder, inputs),
     )
 
 
@@ -221,16 +221,16 @@ def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: S
     return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds)
 
 
-def promised(config: Config, *, rank: int) -> Promise:
+def plan_estimates(config: Config, *, rank: int) -> PlanEstimates:
     """Return the plan's estimates; without a chip to plan for, nothing is imported for them."""
     if config.hw.chip is None or rank > 0:
-        return Promise(reason=f"hw={config.hw.name} has no chip to plan for")
-    from tpu_experiments.planning.promise import promise_of
+        return PlanEstimates(reason=f"hw={config.hw.name} has no chip to plan for")
+    from tpu_experiments.planning.estimates import estimates_of
 
-    return promise_of(config)
+    return estimates_of(config)
 
 
-def say(runtime: Runtime, text: str) -> None:
+def print_once(runtime: Runtime, text: str) -> None:
     """Print once, whatever the number of processes."""
     if runtime.rank == 0:
         print(text, file=sys.stderr)

@@ -25,8 +25,8 @@ from tpu_experiments.data.batches import (
     StageRows,
     WrittenRows,
     fixed_batches,
-    learning_all,
     trimmed,
+    with_all_tokens_learnt,
 )
 from tpu_experiments.data.prepare import Preparation, prepare
 from tpu_experiments.data.prepared import PreparedSource
@@ -48,21 +48,21 @@ DEFAULT_READER = DataSourceConfig.__dataclass_fields__["_target_"].default
 """Default reader, which reads file by file in many processes; a custom reader is read sequentially."""
 
 
-def tokenizer_of(config: Config) -> str:
+def tokenizer_location(config: Config) -> str:
     """Return the tokenizer's folder or Hub id: the shipped one for a tiny model, else the model's own."""
     if config.model.tokenizer_path:
         return config.model.tokenizer_path
     return "tpu_experiments/samples/tokenizer" if config.model.size == "tiny" else config.model.path
 
 
-def tokenizer_for(config: Config) -> PreTrainedTokenizerBase:
+def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run, with its chat template.
 
     Raises:
         ConfigError: there is none, or it does not match the settings.
     """
     return load_tokenizer(
-        tokenizer_of(config),
+        tokenizer_location(config),
         revision=config.model.revision,
         chat_template_path=config.model.chat_template_path,
         chat_format=config.model.chat_format,
@@ -95,11 +95,11 @@ def prepare_sources(
         config.data,
         data_size=config.data_size,
         seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
-        how=replace(preparation(config, tokenizer=tokenizer, is_lookup=is_lookup), verify=verify),
+        preparation=replace(preparation_settings(config, tokenizer=tokenizer, is_lookup=is_lookup), verify=verify),
     )
 
 
-def preparation(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup: bool = False) -> Preparation:
+def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup: bool = False) -> Preparation:
     """Return how and where the sources of a config are prepared."""
     folder = prepared_folder(config)
     loader = config.loader
@@ -116,10 +116,10 @@ def preparation(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup
     )
 
 
-def stages_of(config: Config) -> list[Stage]:
+def stages_with_data(config: Config) -> list[Stage]:
     """Return the stages that have a source; the others are logged."""
     for name in skipped_stages(config):
-        log.info("stage %s is left out: no source of its kind in data=%s", name, list(config.data))
+        log.info("stage %s is skipped: data=%s has no source of its kind", name, list(config.data))
     return resolve_stages(config)
 
 
@@ -224,7 +224,7 @@ def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> ReplayedRows
 
 def _row_shares(inputs: RunInputs, names: Sequence[str], *, weights: Sequence[float], seq_len: int) -> list[Fraction]:
     splits = [inputs.sources[name].manifests[seq_len]["splits"]["train"] for name in names]
-    return row_shares(weights, tokens_of_a_row=[Fraction(split["tokens"], split["rows"]) for split in splits])
+    return row_shares(weights, tokens_per_row=[Fraction(split["tokens"], split["rows"]) for split in splits])
 
 
 def weights_text(rows: ReplayedRows, stage: Stage, *, num_steps: int) -> str:
@@ -248,7 +248,7 @@ def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: 
     if stage.epochs is not None:
         steps = rows.steps_for(stage.epochs, global_rows=global_rows)
     if stage.tokens is not None:
-        steps = math.ceil(stage.tokens / (global_rows * tokens_of_a_row(inputs, stage)))
+        steps = math.ceil(stage.tokens / (global_rows * tokens_per_row(inputs, stage)))
     assert steps is not None
     return min(steps, config.trainer.max_stage_steps or steps)
 
@@ -263,7 +263,7 @@ def steps_by_stage(inputs: RunInputs, *, config: Config) -> dict[str, int]:
     return {stage.name: num_steps(inputs, stage, config=config) for stage in inputs.stages}
 
 
-def tokens_of_a_row(inputs: RunInputs, stage: Stage) -> float:
+def tokens_per_row(inputs: RunInputs, stage: Stage) -> float:
     """Return the mean tokens per row of a stage, without padding."""
     own, replayed = (
         _mean_tokens(inputs, names, stage.geometry.seq_len, weights=weights)
@@ -288,27 +288,27 @@ def step_batches(
     config: Config,
     first: int,
     process: tuple[int, int],
-    choice: Mapping[str, Tensor],
-    left_out: Collection[int] = (),
+    mask: Mapping[str, Tensor],
+    skipped_steps: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
     """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
-    `left_out` count in the schedule and have no batch. `choice` goes into every batch (training/step.py).
+    `skipped_steps` count in the schedule and have no batch. `mask` goes into every batch (training/step.py).
     """
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
-    last = next((step for step in range(num_steps - 1, first, -1) if step not in left_out), first)
+    last = next((step for step in range(num_steps - 1, first, -1) if step not in skipped_steps), first)
     for step in range(first, num_steps):
-        if step in left_out:
+        if step in skipped_steps:
             continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
-        whole = cut(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
-        whole = learning_all(whole) if stage.learn == "all" else whole
-        whole = with_noise(whole, stage.index, step, config=config)
+        whole = trim_padding(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
+        whole = with_all_tokens_learnt(whole) if stage.learn == "all" else whole
+        whole = with_dropout_noise(whole, stage.index, step, config=config)
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
-        yield info, {**training_tensors(mine, geometry, lr=lr), **choice}
+        yield info, {**training_tensors(mine, geometry, lr=lr), **mask}
 
 
 def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:
@@ -322,7 +322,7 @@ def has_dropout(config: Config) -> bool:
     return config.lora.r > 0 and config.lora.dropout > 0
 
 
-def with_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
+def with_dropout_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
     """Return the global batch with a random word for every row, where the training step has dropout.
 
     Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
@@ -334,7 +334,7 @@ def with_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
     return replace(batch, noise_G=(words_G >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
 
-def cut(batch: Batch, *, config: Config) -> Batch:
+def trim_padding(batch: Batch, *, config: Config) -> Batch:
     """Trim positions that are padding in all rows of the global batch, with `prepare.packing=none`."""
     return trimmed(batch, multiple=config.loader.pad_multiple) if config.prepare.packing == "none" else batch
 
@@ -345,7 +345,10 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
     global_rows = evaluation_rows(inputs.stages)
     held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
     return {
-        name: (cut(b, config=config) for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows))
+        name: (
+            trim_padding(b, config=config)
+            for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows)
+        )
         for name, rows in held_out.items()
         if rows.num_rows
     }

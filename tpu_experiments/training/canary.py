@@ -28,8 +28,8 @@ from tpu_experiments.models.lora import A, B
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.stacked import stacked
-from tpu_experiments.training.batches import stage_rows, training_tensors, with_noise
-from tpu_experiments.training.step import TrainStep, choice_of
+from tpu_experiments.training.batches import stage_rows, training_tensors, with_dropout_noise
+from tpu_experiments.training.step import TrainStep, mask_tensors
 
 if TYPE_CHECKING:  # the trainer calls this module
     from tpu_experiments.training.trainer import Trainer
@@ -97,13 +97,13 @@ def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
     Raises:
         TrainingStopped: cosine or norms are beyond `STOP_COSINE` or `STOP_RATIO`.
     """
-    reason = why_not(trainer)
+    reason = skip_reason(trainer)
     if reason is not None:
-        log.info("canary: not asked: %s", reason)
+        log.info("gradient check across devices: skipped (%s)", reason)
         return None
     batch, rows = canary_rows(trainer)
-    found = on_devices(trainer, batch)
-    findings = compare(found, on_host(trainer, rows)) if trainer.runtime.rank == 0 else None
+    found = step_on_devices(trainer, batch)
+    findings = compare(found, step_on_host(trainer, rows)) if trainer.runtime.rank == 0 else None
     is_far = findings is not None and findings.exceeds(cosine=STOP_COSINE, ratio=STOP_RATIO)
     if trainer.runtime.any_process(is_far):
         raise TrainingStopped(
@@ -114,11 +114,11 @@ def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
     if findings is None:
         return None
     is_odd = findings.exceeds(cosine=WARN_COSINE, ratio=WARN_RATIO)
-    log.log(logging.WARNING if is_odd else logging.INFO, "canary: %s", findings)
+    log.log(logging.WARNING if is_odd else logging.INFO, "gradient check across devices: %s", findings)
     return asdict(findings)
 
 
-def why_not(trainer: "Trainer") -> str | None:
+def skip_reason(trainer: "Trainer") -> str | None:
     """Return why the canary does not run, or None if it does."""
     config, settings = trainer.config, trainer.config.trainer.canary
     if settings.when == "never":
@@ -128,12 +128,12 @@ def why_not(trainer: "Trainer") -> str | None:
     if settings.when == "always":
         return None
     if config.hw.device != "tpu":
-        return "no TPU; trainer.canary.when=always asks it all the same"
+        return "no TPU; trainer.canary.when=always runs it"
     # float32 weights; for trained ones also a copy, their gradient and two moments; half as much again for the rest.
     report = trainer.model.report
     needed, free = 1.5 * 4 * (report.total + 4 * report.trainable), psutil.virtual_memory().available
     if needed > free:
-        return f"the reference takes {needed / 2**30:.1f} GiB of the host's memory and {free / 2**30:.1f} are free"
+        return f"its float32 reference needs {needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} GiB are free"
     return None
 
 
@@ -143,33 +143,33 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
     geometry = stage.geometry
     batch = stage_rows(trainer.inputs, stage, config=trainer.config).batch(0, global_rows=geometry.global_rows)
     length = min(batch.ids_GT.shape[1], max(8, trainer.config.trainer.canary.max_tokens // geometry.num_shards))
-    places = places_of(geometry, world_size=world)
+    row_indices = shard_rows(geometry, world_size=world)
     arrays = {}
     for name in ("ids_GT", "positions_GT", "segments_GT"):
         arrays[name] = getattr(batch, name) * 0
-        for number, place in enumerate(places):
+        for number, place in enumerate(row_indices):
             stop = length - number % 4  # rows of different lengths expose a mean over devices instead of tokens
             arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
     arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
-    few = {name: array[places, :length] for name, array in arrays.items()}
-    whole = with_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=trainer.config)
-    noise = None if whole.noise_G is None else whole.noise_G[places]
-    return whole, Batch(**few, labels=[batch.labels[place] for place in places], noise_G=noise)
+    few = {name: array[row_indices, :length] for name, array in arrays.items()}
+    whole = with_dropout_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=trainer.config)
+    noise = None if whole.noise_G is None else whole.noise_G[row_indices]
+    return whole, Batch(**few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
 
 
-def places_of(geometry: Geometry, *, world_size: int) -> list[int]:
+def shard_rows(geometry: Geometry, *, world_size: int) -> list[int]:
     """Return one row index of the global batch per data shard, cycling through the micro-batches."""
     per_process = geometry.num_shards // world_size
     micro = geometry.micro_rows * per_process
-    places = []
+    row_indices = []
     for shard in range(geometry.num_shards):
         process, own = divmod(shard, per_process)
         start = process * geometry.accumulation * micro + shard % geometry.accumulation * micro
-        places.append(start + own * geometry.micro_rows)
-    return places
+        row_indices.append(start + own * geometry.micro_rows)
+    return row_indices
 
 
-def nudged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def perturbed(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return host parameters under Hugging Face's names, with small random values in zero adapters."""
     found = {}
     for name, tensor in parameters.items():
@@ -181,31 +181,31 @@ def nudged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def on_devices(trainer: "Trainer", batch: Batch) -> Report:
+def step_on_devices(trainer: "Trainer", batch: Batch) -> Report:
     """Run the run's own program once on its devices, then restore parameters and state."""
     runtime, stage = trainer.runtime, trainer.inputs.stages[0]
     before = to_host(trainer.parameters)
-    put_back(trainer, nudged(before))
+    write_parameters(trainer, perturbed(before))
     mine = batch.slice_process(*runtime.share)
-    everything = choice_of((), trainer.parameters, stages=trainer.inputs.stages)
+    everything = mask_tensors((), trainer.parameters, stages=trainer.inputs.stages)
     tensors = training_tensors(mine, stage.geometry, lr=stage.lr) | everything
     output = trainer.step_program(runtime.put(tensors, rows_dim=1))
     runtime.wait()
     state = to_host(flat({name: first_slot(slots) for name, slots in trainer.state.items() if name}))
     report = Report(float(output.loss.cpu()), float(output.grad_norm.cpu()), state)
-    put_back(trainer, before)
+    write_parameters(trainer, before)
     trainer.state.update(trainer.fresh_state())
     return report
 
 
-def put_back(trainer: "Trainer", tensors: Mapping[str, Tensor]) -> None:
+def write_parameters(trainer: "Trainer", tensors: Mapping[str, Tensor]) -> None:
     """Write host tensors under Hugging Face's names into the run's own parameters."""
     for name in trainer.parameters:
         # A copy: in plain torch the step would write into the tensor itself.
         trainer.parameters[name] = trainer.runtime.place(stacked(tensors, name).clone(), name=name)
 
 
-def on_host(trainer: "Trainer", rows: Batch) -> Report:
+def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
     """Run the same step in plain torch and float32 on the CPU, on a freshly loaded model."""
     host = copy.copy(trainer)
     host.runtime = copy.copy(trainer.runtime)
@@ -219,7 +219,7 @@ def on_host(trainer: "Trainer", rows: Batch) -> Report:
             place=lambda tensor, *, name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor,
         )
         model.module.train()  # with dropout, whose masks equal those on the devices
-        parameters = nudged(model.trainable)
+        parameters = perturbed(model.trainable)
         optimizer = host.build_optimizer()
         step = TrainStep(
             model.module,
@@ -243,7 +243,9 @@ def first_slot(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def compare(found: Report, expected: Report) -> Findings:
     """Return cosine and relative difference of every tensor, as the worst of each group of modules."""
-    findings = Findings(_off(found.loss, expected.loss), _off(found.grad_norm, expected.grad_norm))
+    findings = Findings(
+        _relative_difference(found.loss, expected.loss), _relative_difference(found.grad_norm, expected.grad_norm)
+    )
     names = {name.removesuffix("/first"): name for name in expected.state}
     smallest = 2.0
     for group, members in grouped(list(names)).items():
@@ -262,5 +264,5 @@ def compare(found: Report, expected: Report) -> Findings:
     return findings
 
 
-def _off(ours: float, theirs: float) -> float:
+def _relative_difference(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / max(abs(theirs), 1e-30)

@@ -17,7 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
-from tpu_experiments.training.start import told_of
+from tpu_experiments.training.start import lineage_text
 
 CARD = "README.md"
 
@@ -32,7 +32,7 @@ def write_card(folder: RunFolder, result: Mapping[str, Any], config: Config, sta
 def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> str:
     """Return the page; `result` has the fields of result.json."""
     sections = {
-        "Use": _use(result, config),
+        "Use": _usage(result, config),
         "Results": _results(result, config),
         "Stages": _stages(result, stages),
         "Data": _data(result, config),
@@ -42,7 +42,7 @@ def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> 
     }
     body = "\n".join(f"## {title}\n\n{text}\n" for title, text in sections.items())
     details = f"<details><summary>The whole config</summary>\n\n```yaml\n{config_yaml(config)}```\n\n</details>\n"
-    head = f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_what(result, config)}"
+    head = f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_introduction(result, config)}"
     return redacted_text(f"{head}\n\n{body}\n{details}")
 
 
@@ -75,7 +75,7 @@ def _is_hub_id(path: str) -> bool:
     return path.count("/") == 1 and suffixes_of(path)[0] not in DATA_SUFFIXES and not paths.exists(path)
 
 
-def _what(result: Mapping[str, Any], config: Config) -> str:
+def _introduction(result: Mapping[str, Any], config: Config) -> str:
     trained = f"{result['num_trainable']:,} of {result['num_parameters']:,} parameters"
     base = f"`{config.model.path}`" if config.model.size == "full" else f"a tiny stand-in for `{config.model.path}`"
     if config.lora.r == 0:
@@ -87,7 +87,7 @@ def _what(result: Mapping[str, Any], config: Config) -> str:
     )
 
 
-def _use(result: Mapping[str, Any], config: Config) -> str:
+def _usage(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
     trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
     if config.lora.r == 0:
@@ -117,13 +117,13 @@ def _use(result: Mapping[str, Any], config: Config) -> str:
 def _results(result: Mapping[str, Any], config: Config) -> str:
     before, after = result["eval_sources_before"], result["eval_sources"]
     rows = [(name, before.get(name), after[name]) for name in after]
-    told = {side: dict(result[f"eval_source_measures{side}"]) for side in ("_before", "")}
+    measures = {side: dict(result[f"eval_source_measures{side}"]) for side in ("_before", "")}
     if len(rows) > 1:
         rows.append(("all", result["eval_loss_before"], result["eval_loss"]))
-        told = {side: found | {"all": result[f"eval_measures{side}"]} for side, found in told.items()}
+        measures = {side: found | {"all": result[f"eval_measures{side}"]} for side, found in measures.items()}
 
     def both(name: str, measure: str) -> str:
-        old, new = (_number(told[side].get(name, {}).get(measure)) for side in ("_before", ""))
+        old, new = (_number(measures[side].get(name, {}).get(measure)) for side in ("_before", ""))
         return f"{old} to {new}"
 
     table = _table(
@@ -140,7 +140,7 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
                 name,
                 _number(old),
                 _number(new),
-                _number(_minus(new, old), "+.4f"),
+                _number(_difference(new, old), "+.4f"),
                 both(name, "bits_per_byte"),
                 both(name, "accuracy"),
             )
@@ -189,7 +189,8 @@ def _starts(lineage: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a line for the warm start of a run, for that of its source, and so on."""
     while lineage is not None:
         hashes = ", ".join(sorted((lineage.get("data") or {}).values()))
-        yield f"`{lineage['run']}`: {told_of(lineage)}{f', trained on data of audit hash {hashes}' if hashes else ''}"
+        data = f", trained on data of audit hash {hashes}" if hashes else ""
+        yield f"`{lineage['run']}`: {lineage_text(lineage)}{data}"
         lineage = lineage.get("start")
 
 
@@ -266,5 +267,5 @@ def _number(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _minus(new: float | None, old: float | None) -> float | None:
+def _difference(new: float | None, old: float | None) -> float | None:
     return None if new is None or old is None else new - old

@@ -34,7 +34,7 @@ from tpu_experiments.training.step import ROW_TENSORS, RowLoss
 
 TEXT = "text"
 """Name of the tensor that marks the tokens that stand for text."""
-MORE_MEASURES = ("accuracy", "bits_per_byte")
+DERIVED_MEASURES = ("accuracy", "bits_per_byte")
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Evaluation:
     num_tokens: int
     sources: dict[str, float]
     measures: dict[str, float] = field(default_factory=dict)
-    """`MORE_MEASURES` over all sources; unknown ones are left out."""
+    """`DERIVED_MEASURES` over all sources; unknown ones are left out."""
     source_measures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """`MORE_MEASURES` of each source."""
+    """`DERIVED_MEASURES` of each source."""
 
     @property
     def perplexity(self) -> float:
@@ -102,8 +102,8 @@ class Evaluator:
             float(overall[0] / overall[1]),
             int(overall[1]),
             losses,
-            _more(overall, num_bytes=sum(num_bytes.values())),
-            {source: _more(totals[source], num_bytes=num_bytes[source]) for source in losses},
+            _derived(overall, num_bytes=sum(num_bytes.values())),
+            {source: _derived(totals[source], num_bytes=num_bytes[source]) for source in losses},
         )
 
     def sums_of(self, batch: HostBatch) -> tuple[float, float]:
@@ -118,7 +118,7 @@ class Evaluator:
         rows = batch.slice_process(*self.runtime.share)
         tensors = host_tensors(rows)
         if self.token_scores is not None:
-            is_text = rows.segments_GT > 0 if self.widths is None else self.widths.stands_for_text(rows.ids_GT)
+            is_text = rows.segments_GT > 0 if self.widths is None else self.widths.is_text(rows.ids_GT)
             tensors[TEXT] = torch.from_numpy(is_text.astype(np.int32))
         return self.runtime.put(tensors, rows_dim=0)
 
@@ -145,13 +145,13 @@ class Evaluator:
             return torch.stack(self.runtime.sum_over_processes([found.sums_R.sum(), found.weights_R.sum(), *more]))
 
 
-def _more(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
-    """Compute `MORE_MEASURES` from the program's sums."""
+def _derived(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
+    """Compute `DERIVED_MEASURES` from the program's sums."""
     if len(sums) == 2:
         return {}
     nats, tokens, hits, text_nats = sums.tolist()
     found = measures(np.array([[tokens, num_bytes, nats, text_nats, hits]]))
-    return {name: float(found[name][0]) for name in MORE_MEASURES if np.isfinite(found[name][0])}
+    return {name: float(found[name][0]) for name in DERIVED_MEASURES if np.isfinite(found[name][0])}
 
 
 def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
@@ -320,7 +320,7 @@ class Exchange:
     reference: str
 
 
-def as_records(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+def decoded_documents(held_out: HeldOut, *, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
     """Return the documents as text, decoded from their tokens."""
     if held_out.kind == "chat":
         found = exchanges(held_out, tokenizer=tokenizer, num=held_out.flat.num_documents)

@@ -32,7 +32,7 @@ class RollBack(Exception):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.reason}; steps {self.first} to {self.last} are to be passed over"
+        return f"{self.reason}; steps {self.first} to {self.last} are to be skipped"
 
 
 class Guard:
@@ -40,19 +40,23 @@ class Guard:
 
     def __init__(self, settings: GuardConfig, *, process: tuple[int, int]) -> None:
         self.settings, (self.rank, self.world_size) = settings, process
-        self.wish: RollBack | None = None
+        self.request: RollBack | None = None
         self._reason = ""
 
-    def went_back(self, wish: RollBack, *, found: GuardState, before: GuardState) -> GuardState:
+    def after_rollback(self, request: RollBack, *, found: GuardState, before: GuardState) -> GuardState:
         """Return the state after a rollback, from the restored state `found` and the previous one `before`."""
-        self.wish = None
-        passed = [*before.passed_over, [wish.first, wish.last]]
+        self.request = None
+        passed = [*before.passed_over, [request.first, request.last]]
         log.warning(
-            "%s; rolled back to step %d; steps %d to %d are passed over", wish.reason, found.seen, wish.first, wish.last
+            "%s; rolled back to step %d; steps %d to %d are skipped",
+            request.reason,
+            found.seen,
+            request.first,
+            request.last,
         )
         return replace(found, rollbacks=before.rollbacks + 1, passed_over=passed)
 
-    def look(self, reading: Reading, progress: Progress) -> None:
+    def observe(self, reading: Reading, progress: Progress) -> None:
         """Process the steps of a reading that were not seen before, and log the bad ones.
 
         Raises:
@@ -66,12 +70,12 @@ class Guard:
                 continue
             state.seen = step
             if step in skipped:
-                self._take_skipped(skipped[step], progress)
+                self._note_skipped(skipped[step], progress)
             else:
                 state.streak = []
-                self._take_loss(losses[step], pending.get(step), state=state, step=step)
+                self._note_loss(losses[step], pending.get(step), state=state, step=step)
 
-    def judge(self, reading: Reading, state: GuardState) -> None:
+    def decide(self, reading: Reading, state: GuardState) -> None:
         """Decide, at a log record, whether to roll back."""
         spikes, state.spikes = [step for step in state.spikes if step <= reading.step], []
         if len(state.streak) > self.settings.max_skipped:
@@ -81,17 +85,17 @@ class Guard:
             bad, last, reason = spikes[0], spikes[-1], self._reason or f"the loss jumped at step {spikes[0]}"
         else:
             return
-        self.wish = RollBack(self._first(bad, state), bad, last, reason)
+        self.request = RollBack(self._first(bad, state), bad, last, reason)
 
     def _first(self, bad: int, state: GuardState) -> int:
         """Return the first step to skip: `before_steps` before `bad`, not counting steps skipped already."""
         first, left = bad, self.settings.before_steps
         while left and first > 1:
             first -= 1
-            left -= not state.passes_over(first)
+            left -= not state.is_skipped(first)
         return first
 
-    def target(self, wish: RollBack, state: GuardState, *, folder: str) -> int:
+    def checkpoint_step(self, request: RollBack, state: GuardState, *, folder: str) -> int:
         """Return the step of the checkpoint to roll back to.
 
         It is the newest from before the skipped steps or, where none is kept, from before the bad ones.
@@ -101,13 +105,13 @@ class Guard:
         """
         if state.rollbacks >= self.settings.max_rollbacks:
             text = f"the run has rolled back {state.rollbacks} times (trainer.guard.max_rollbacks)"
-            raise TrainingStopped(f"{wish.reason}; {text}; the last checkpoint is from before; {REMEDY}")
-        found = latest_step(folder, before=wish.first) or latest_step(folder, before=wish.bad)
+            raise TrainingStopped(f"{request.reason}; {text}; the last checkpoint is from before; {REMEDY}")
+        found = latest_step(folder, before=request.first) or latest_step(folder, before=request.bad)
         if not found:
-            raise TrainingStopped(f"{wish.reason}; there is no checkpoint from before to go back to; {REMEDY}")
+            raise TrainingStopped(f"{request.reason}; there is no checkpoint from before to go back to; {REMEDY}")
         return found
 
-    def last_word(self, eval_loss: float, state: GuardState) -> None:
+    def require_finite_end(self, eval_loss: float, state: GuardState) -> None:
         """Refuse to finish a run whose last steps and held-out loss were not finite.
 
         Raises:
@@ -117,9 +121,9 @@ class Guard:
             reason = self._reason or f"steps {state.streak[0]} to {state.streak[-1]} were not finite"
             raise TrainingStopped(f"{reason}; and the held-out loss is {eval_loss}; {REMEDY}")
 
-    def _take_skipped(self, skipped: Skipped, progress: Progress) -> None:
+    def _note_skipped(self, skipped: Skipped, progress: Progress) -> None:
         state = progress.guard
-        text = self.sentence(skipped)
+        text = self.skipped_sentence(skipped)
         if self.settings.action == "stop":
             raise TrainingStopped(f"{text}; the last checkpoint is from before; {REMEDY}")
         if not state.streak:
@@ -128,9 +132,9 @@ class Guard:
         state.skipped += 1
         progress.stages[-1].tokens -= skipped.num_tokens
         if self.rank == 0 or skipped.rows:
-            log.warning("%s; its update was left out (%d so far)", text, state.skipped)
+            log.warning("%s; its update was skipped (%d so far)", text, state.skipped)
 
-    def _take_loss(self, loss: float, pending: Pending | None, *, state: GuardState, step: int) -> None:
+    def _note_loss(self, loss: float, pending: Pending | None, *, state: GuardState, step: int) -> None:
         """Compare a finite loss with the median of the steps before it."""
         factor, window = self.settings.spike_factor, self.settings.spike_window
         if factor is None:
@@ -143,10 +147,10 @@ class Guard:
                 log.warning("%s", self._reason)
         state.recent = [*state.recent, loss][-window:]
 
-    def sentence(self, skipped: Skipped) -> str:
+    def skipped_sentence(self, skipped: Skipped) -> str:
         """Format what was not finite, and in which rows."""
         if skipped.rows:
-            rows = f"rows (source:row): {named(skipped.rows)}"
+            rows = f"rows (source:row): {rows_text(skipped.rows)}"
         elif self.world_size > 1:
             rows = f"rows (source:row): none of process {self.rank}"
         elif math.isfinite(skipped.loss):
@@ -168,10 +172,10 @@ def spike_sentence(step: int, loss: float, *, median: float, window: int, pendin
     if pending is None or pending.output is None:
         return text
     worst = sorted(row_losses(pending), key=lambda each: -each[1])[:4]
-    return f"{text}; rows with the largest loss sums (source:row): {named([label for label, _ in worst])}"
+    return f"{text}; rows with the largest loss sums (source:row): {rows_text([label for label, _ in worst])}"
 
 
-def named(rows: Sequence[str]) -> str:
+def rows_text(rows: Sequence[str]) -> str:
     """Format up to `MAX_ROWS` of the rows, and how many more there are."""
     more = f" and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
     return ", ".join(rows[:MAX_ROWS]) + more

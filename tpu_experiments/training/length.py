@@ -35,17 +35,17 @@ class NewLength:
     """Step of the checkpoint that the run continues from; 0 if it has none."""
     num_steps: int
     """New number of steps, over all stages."""
-    why: str | None = None
+    reason: str | None = None
     """How the steps after that checkpoint would differ in the longer run; None if there are none or none differ."""
 
 
 @dataclass(frozen=True)
-class _Agreement:
+class _CommonPrefix:
     """Common prefix of the shorter and the longer run."""
 
     num_steps: int
     """Number of leading steps that are identical in both."""
-    why: str | None = None
+    reason: str | None = None
     """Difference at the next step; None if the shorter run ends there."""
     is_decay: bool = False
     """Whether the difference is in the last stage and its schedule is wsd, so a checkpoint from before the final decay
@@ -63,27 +63,29 @@ def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLengt
     if stored is None or not is_of_other_length(stored, config):
         return None
     checkpoints = folder.path("checkpoints")
-    now = [num_steps_of(inputs, stage, config=config) for stage in inputs.stages]
+    new_steps = [num_steps_of(inputs, stage, config=config) for stage in inputs.stages]
     found = latest_progress(checkpoints)
     if found is None:
-        return NewLength(0, sum(now))
-    before = _as_it_was(config, stored)
+        return NewLength(0, sum(new_steps))
+    before = _with_stored_values(config, stored)
     was = [num_steps_of(inputs, stage, config=before) for stage in resolve_stages(before)]
-    if any(new < old for new, old in zip(now, was, strict=True)):
-        raise _refusal(folder, config, stored, why=f"{sum(was)} steps, and {sum(now)} are fewer in one of its stages")
-    agreed = _agreement(inputs, config, before=before)
-    if found[0] > agreed.num_steps:
-        found = latest_progress(checkpoints, before=agreed.num_steps + 1) if agreed.is_decay else None
+    if any(new < old for new, old in zip(new_steps, was, strict=True)):
+        raise _refusal(
+            folder, config, stored, reason=f"{sum(was)} steps, and {sum(new_steps)} are fewer in one of its stages"
+        )
+    prefix = _common_prefix(inputs, config, before=before)
+    if found[0] > prefix.num_steps:
+        found = latest_progress(checkpoints, before=prefix.num_steps + 1) if prefix.is_decay else None
     if found is None:
-        assert agreed.why is not None, "a run has no checkpoint behind its last step"
-        why = f"{agreed.why}, and no checkpoint from before is kept" if agreed.is_decay else agreed.why
-        raise _refusal(folder, config, stored, why=why)
+        assert prefix.reason is not None, "a run has no checkpoint behind its last step"
+        reason = f"{prefix.reason}, and no checkpoint from before is kept" if prefix.is_decay else prefix.reason
+        raise _refusal(folder, config, stored, reason=reason)
     progress = progress_of(found[1], folder=checkpoints)
     last = progress.stages[-1] if progress.stages else None
     if last is not None and progress.stage == len(progress.stages) and (last.ended_by or last.restored_step):
-        why = last.ended_by or f"it ended with step {last.restored_step}, its best"
-        raise _refusal(folder, config, stored, why=f"stage {last.name} did not end with its last step: {why}")
-    return NewLength(found[0], sum(now), agreed.why)
+        reason = last.ended_by or f"it ended with step {last.restored_step}, its best"
+        raise _refusal(folder, config, stored, reason=f"stage {last.name} did not end with its last step: {reason}")
+    return NewLength(found[0], sum(new_steps), prefix.reason)
 
 
 def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
@@ -93,11 +95,11 @@ def lengthen(folder: RunFolder, config: Config, length: NewLength) -> None:
     and removes checkpoints after `length.step`. The shorter run's export remains until the next one replaces it.
     """
     log.info(
-        "name=%s has %d steps now; it goes on from its checkpoint of step %d%s",
+        "name=%s has %d steps now; it resumes from its checkpoint of step %d%s",
         folder.name,
         length.num_steps,
         length.step,
-        f" ({length.why})" if length.why else "",
+        f" ({length.reason})" if length.reason else "",
     )
     result = folder.finished()
     if result is not None:
@@ -114,7 +116,7 @@ def num_steps_of(inputs: RunInputs, stage: Stage, *, config: Config) -> int:
     return stage_steps(stage_rows(inputs, stage, config=config), stage, inputs=inputs, config=config)
 
 
-def _as_it_was(config: Config, stored: Mapping[str, Any]) -> Config:
+def _with_stored_values(config: Config, stored: Mapping[str, Any]) -> Config:
     """Return a copy of the config with the values stored in the run folder's identity."""
     before = copy.deepcopy(config)
     for key in changes(stored, config):
@@ -136,31 +138,31 @@ def _path(key: str, config: Config) -> list[str]:
     return key.split(".")
 
 
-def _agreement(inputs: RunInputs, config: Config, *, before: Config) -> _Agreement:
+def _common_prefix(inputs: RunInputs, config: Config, *, before: Config) -> _CommonPrefix:
     done = 0
     for old, new in zip(resolve_stages(before), inputs.stages, strict=True):
         rows = stage_rows(inputs, new, config=config)
-        then = stage_steps(rows, old, inputs=inputs, config=before)
-        now = stage_steps(rows, new, inputs=inputs, config=config)
-        for step in range(then):
-            why = _difference(rows, old, new, step=step, then=then, now=now)
-            if why is not None:
+        old_steps = stage_steps(rows, old, inputs=inputs, config=before)
+        new_steps = stage_steps(rows, new, inputs=inputs, config=config)
+        for step in range(old_steps):
+            reason = _difference(rows, old, new, step=step, old_steps=old_steps, new_steps=new_steps)
+            if reason is not None:
                 is_decay = new is inputs.stages[-1] and old.schedule.name == "wsd"
-                return _Agreement(done + step, f"stage {new.name}, step {step + 1} of it: {why}", is_decay)
-        done += then
-        if then != now:
-            return _Agreement(done, f"the stage after {new.name} has begun")
-    return _Agreement(done)
+                return _CommonPrefix(done + step, f"stage {new.name}, step {step + 1} of it: {reason}", is_decay)
+        done += old_steps
+        if old_steps != new_steps:
+            return _CommonPrefix(done, f"the stage after {new.name} has begun")
+    return _CommonPrefix(done)
 
 
-def _difference(rows: ReplayedRows, old: Stage, new: Stage, *, step: int, then: int, now: int) -> str | None:
-    """Return how a step (from 0) of a stage with `then` steps differs from that with `now` steps, or None."""
-    was = multiplier(old.schedule, step=step, num_steps=then)
-    would = multiplier(new.schedule, step=step, num_steps=now)
+def _difference(rows: ReplayedRows, old: Stage, new: Stage, *, step: int, old_steps: int, new_steps: int) -> str | None:
+    """Return how a step (from 0) of a stage differs between `old_steps` and `new_steps` steps in all, or None."""
+    was = multiplier(old.schedule, step=step, num_steps=old_steps)
+    would = multiplier(new.schedule, step=step, num_steps=new_steps)
     if was != would:
         return (
-            f"its learning rate was {was * old.lr:.4g} in {then} steps and would be {would * new.lr:.4g} in {now} "
-            f"(schedule {new.schedule.name})"
+            f"its learning rate was {was * old.lr:.4g} in {old_steps} steps and would be {would * new.lr:.4g} in "
+            f"{new_steps} (schedule {new.schedule.name})"
         )
     taken = (step + 1) * new.geometry.global_rows
     taken -= rows.num_replayed(taken)
@@ -170,9 +172,9 @@ def _difference(rows: ReplayedRows, old: Stage, new: Stage, *, step: int, then: 
     return None
 
 
-def _refusal(folder: RunFolder, config: Config, stored: Mapping[str, Any], *, why: str) -> ConfigError:
+def _refusal(folder: RunFolder, config: Config, stored: Mapping[str, Any], *, reason: str) -> ConfigError:
     shown = "; ".join(f"{key}={stored.get(key)!r}, now {value!r}" for key, value in changes(stored, config).items())
     return ConfigError(
         f"name={config.name}; {folder.path()} was made with {shown}; what it has done is no part of a run of that "
-        f"length ({why}); restore the values, or train on from it under another name: start.run={folder.path()}."
+        f"length ({reason}); restore the values, or train on from it under another name: start.run={folder.path()}."
     )

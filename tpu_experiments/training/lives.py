@@ -181,5 +181,9 @@ def read_lives(place: str) -> list[Life]:
         try:
             lives.append(Life.of(json.loads(paths.read_text(paths.join(place, name)))))
         except (ValueError, TypeError, RecursionError, IsADirectoryError) as error:
-            log.warning("%s is no life of a run (%s); left out of its account", paths.join(place, name), error)
+            log.warning(
+                "%s is not a valid record of a process's time (%s): its time is not counted",
+                paths.join(place, name),
+                error,
+            )
     return lives

@@ -130,7 +130,7 @@ class Window:
 
         Waits for the device. A checkpoint stores both.
         """
-        reading = reading_of(self.pending) if self.pending else None
+        reading = read_reports(self.pending) if self.pending else None
         losses, supervised = (reading.losses, reading.supervised) if reading is not None else ([], [])
         return self.carried + losses, self.carried_supervised + supervised
 
@@ -149,11 +149,11 @@ class Window:
         """Read the reports of `steps` from the device (waits for it) into the inbox."""
         carried, supervised = self.carried, self.carried_supervised
         self.carry([], [])
-        self.inbox.put(reading_of(steps, carried=carried, carried_supervised=supervised))
+        self.inbox.put(read_reports(steps, carried=carried, carried_supervised=supervised))
 
     def unread(self) -> Reading | None:
         """Return the reports of steps without a record yet, which are kept; waits for the device."""
-        return reading_of(self.pending) if self.pending else None
+        return read_reports(self.pending) if self.pending else None
 
     def drain(self) -> list[Reading]:
         """Return the readings that have arrived."""
@@ -169,7 +169,7 @@ class Window:
         self.carry([], [])
 
 
-def reading_of(
+def read_reports(
     steps: list[Pending], *, carried: Sequence[tuple[int, float]] = (), carried_supervised: Sequence[float] = ()
 ) -> Reading:
     """Read the reports of `steps` from the device, after the losses `carried` over a resume."""
@@ -250,7 +250,7 @@ class Meters:
 
     def __post_init__(self) -> None:
         self._input_wait = 0.0
-        self._aside = Mark()
+        self._excluded = Mark()
         self._last = Mark()
         self._geometry: Geometry | None = None
         self._warned: set[str] = set()
@@ -275,17 +275,17 @@ class Meters:
         return self._input_wait
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Exclude the block from the steps' time; all readings before it must have been taken."""
         before = self._now()
         try:
             yield
         finally:
-            self._aside = self._aside.plus(self._now().minus(before))
+            self._excluded = self._excluded.plus(self._now().minus(before))
 
     def mark(self) -> Mark:
-        """Return the current time on the clock of the steps, which stops inside `aside`."""
-        return self._now().minus(self._aside)
+        """Return the current time on the clock of the steps, which stops inside `excluded`."""
+        return self._now().minus(self._excluded)
 
     def _now(self) -> Mark:
         counters = self.runtime.counters()
@@ -298,7 +298,7 @@ class Meters:
         Empty where its interval includes a compilation; values unknown to hardware or model are left out.
         """
         # The values arrived when the device had finished; the other clocks were read when the last step was queued.
-        end = replace(reading.mark, seconds=reading.time - self._aside.seconds)
+        end = replace(reading.mark, seconds=reading.time - self._excluded.seconds)
         span, compiles = end.minus(self._last), self.mark().compiles - self._last.compiles
         self._last = end
         if compiles or span.seconds <= 0:
@@ -356,17 +356,18 @@ class Meters:
         if each["trace"] > TRACING_BOUND * each["seconds"] and "trace" not in self._warned:
             self._warned.add("trace")
             log.warning(
-                "tracing-bound: of %.3f s a step the host traces for %.3f s, and the device waits for it; "
-                "model.stack=scanned traces one layer for all, more rows a step (trainer.global_batch_rows) take no "
-                "longer, and trainer.trace_every_steps=200 replays most steps of this project's own trainers",
+                "tracing-bound: a step takes %.3f s, the host traces for %.3f s of it, and the device waits; "
+                "model.stack=scanned traces one layer for all, more rows per step (trainer.global_batch_rows) take no "
+                "longer to trace, and trainer.trace_every_steps=200 replays most steps of this project's own trainers",
                 each["seconds"],
                 each["trace"],
             )
         if each["input_wait"] > INPUT_BOUND * each["seconds"] and "input" not in self._warned:
             self._warned.add("input")
             log.warning(
-                "input-bound: of %.3f s a step the loop waits %.3f s for a batch; try loader.loader_prefetch_size or "
-                "loader.host_to_device_transfer_threads, and prepared data on a local disk",
+                "input-bound: a step takes %.3f s, and the loop waits %.3f s of it for a batch; try "
+                "loader.loader_prefetch_size or loader.host_to_device_transfer_threads, and prepared data on a "
+                "local disk",
                 each["seconds"],
                 each["input_wait"],
             )

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
-from tpu_experiments.checkpoint.state import one_by_one, shapes_of, to_host
+from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import audit_json, audit_table
@@ -20,13 +20,13 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.loggers.base import Loggers
 from tpu_experiments.loggers.jsonl import METRICS_FILE, read_records
-from tpu_experiments.loggers.promise import Measured, Promise, held_against
+from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, compared_with_plan
 from tpu_experiments.loggers.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import adapted_weights
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.retry import is_told, shown
+from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.spool import Spool
 from tpu_experiments.training.batches import RunInputs, expected_programs
@@ -39,7 +39,9 @@ from tpu_experiments.training.meters import Meters, Reading
 from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
 
 
-def write_pages(folder: RunFolder, *, inputs: RunInputs, promise: Promise, loggers: Loggers, is_new: bool) -> None:
+def write_pages(
+    folder: RunFolder, *, inputs: RunInputs, estimates: PlanEstimates, loggers: Loggers, is_new: bool
+) -> None:
     """Write audit and plan, unless the folder has them.
 
     With `is_new` the loggers get them too; for a resumed run they already have.
@@ -47,7 +49,7 @@ def write_pages(folder: RunFolder, *, inputs: RunInputs, promise: Promise, logge
     if not paths.exists(folder.path("audit.html")):
         write_audit(folder, inputs)
     if not paths.exists(folder.path("plan.md")):
-        write_plan(folder, promise)
+        write_plan(folder, estimates)
     if is_new:
         loggers.text(0, tag="audit", text=f"```\n{audit_table(manifests_of(inputs))}```")
         loggers.text(0, tag="plan", text=paths.read_text(folder.path("plan.md")))
@@ -67,24 +69,26 @@ def write_audit(folder: RunFolder, inputs: RunInputs) -> None:
     write_audit_pages(folder.path(), pages)
 
 
-def write_plan(folder: RunFolder, promise: Promise) -> None:
+def write_plan(folder: RunFolder, estimates: PlanEstimates) -> None:
     """Copy the plan's files, or write the few known figures."""
-    text = promise_text(promise)
-    if promise.file is not None:
-        page = paths.join(promise.file.rpartition("/")[0], "plan.md")
-        paths.write_text_atomic(folder.path("plan.json"), paths.read_text(promise.file))
+    text = estimates_text(estimates)
+    if estimates.file is not None:
+        page = paths.join(estimates.file.rpartition("/")[0], "plan.md")
+        paths.write_text_atomic(folder.path("plan.json"), paths.read_text(estimates.file))
         text = paths.read_text(page) if paths.exists(page) else text
     paths.write_text_atomic(folder.path("plan.md"), text)
 
 
-def promise_text(promise: Promise) -> str:
+def estimates_text(estimates: PlanEstimates) -> str:
     """Return the plan's figures as Markdown."""
-    if promise.source is None:
-        return f"No plan: {promise.reason}.\n"
-    lines = [f"Plan: {promise.source}{f' ({promise.file})' if promise.file else ''}", ""]
-    lines += [f"- stage {name}: {seconds:.3g} s a step" for name, seconds in promise.step_seconds.items()]
-    lines += [f"- {promise.hbm_gib:.2f} GiB stay on a chip between steps"] if promise.hbm_gib is not None else []
-    lines += [f"- {promise.reason}"] if promise.reason else []
+    if estimates.source is None:
+        return f"No plan: {estimates.reason}.\n"
+    lines = [f"Plan: {estimates.source}{f' ({estimates.file})' if estimates.file else ''}", ""]
+    lines += [f"- stage {name}: {seconds:.3g} s a step" for name, seconds in estimates.step_seconds.items()]
+    lines += (
+        [f"- {estimates.hbm_gib:.2f} GiB per chip are resident between steps"] if estimates.hbm_gib is not None else []
+    )
+    lines += [f"- {estimates.reason}"] if estimates.reason else []
     return "\n".join(lines) + "\n"
 
 
@@ -105,15 +109,15 @@ class RunOutputs:
         inputs: RunInputs,
         loggers: Loggers | None,
         provenance: dict[str, Any],
-        promise: Promise,
+        estimates: PlanEstimates,
         ledger: Ledger | None,
         spool: Spool,
-        reopened: Callable[[], Loggers] = lambda: Loggers({}),
+        reopen_loggers: Callable[[], Loggers] = lambda: Loggers({}),
     ) -> None:
-        """Take the outputs' parts; `reopened` creates the loggers anew, as for a resumed run."""
+        """Take the outputs' parts; `reopen_loggers` creates the loggers anew, as for a resumed run."""
         self.config, self.folder, self.inputs, self.ledger, self.spool = config, folder, inputs, ledger, spool
-        self.loggers, self.provenance, self.promise = loggers, provenance, promise
-        self.reopened = reopened
+        self.loggers, self.provenance, self.estimates = loggers, provenance, estimates
+        self.reopen_loggers = reopen_loggers
         self.adapter_path: str | None = None
         self.base_path: str | None = None
         self.export_digests: dict[str, str] = {}
@@ -129,7 +133,7 @@ class RunOutputs:
             self.ledger.roll_back(step, num_lost=num_lost)
         if self.loggers is not None:
             self.loggers.finish()
-            self.loggers = self.reopened()
+            self.loggers = self.reopen_loggers()
         self._records = [record for record in self._records if record["step"] <= step]
 
     def close(self, ended: str = "failed") -> None:
@@ -148,9 +152,9 @@ class RunOutputs:
                 if loggers is not None:
                     stack.callback(loggers.finish)
         except Exception as error:
-            if self.ledger is None or not is_told(error, place=self.folder.path()):
+            if self.ledger is None or not is_explained(error, place=self.folder.path()):
                 raise
-            log.info("%s; %s: kept in %s", self.folder.path(), shown(error), self.spool.records)
+            log.info("%s; %s: the remaining files are kept in %s", self.folder.path(), shown(error), self.spool.records)
         finally:
             if self.ledger is not None:
                 self.spool.close()
@@ -161,7 +165,7 @@ class RunOutputs:
             self.ledger.begin(step=step, input_wait=lambda: meters.input_wait_seconds)
         if self.loggers is not None and step > 0 and not self._records:
             earlier = read_records(self.folder.path(METRICS_FILE))
-            self._records = [_losses_of(record) for record in earlier if record["step"] <= step]
+            self._records = [_figure_values(record) for record in earlier if record["step"] <= step]
 
     def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
         """Log one training record: mean loss of the interval, learning rate, norms and meters.
@@ -217,7 +221,7 @@ class RunOutputs:
             values |= {f"eval/{name}_{source}": value for name, value in measured.items()}
         self._scalars(step, values)
 
-    def border(self, step: int, text: str) -> None:
+    def stage_border(self, step: int, text: str) -> None:
         """Log the step after which a stage begins."""
         if self.loggers is not None:
             self.loggers.text(step, tag="stage", text=text)
@@ -258,7 +262,7 @@ class RunOutputs:
         if config.lora.r == 0:
             self.adapter_path = self.folder.path("model")
             shapes = shapes_of(model.trainable)
-            tensors = one_by_one(model.trainable)
+            tensors = to_host_one_by_one(model.trainable)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
             return
         self.base_path = source.reference
@@ -300,15 +304,15 @@ class RunOutputs:
             "base_path": self.base_path,
             "expected_programs": expected_programs(self.inputs, config),
         }
-        fields["tuned"] = self.promise.tuned
-        fields |= {"plan": held_against(self.promise, self._measured(ending)), "goodput": goodput}
+        fields["tuned"] = self.estimates.tuned
+        fields |= {"plan": compared_with_plan(self.estimates, self._measured(ending)), "goodput": goodput}
         write_card(self.folder, fields, config, self.inputs.stages)
         write_result(self.folder, fields)
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         assert self.loggers is not None
         self.loggers.scalars(step, values)
-        self._records.append(_losses_of(values | {"step": step}))
+        self._records.append(_figure_values(values | {"step": step}))
 
     def _pictures(self, ending: Ending) -> None:
         """Log losses and data as images, if a logger accepts them."""
@@ -337,6 +341,6 @@ class RunOutputs:
         )
 
 
-def _losses_of(record: Mapping[str, Any]) -> dict[str, float]:
+def _figure_values(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the step, the losses and the shares of right answers of a log record."""
     return {name: value for name, value in record.items() if name == "step" or name.startswith(SHOWN)}

@@ -2,17 +2,17 @@
 
 import logging
 
-from tpu_experiments.config.defaults import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, is_open, rows_of, settled
+from tpu_experiments.config.defaults import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, is_open, rows_of, with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.prepare import lengths_of
 from tpu_experiments.data.prepared import NotPrepared
-from tpu_experiments.training.batches import preparation, tokenizer_for
+from tpu_experiments.training.batches import load_run_tokenizer, preparation_settings
 
 log = logging.getLogger(__name__)
 
 
-def settle(config: Config, *, is_lookup: bool = False) -> Config:
+def measure_rows(config: Config, *, is_lookup: bool = False) -> Config:
     """Return the config with its row length and rows per step, measured on the documents where open.
 
     Args:
@@ -21,36 +21,36 @@ def settle(config: Config, *, is_lookup: bool = False) -> Config:
     Raises:
         ConfigError: a source cannot be read, or is empty; never with `is_lookup`.
     """
-    return settled_with_totals(config, is_lookup=is_lookup)[0]
+    return measure_rows_and_totals(config, is_lookup=is_lookup)[0]
 
 
-def settled_with_totals(config: Config, *, is_lookup: bool) -> tuple[Config, dict[str, int | None]]:
-    """Return the config with its rows (`settle`), and the tokens of every source measured for it."""
+def measure_rows_and_totals(config: Config, *, is_lookup: bool) -> tuple[Config, dict[str, int | None]]:
+    """Return the config with its rows (`measure_rows`), and the tokens of every source measured for it."""
     if not is_open(config):
         return config, {}
     if config.trainer.seq_len != AUTO and config.model.step_tokens <= SMALL_STEP_TOKENS:
-        return settled(config, {}), {}  # no length of the data changes it
+        return with_lengths(config, {}), {}  # no length of the data changes it
     try:
         measured = lengths_of(
             config.data,
             data_size=config.data_size,
-            how=preparation(config, tokenizer=tokenizer_for(config), is_lookup=is_lookup),
+            preparation=preparation_settings(config, tokenizer=load_run_tokenizer(config), is_lookup=is_lookup),
         )
     except (NotPrepared, ConfigError) as error:
         if not is_lookup:
             raise
         why = f"data.{error} is not prepared (task=prepare)" if isinstance(error, NotPrepared) else str(error)
         rows = rows_of(config)
-        log.warning("%s, assumed until the data is prepared: %s", words_of(rows), why)
-        return settled(config, None), {}
-    found = settled(config, measured)
+        log.warning("%s, assumed until the data is prepared: %s", rows_text(rows), why)
+        return with_lengths(config, None), {}
+    found = with_lengths(config, measured)
     log.info(
-        "%s: %s", words_of(rows_of(found)), "; ".join(_length_words(name, known) for name, known in measured.items())
+        "%s: %s", rows_text(rows_of(found)), "; ".join(_length_words(name, known) for name, known in measured.items())
     )
     return found, {name: known.total for name, known in measured.items()}
 
 
-def words_of(rows: Rows) -> str:
+def rows_text(rows: Rows) -> str:
     """Format the rows of a step."""
     tokens = rows.global_rows * rows.seq_len
     return f"steps of {rows.global_rows:,} rows of {rows.seq_len:,} tokens, {tokens:,} in all"

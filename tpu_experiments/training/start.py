@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tpu_experiments.checkpoint.manifest import COMMIT, folder_name, steps_in
 from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.reading import PIECE_BYTES, Groups, size, without_values
-from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, flat, from_host, require_tensors
+from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, flat, place_on_device, require_tensors
 from tpu_experiments.checkpoint.store import latest_progress, read_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
@@ -35,7 +35,7 @@ from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range
-from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.tensors import group_in
 
@@ -91,22 +91,22 @@ def find_start(config: Config, module: nn.Module) -> StartPoint | None:
     run = config.start.run
     if run is None:
         return None
-    with told(run):
+    with explain_storage_errors(run):
         folder = _run_folder(run)
         stored = folder.stored_identity()
         assert config.name is not None, "to_config names the run"
         if paths.absolute(folder.path()) == paths.absolute(RunFolder(config.output_dir, config.name).path()):
-            raise ConfigError(f"start.run={run}; it is this very run, which goes on by itself; leave start.run out.")
+            raise ConfigError(f"start.run={run}; it is this very run, which resumes by itself; leave start.run out.")
         if stored is None:
-            return _of_adapter(config, module, folder=run)
+            return _adapter_point(config, module, folder=run)
         _require_same_model(stored, config, run=run)
-        point = _of_run(config, folder, stored=stored)
+        point = _checkpoint_or_export(config, folder, stored=stored)
         _require_tensors(point, config, module)
-        log.info("starts from %s: %s", run, told_of(point.lineage()))
+        log.info("warm start from %s: %s", run, lineage_text(point.lineage()))
         return point
 
 
-def told_of(lineage: Mapping[str, Any]) -> str:
+def lineage_text(lineage: Mapping[str, Any]) -> str:
     """Describe a lineage (`StartPoint.lineage`) in words."""
     what = "its adapter" if lineage["kind"] == "adapter" else "its model"
     if lineage["kind"] == "checkpoint":
@@ -136,10 +136,10 @@ def load_start(
     """
     marks: dict[str, str] = {}
 
-    def use(groups: Groups) -> None:
+    def restore(groups: Groups) -> None:
         taken = {group: tensors for group, tensors in groups.items() if group == OPTIMIZER}
-        from_host(
-            {PARAMETERS: _Marked(groups[PARAMETERS], marks), **taken},
+        place_on_device(
+            {PARAMETERS: _FingerprintedTensors(groups[PARAMETERS], marks), **taken},
             parameters=parameters,
             state=state if point.take == "all" else {},
             place=runtime.place,
@@ -147,21 +147,21 @@ def load_start(
             source=point.place,
         )
 
-    with told(point.run), _read_in_words(point.run, point.place):
+    with explain_storage_errors(point.run), _read_errors_as_sentences(point.run, point.place):
         if point.kind == "checkpoint":
-            assert point.step is not None, "`_of_run` gives it"
+            assert point.step is not None, "`_checkpoint_or_export` gives it"
             if _digest([paths.join(point.place, COMMIT)]) != point.sha256:
-                raise ValueError(f"{COMMIT} was changed since this run looked at it")
+                raise ValueError(f"{COMMIT} was changed since this run verified it")
             parent = point.place.rpartition("/")[0]
-            read_step(parent, point.step, lambda _, groups: use(groups), max_held_bytes=max_held_bytes)
+            read_step(parent, point.step, lambda _, groups: restore(groups), max_held_bytes=max_held_bytes)
         elif point.kind == "adapter":
-            use({PARAMETERS: read_adapter(point.place).tensors})
+            restore({PARAMETERS: read_adapter(point.place).tensors})
         else:
-            use({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})
+            restore({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})
     return marks
 
 
-class _Marked(Mapping[str, Tensor]):
+class _FingerprintedTensors(Mapping[str, Tensor]):
     """View of tensors in float32 that records each one's fingerprint in `marks` when it is accessed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], marks: dict[str, str]) -> None:
@@ -186,7 +186,7 @@ def _run_folder(run: str) -> RunFolder:
     return RunFolder(parent or "/", name)
 
 
-def _of_run(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> StartPoint:
+def _checkpoint_or_export(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> StartPoint:
     """Return the requested or newest checkpoint of a run, or its export if it has no checkpoint.
 
     Raises:
@@ -204,7 +204,7 @@ def _of_run(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> 
         )
     own: dict[str, Any] = {"run": str(start.run), "take": start.take, "name": folder.name}
     if config.lora.r > 0 and stored.get("lora.init") == "pissa" and (found is None or config.lora.init != "pissa"):
-        raise ConfigError(_of_pissa(stored, folder))
+        raise ConfigError(_pissa_refusal(stored, folder))
     if found is not None:
         place = paths.join(checkpoints, folder_name(found[0]))
         data, before = found[1].get("data"), found[1].get("start")
@@ -231,7 +231,7 @@ def _of_run(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> 
     return StartPoint(kind=kind, place=place, sha256=whole, data=data, start=before, **own)
 
 
-def _of_adapter(config: Config, module: nn.Module, *, folder: str) -> StartPoint:
+def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPoint:
     """Return the LoRA adapter in `folder`, which is not a run folder; it may be a run's `adapter/`.
 
     Raises:
@@ -274,7 +274,7 @@ def _of_adapter(config: Config, module: nn.Module, *, folder: str) -> StartPoint
     sha256 = _digest([paths.join(folder, ADAPTER_FILE)])
     point = StartPoint(run=folder, kind="adapter", place=folder, take="weights", sha256=sha256)
     _require_tensors(point, config, module)
-    log.info("starts from %s: %s", folder, told_of(point.lineage()))
+    log.info("warm start from %s: %s", folder, lineage_text(point.lineage()))
     return point
 
 
@@ -352,19 +352,19 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
     }
     advice = "give the run the same model and lora.targets, or start from another."
     if point.kind == "checkpoint":
-        assert point.step is not None, "`_of_run` gives it"
+        assert point.step is not None, "`_checkpoint_or_export` gives it"
         wanted = {PARAMETERS: parameters}
         if point.take == "all" and config.trainer._target_ == TrainerConfig._target_:
             wanted[OPTIMIZER] = flat(optimizer_of(config).init(parameters))
 
-        def use(_: Mapping[str, Any], groups: Groups) -> None:
+        def restore(_: Mapping[str, Any], groups: Groups) -> None:
             for group, expected in wanted.items():
                 found = without_values(groups.get(group, {}))
                 place = paths.join(point.place, f"{group}.safetensors")
                 require_tensors(found, expected, place=f"start.run={point.run}; {place}", advice=advice)
 
-        with _read_in_words(point.run, point.place):
-            read_step(point.place.rpartition("/")[0], point.step, use, max_held_bytes=0)
+        with _read_errors_as_sentences(point.run, point.place):
+            read_step(point.place.rpartition("/")[0], point.step, restore, max_held_bytes=0)
         return
     if point.kind == "adapter":
         _require_own_start(config, run=point.run)
@@ -376,7 +376,7 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
 
 
 @contextmanager
-def _read_in_words(run: str, place: str) -> Iterator[None]:
+def _read_errors_as_sentences(run: str, place: str) -> Iterator[None]:
     """Convert the error of a checkpoint that is missing, damaged or changed during the read.
 
     Raises:
@@ -420,7 +420,7 @@ def _digest(files: list[str]) -> str:
     return digest.hexdigest()
 
 
-def _of_pissa(stored: Mapping[str, Any], folder: RunFolder) -> str:
+def _pissa_refusal(stored: Mapping[str, Any], folder: RunFolder) -> str:
     r, alpha = int(stored["lora.r"]), float(stored["lora.alpha"])
     factor = 2.0 if stored.get("lora.scaling") == "alpha_over_r" else math.sqrt(2)
     return (

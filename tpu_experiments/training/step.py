@@ -32,21 +32,21 @@ TRAINS = "trains"
 """Key of the trainable mask in a batch, float32 (N,); without it every parameter is updated."""
 
 
-def choice_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
+def mask_tensors(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
     """Return the tensors to add to a stage's batches: the trainable mask, if any stage has patterns."""
-    trains = trains_of(patterns, names, stages=stages)
+    trains = trainable_mask(patterns, names, stages=stages)
     return {} if trains is None else {TRAINS: trains}
 
 
-def trains_of(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> Tensor | None:
+def trainable_mask(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> Tensor | None:
     """Return the trainable mask, float32 (N,), for a stage's patterns; None if no stage has patterns."""
     if not any(stage.trainable for stage in stages):
         return None
     parts = [part for name in names for part in hugging_face_names(name)]
-    return torch.tensor([float(not patterns or _is_chosen(part, patterns)) for part in parts])
+    return torch.tensor([float(not patterns or _matches(part, patterns)) for part in parts])
 
 
-def require_choices(stages: Iterable[Stage], names: Sequence[str]) -> None:
+def require_trainable_patterns(stages: Iterable[Stage], names: Sequence[str]) -> None:
     """Require every pattern of a stage to match a trainable parameter by its Hugging Face name.
 
     Raises:
@@ -54,14 +54,14 @@ def require_choices(stages: Iterable[Stage], names: Sequence[str]) -> None:
     """
     for stage in stages:
         for pattern in stage.trainable:
-            if not any(_is_chosen(name, [pattern]) for name in names):
+            if not any(_matches(name, [pattern]) for name in names):
                 raise ConfigError(
                     f"curriculum.stages.{stage.name}.trainable has {pattern!r}, which matches none of the "
                     f"{len(names)} trainable parameters, {names[0]} and so on. {suggest(pattern, names)}"
                 )
 
 
-def by_parameter(trains_N: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def masks_by_parameter(trains_N: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return boolean masks per parameter that broadcast with it and its optimizer state."""
     masks, start = {}, 0
     for name, parameter in parameters.items():
@@ -72,7 +72,7 @@ def by_parameter(trains_N: Tensor, parameters: Mapping[str, Tensor]) -> dict[str
     return masks
 
 
-def _is_chosen(name: str, patterns: Iterable[str]) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -183,7 +183,7 @@ class TrainStep:
         with torch.no_grad():
             *grads, loss = self.sum_over_processes([*grads, row_losses_AR.sum() / total])
             named = dict(zip(parameters, grads, strict=True))
-            chosen = by_parameter(batch[TRAINS], parameters) if TRAINS in batch else {}
+            chosen = masks_by_parameter(batch[TRAINS], parameters) if TRAINS in batch else {}
             named |= {name: torch.where(mask, named[name], 0.0) for name, mask in chosen.items()}
             norm = global_norm(named)
             new_parameters, new_state = self.optimizer.update(
@@ -194,7 +194,7 @@ class TrainStep:
             is_finite = finite(loss) & finite(norm)
             where = {name: chosen[name] & is_finite if name in chosen else is_finite for name in state}
             new_parameters = {n: torch.where(where[n], new_parameters[n], p) for n, p in parameters.items()}
-            new_state = {name: kept(slots, new_state[name], where=where[name]) for name, slots in state.items()}
+            new_state = {name: select_where(slots, new_state[name], where=where[name]) for name, slots in state.items()}
             norms = None
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
@@ -241,7 +241,7 @@ def finite(x: Tensor) -> Tensor:
     return (x - x) == 0  # inf - inf and NaN - NaN are NaN
 
 
-def kept(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
+def select_where(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
     """Return the new tensors where `where`, shape () or broadcastable, is true, else the old ones."""
     return {name: torch.where(where, new[name], tensor) for name, tensor in old.items()}
 

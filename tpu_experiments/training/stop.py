@@ -31,8 +31,8 @@ class StopFlag:
 
     def __init__(self, grace_seconds: float, *, agree: Callable[[bool], bool]) -> None:
         self._agree = agree
-        self.grace = Grace(grace_seconds, asked_at=self.asked_at)
-        self._asked_at: float | None = None
+        self.grace = Grace(grace_seconds, requested_at=self.requested_at)
+        self._requested_at: float | None = None
 
     def install(self) -> None:
         """Install the signal handlers (main thread only) and limit storage waits to the grace period."""
@@ -45,22 +45,22 @@ class StopFlag:
         """Return whether to stop here; all processes call it at the same points and agree."""
         joined = stopping.joined()
         if joined is None:
-            if not self._agree(self._asked_at is not None):
+            if not self._agree(self._requested_at is not None):
                 return False
-            self._asked_at = self._asked_at or time.monotonic()  # the request came to another host
+            self._requested_at = self._requested_at or time.monotonic()  # the request came to another host
             return True
         request, rank = joined
         return request.agreed(rank)
 
-    def asked_at(self) -> float | None:
+    def requested_at(self) -> float | None:
         """Return the time of the request on the monotonic clock; None before."""
         joined = stopping.joined()
-        return self._asked_at if joined is None else joined[0].asked_at
+        return self._requested_at if joined is None else joined[0].requested_at
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if self._asked_at is not None and number == signal.SIGINT:
+        if self._requested_at is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._asked_at = self._asked_at or time.monotonic()
+        self._requested_at = self._requested_at or time.monotonic()
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def parting(grace_seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        if stopping.children_asked_at() is not None:
-            Grace(grace_seconds, asked_at=stopping.children_asked_at).install().leave()
+        if stopping.children_requested_at() is not None:
+            Grace(grace_seconds, requested_at=stopping.children_requested_at).install().only_uploads_remain()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRecord
-from tpu_experiments.checkpoint.proof import Answers, Export, Start
+from tpu_experiments.checkpoint.proof import Export, InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import Snapshot, flat, read_state, snapshot, zero_state
 from tpu_experiments.checkpoint.store import latest_step, remove_after
@@ -62,9 +62,9 @@ from tpu_experiments.training.step import (
     Rows,
     StepOutput,
     TrainStep,
-    choice_of,
     commit,
     loss_settings,
+    mask_tensors,
     next_token_loss,
     seed_of,
 )
@@ -105,7 +105,7 @@ class Profiler:
         log.info("profile: tensorboard --logdir %s (with the plugin xprof)", self._folder)
 
 
-def judge(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: int) -> None:
+def apply_exit_test(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: int) -> None:
     """Compare an evaluation with the stage's earlier ones, and note in `record` if it ends the stage."""
     test = stage.exit
     loss = exit_loss(evaluation, stage=stage)
@@ -219,7 +219,7 @@ class Trainer:
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
         )
-        self.step_program = runtime.program(self.step_in_place, name="train", held=self.held)
+        self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
         self.evaluator = self.build_evaluator()
         self.sampler = Sampler(
@@ -248,13 +248,15 @@ class Trainer:
     def build_saver(self) -> Saver:
         """Create the saver, which verifies on held-out rows of the first source that has some."""
         batches = (next(iter(found), None) for found in self.held_out.values())
-        answers = Answers(self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters)
-        start = Start(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
+        loss_comparison = LossComparison(
+            self.evaluator, next(batches, None), runtime=self.runtime, parameters=self.parameters
+        )
+        start = InitialTensors(self.model.fingerprints, self.model.initial, is_adapter=self.config.lora.r > 0)
         spool = self.outputs.spool
         settings = replace(self.config.checkpoint, every_steps=self.intervals.save)
-        return Saver(settings, spool, runtime=self.runtime, start=start, answers=answers)
+        return Saver(settings, spool, runtime=self.runtime, start=start, loss_comparison=loss_comparison)
 
-    def proof_of_export(self) -> dict[str, Any] | None:
+    def verify_export(self) -> dict[str, Any] | None:
         """Return the verification of the written adapter or model; every process takes part."""
         if not self.config.checkpoint.prove:
             return None
@@ -266,7 +268,7 @@ class Trainer:
             start=self.saver.start,
             max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
         )
-        return export.proof(self.progress, answers=self.saver.answers, runtime=self.runtime)
+        return export.verify(self.progress, loss_comparison=self.saver.loss_comparison, runtime=self.runtime)
 
     def model_source(self) -> HuggingFaceModel:
         """Return the source of the model's config, module and weights."""
@@ -279,7 +281,7 @@ class Trainer:
         """Return zero optimizer state, each slot placed as its parameter."""
         return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
 
-    def held(self) -> dict[str, Tensor]:
+    def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
         return {**self.parameters, **flat(self.state)}
 
@@ -306,23 +308,23 @@ class Trainer:
             if self.progress.step == 0:
                 with self.watch.measure("canary"):
                     self.progress.canary = check_first_gradients(self)
-                self.take_start()
+                self.load_warm_start()
             if self.progress.eval_loss_before is None:
-                self.look_before()
+                self.evaluate_before()
             while self.progress.stage < len(self.inputs.stages):
                 try:
                     self.run_stage(self.inputs.stages[self.progress.stage])
-                except RollBack as wish:
-                    self.roll_back(wish)
-            self.look_after()
+                except RollBack as request:
+                    self.roll_back(request)
+            self.finish_run()
         except UnexpectedProgram as error:
-            self.stop_for(error)
+            self.stop_on_recompile(error)
         finally:
             self.saver.close()
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from the current position to its last step."""
-        self.leave_if_asked()
+        self.stop_if_requested()
         rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, inputs=self.inputs, config=self.config)
         if len(self.progress.stages) == stage.index:  # a checkpoint from before the first step may have the record
@@ -336,7 +338,7 @@ class Trainer:
         text = f"{text}: {weights}" if weights else text
         log.info("%s", text)
         if not begun:
-            self.outputs.border(step, text)
+            self.outputs.stage_border(step, text)
         if begun and self.evaluates_after(step) and self.progress.eval_step != step:
             self.evaluate_stage(stage)  # a request to stop preceded the evaluation of this step
         if self.progress.stages[-1].ended_by is None:
@@ -349,7 +351,7 @@ class Trainer:
 
     def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
         """Train the remaining steps of a stage, up to its exit test if it has one."""
-        first, left_out = self.progress.stage_step, self.progress.left_out(num_steps)
+        first, skipped_steps = self.progress.stage_step, self.progress.skipped_steps(num_steps)
         offset = self.progress.step - first
         self.passes = Passes(rows, stage.geometry.global_rows, num_steps=num_steps, offset=offset)
         batches = step_batches(
@@ -359,28 +361,28 @@ class Trainer:
             config=self.config,
             first=first,
             process=self.runtime.share,
-            choice=choice_of(stage.trainable, self.parameters, stages=self.inputs.stages),
-            left_out=left_out,
+            mask=mask_tensors(stage.trainable, self.parameters, stages=self.inputs.stages),
+            skipped_steps=skipped_steps,
         )
-        with self.watch.measure("train"), self.counted():
+        with self.watch.measure("train"), self.count_work():
             self.meters.begin(stage.geometry)
             with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
                 for info, batch in self.meters.timed(feed):
-                    self.profile_from_here()
-                    self.train_one(info, batch)
-                    self.profile_up_to_here(last=info.is_last)
+                    self.start_profile_if_due()
+                    self.queue_step(info, batch)
+                    self.stop_profile_if_due(last=info.is_last)
                     self.between_steps(stage, last=info.is_last)
                     if self.progress.stages[-1].ended_by:
-                        self.read_rest()
+                        self.read_unrecorded()
                         break
                 else:
                     done = range(self.progress.stage_step, num_steps)
-                    assert left_out.issuperset(done), "the feed ended before the stage"
+                    assert skipped_steps.issuperset(done), "the feed ended before the stage"
                     self.progress.advance(num_steps)
-            self.settle()
-            self.heed_guard()
+            self.wait_and_record()
+            self.raise_requested_rollback()
 
-    def train_one(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
+    def queue_step(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
         self.progress.advance(info.stage_step)
         self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.share[0]))
@@ -395,7 +397,7 @@ class Trainer:
             pending.output = output
             self.window.read(steps)
 
-        pending.output = self.step_program(batch, then=read if due else None)
+        pending.output = self.step_program(batch, on_output=read if due else None)
         if due and self.intervals.log < CLOSE_STEPS:
             self.runtime.wait()
         self.progress.advance(info.stage_step + 1)
@@ -408,60 +410,60 @@ class Trainer:
         self.record(self.window.drain())
         if self.stop.agreed():  # before an evaluation, which may exceed the grace period
             self.save(leaves=True)
-            self.stop.grace.leave()
+            self.stop.grace.only_uploads_remain()
             raise StoppedByRequest
         is_evaluated = not last and self.evaluates_after(step)
         if is_evaluated:
-            self.settle()
-            with self.meters.aside():
+            self.wait_and_record()
+            with self.meters.excluded():
                 self.evaluate_stage(stage)
         agrees = step % self.intervals.log == 0 or self.runtime.world_size == 1
-        self.saver.look(agrees=agrees)
+        self.saver.raise_background_error(agrees=agrees)
         if agrees:
-            self.heed_guard()
+            self.raise_requested_rollback()
         is_best = is_evaluated and self.progress.stages[-1].held_step == step
         due = self.saver.is_due(step, is_evaluated=is_evaluated, is_best=is_best, agrees=agrees)
         if due and not last and self.is_sound():
             self.save(is_interval=True)
 
-    def roll_back(self, wish: RollBack) -> None:
+    def roll_back(self, request: RollBack) -> None:
         """Restore the last good checkpoint and mark the bad steps to be skipped."""
         folder, before = self.outputs.folder.path("checkpoints"), self.progress.guard
         self.saver.join()
-        target = self.guard.target(wish, before, folder=folder)
+        target = self.guard.checkpoint_step(request, before, folder=folder)
         self.window.clear()
         done = self.progress.step
         self.restore(before=target + 1)
-        self.progress.guard = self.guard.went_back(wish, found=self.progress.guard, before=before)
+        self.progress.guard = self.guard.after_rollback(request, found=self.progress.guard, before=before)
         self.runtime.barrier("rolled back")
         if self.runtime.rank == 0:
             remove_after(folder, self.progress.step)
         steps = range(self.progress.step + 1, done + 1)
-        self.outputs.rewind(self.progress.step, num_lost=sum(not before.passes_over(step) for step in steps))
+        self.outputs.rewind(self.progress.step, num_lost=sum(not before.is_skipped(step) for step in steps))
 
-    def leave_if_asked(self) -> None:
+    def stop_if_requested(self) -> None:
         """Stop on request; call it where everything done is saved."""
         if self.stop.agreed():
-            self.stop.grace.leave()
+            self.stop.grace.only_uploads_remain()
             raise StoppedByRequest
 
-    def profile_from_here(self) -> None:
+    def start_profile_if_due(self) -> None:
         """Start the profile before its first step."""
         if self.profiler.starts_at(self.progress.step + 1):
-            self.settle()
-            with self.meters.aside():
+            self.wait_and_record()
+            with self.meters.excluded():
                 self.profiler.start()
 
-    def profile_up_to_here(self, *, last: bool) -> None:
+    def stop_profile_if_due(self, *, last: bool) -> None:
         """Write the profile after its last step, or the stage's."""
         if last or self.profiler.ends_after(self.progress.step):
-            self.settle()
-            with self.meters.aside():
+            self.wait_and_record()
+            with self.meters.excluded():
                 self.profiler.stop()
 
     # ---- before and after -----------------------------------------------------------------------------------
 
-    def look_before(self) -> None:
+    def evaluate_before(self) -> None:
         """Evaluate and sample the untrained model."""
         evaluation = self.timed_evaluation()
         self.progress.eval_loss_before = evaluation.loss
@@ -472,20 +474,20 @@ class Trainer:
         self.progress.skill_before = self.ask()
         self.progress.sample_before = self.write_sample("before")
 
-    def look_after(self) -> None:
+    def finish_run(self) -> None:
         """Evaluate, sample, export, and write result.json."""
-        self.leave_if_asked()
-        self.stop.grace.leave()  # all training is saved, so requests to stop need no checkpoint from here on
+        self.stop_if_requested()
+        self.stop.grace.only_uploads_remain()  # all training is saved: a request to stop needs no checkpoint now
         evaluation = self.evaluated or self.timed_evaluation()
         if self.progress.eval_step != self.progress.step:
             self.report_evaluation(evaluation)
         answered = self.ask() if self.answered is None else self.answered
-        self.guard.last_word(evaluation.loss, self.progress.guard)
+        self.guard.require_finite_end(evaluation.loss, self.progress.guard)
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
             self.outputs.export(self.model)
             self.runtime.barrier("exported")
-            proof = self.proof_of_export()
+            proof = self.verify_export()
         seconds = dict(self.watch.seconds)
         ending = Ending(
             progress=self.progress,
@@ -511,13 +513,13 @@ class Trainer:
         With `is_interval` it may be written by another thread while the run continues; otherwise it is complete on
         return, with `leaves` on the local disk if the run folder is remote.
         """
-        self.settle()
-        self.look_at_unread()
+        self.wait_and_record()
+        self.guard_unread_steps()
         self.progress.open_losses, self.progress.open_supervised = self.window.open()
-        with self.watch.measure("checkpoint"), self.meters.aside():
+        with self.watch.measure("checkpoint"), self.meters.excluded():
             step = self.progress.step
             if leaves:
-                self.saver.leave(self.snapshot)
+                self.saver.save_on_stop(self.snapshot)
             else:
                 self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
             self.runtime.barrier("saved")
@@ -533,10 +535,10 @@ class Trainer:
             found.reopen(steps_by_stage(self.inputs, config=self.config))
             self.progress = found
             self.window.carry(found.open_losses, found.open_supervised)
-            self.saver.begins_with(found.start_marks)
+            self.saver.use_start_fingerprints(found.start_marks)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
 
-    def take_start(self) -> None:
+    def load_warm_start(self) -> None:
         """Load the tensors of the warm start, if there is one; call it after the canary, which assumes none."""
         point = self.inputs.start
         if point is None:
@@ -553,9 +555,9 @@ class Trainer:
             if point.take == "weights":
                 self.state.update(self.fresh_state())  # after the parameters, the order in which a resume places them
         self.progress.start, self.progress.start_marks = point.lineage(), marks
-        self.saver.begins_with(marks)
+        self.saver.use_start_fingerprints(marks)
 
-    def stop_for(self, error: UnexpectedProgram) -> NoReturn:
+    def stop_on_recompile(self, error: UnexpectedProgram) -> NoReturn:
         """Save what is done, then end the run with the reason for the unexpected compilation.
 
         With several processes nothing is saved, since the others may not have met it and would not take part.
@@ -566,7 +568,7 @@ class Trainer:
         step, kept = self.progress.step, "the checkpoints stay"
         if step > 0 and self.runtime.world_size == 1:
             self.save()
-            kept = "a checkpoint of this step is saved, and the same command goes on from it"
+            kept = "a checkpoint of this step is saved, and the same command resumes from it"
         value = error.explain()
         raise TrainingStopped(f"stopped after step {step}: {error}{value and f': {value}'}; {kept}.") from error
 
@@ -599,7 +601,7 @@ class Trainer:
         record = self.progress.stages[-1]
         record.eval_loss, record.eval_sources = evaluation.loss, evaluation.sources
         if stage.watches:
-            judge(record, evaluation, stage=stage, step=self.progress.step)
+            apply_exit_test(record, evaluation, stage=stage, step=self.progress.step)
             if record.ended_by:
                 log.info("stage %s ends after %d steps: %s", stage.name, record.steps, record.ended_by)
         self.evaluated = evaluation
@@ -638,14 +640,19 @@ class Trainer:
         folder = self.outputs.folder.path("checkpoints")
         if self.runtime.any_process(latest_step(folder, before=best + 1) != best):
             log.warning(
-                "stage %s: there is no checkpoint of step %d, its best; it ends with its last", stage.name, best
+                "stage %s: there is no checkpoint of step %d, its best; it ends with its last step", stage.name, best
             )
             return
         self.read_checkpoint(before=best + 1)
         assert record.best_loss is not None
         record.restored_step, record.eval_loss, record.eval_sources = best, record.best_loss, {}
         self.evaluated = self.answered = None
-        log.info("stage %s ends with step %d, whose exit loss %.4f is its best", stage.name, best, record.best_loss)
+        log.info(
+            "stage %s ends with the parameters of step %d, whose exit loss %.4f is its best",
+            stage.name,
+            best,
+            record.best_loss,
+        )
 
     def read_checkpoint(self, *, before: int | None = None) -> Progress | None:
         """Restore tensors from the newest complete checkpoint (of a step below `before`)."""
@@ -669,15 +676,15 @@ class Trainer:
     def record(self, readings: list[Reading]) -> None:
         """Log readings, apply the guard, and keep the stage's first and last loss."""
         for reading in readings:
-            if self.guard.wish is not None:
+            if self.guard.request is not None:
                 return  # later readings will be rolled back, and differ between processes
             stage = self.progress.stages[-1]
             if reading.losses:
                 if stage.first_train_loss is None:
                     stage.first_train_loss = reading.losses[0][1]
                 stage.last_train_loss = reading.losses[-1][1]
-            self.guard.look(reading, self.progress)
-            self.guard.judge(reading, self.progress.guard)
+            self.guard.observe(reading, self.progress)
+            self.guard.decide(reading, self.progress.guard)
             meters = self.meters.values(reading)
             self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
             if any(map(math.isnan, reading.supervised)):
@@ -686,45 +693,45 @@ class Trainer:
                 for epoch in count(reading, stage.epochs, self.passes):
                     self.outputs.epoch(reading.step, epoch)
 
-    def settle(self) -> None:
+    def wait_and_record(self) -> None:
         """Wait for the device, and record the steps it has done."""
         self.runtime.wait()
         self.record(self.window.drain())
 
-    def read_rest(self) -> None:
+    def read_unrecorded(self) -> None:
         """Read the steps since the last record, if a stage ends before one is due."""
         steps = self.window.close()
         if steps:
             self.window.read(steps)
 
-    def heed_guard(self) -> None:
+    def raise_requested_rollback(self) -> None:
         """Leave the stage if any process's guard requests a rollback; all call it at the same step.
 
         Raises:
             RollBack: the same in every process.
         """
-        if self.runtime.any_process(self.guard.wish is not None):
-            self.settle()  # so that every process has read the same reports
-            assert self.guard.wish is not None, "two processes have read different losses"
-            raise self.guard.wish
+        if self.runtime.any_process(self.guard.request is not None):
+            self.wait_and_record()  # so that every process has read the same reports
+            assert self.guard.request is not None, "two processes have read different losses"
+            raise self.guard.request
 
     def is_sound(self) -> bool:
         """Return whether the last step's update was applied.
 
         A checkpoint within a streak of skipped updates would push out a good one.
         """
-        self.settle()
-        self.look_at_unread()
+        self.wait_and_record()
+        self.guard_unread_steps()
         return not self.progress.guard.streak
 
-    def look_at_unread(self) -> None:
-        """Pass all steps so far to the guard, whether a record is due or not; call it after `settle`."""
+    def guard_unread_steps(self) -> None:
+        """Pass all steps so far to the guard, whether a record is due or not; call it after `wait_and_record`."""
         reading = self.window.unread()
         if reading is not None:
-            self.guard.look(reading, self.progress)
+            self.guard.observe(reading, self.progress)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def count_work(self) -> Iterator[None]:
         """Count compilation and tokens of a stage, also if it is left early."""
         compiling, tokens = self.runtime.counters().compile_seconds, self.progress.tokens
         try:

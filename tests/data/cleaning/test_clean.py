@@ -210,7 +210,7 @@ def test_a_cleaner_can_be_sent_to_a_worker():
             "data.a.clean.min_chars=9; it is more than data.a.clean.max_chars=5",
         ),
         ({"scope": "paragraph"}, "chat", "data.a.clean.scope=paragraph; a gives conversations"),
-        ({"max_paragraphs": 8}, "text", "data.a.clean.max_paragraphs=8; paragraphs are only looked at with"),
+        ({"max_paragraphs": 8}, "text", "data.a.clean.max_paragraphs=8; paragraphs are only checked with"),
     ],
 )
 def test_rules_that_cannot_be(rules, kind, message):

@@ -396,4 +396,4 @@ def test_a_file_without_a_suffix_that_is_neither_is_refused(tmp_path):
 def test_a_folders_other_files_without_a_suffix_are_named(tmp_path, caplog):
     written(tmp_path, "LICENSE", "MIT")
     assert texts_of(written(tmp_path, "rows.ndjson", jsonl(TEXTS)).parent) == TEXTS
-    assert "not read: LICENSE" in caplog.text
+    assert "types are skipped: LICENSE" in caplog.text

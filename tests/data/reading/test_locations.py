@@ -139,4 +139,4 @@ def test_folder_without_data(tmp_path):
 def test_data_that_a_folder_holds_and_is_not_read_is_named(folder, caplog):
     written(folder, "more.zip", b"PK")
     assert "more.zip" not in names(folder)
-    assert f"data.x.path={folder}; not read: more.zip" in caplog.messages
+    assert f"data.x.path={folder}: files of unsupported types are skipped: more.zip" in caplog.messages

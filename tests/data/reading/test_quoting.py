@@ -34,7 +34,7 @@ def rows_of(path, **values):
 @pytest.mark.parametrize(("name", "delimiter"), [("a.tsv", "\t"), ("a.csv", ","), ("a.csv", ";")])
 @pytest.mark.parametrize("seed", range(3))
 def test_plain_quotation_marks_lose_no_row(tmp_path, name, delimiter, seed, caplog):
-    tables._tell.cache_clear()
+    tables._log_once.cache_clear()
     content = pairs(delimiter, seed=seed)
     path = written(tmp_path, name, content)
     expected = list(csv.DictReader(io.StringIO(content), delimiter=delimiter, quoting=csv.QUOTE_NONE))

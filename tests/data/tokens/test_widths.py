@@ -77,8 +77,8 @@ def test_special_tokens_stand_for_no_text():
     widths = widths_of(tokenizer)
     ids = np.array([tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id], np.int32)
     assert widths.of(ids).tolist() == [0, 0, 0]
-    assert not widths.stands_for_text(ids).any()
-    assert widths.stands_for_text(np.array(tokenizer.encode("Paris", add_special_tokens=False))).all()
+    assert not widths.is_text(ids).any()
+    assert widths.is_text(np.array(tokenizer.encode("Paris", add_special_tokens=False))).all()
 
 
 def test_rows_are_read_as_documents_are():

@@ -35,8 +35,8 @@ def test_scores_are_those_of_transformers(length, penalty, size):
         expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, expected)
     if size:
         expected = NoRepeatNGramLogitsProcessor(size)(ids, expected)
-    how = ChoiceConfig(repetition_penalty=penalty, no_repeat_ngram_size=size)
-    assert torch.equal(processed(logits_BV, ids_BS=ids_BS, how=how, **where), expected)
+    choice = ChoiceConfig(repetition_penalty=penalty, no_repeat_ngram_size=size)
+    assert torch.equal(processed(logits_BV, ids_BS=ids_BS, choice=choice, **where), expected)
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 7, 50])
@@ -49,33 +49,35 @@ def test_probabilities_are_those_of_transformers(top_k, top_p, temperature):
         expected = TopKLogitsWarper(top_k)(ids_BS, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(ids_BS, expected)
-    how = ChoiceConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
-    probabilities_BC, ids_BC = candidates(scores_BV, how=how)
+    choice = ChoiceConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
+    probabilities_BC, ids_BC = candidates(scores_BV, choice=choice)
     found = torch.zeros(1, VOCABULARY).scatter(1, ids_BC, probabilities_BC)
     torch.testing.assert_close(found / found.sum(), torch.softmax(expected, -1))
 
 
-def drawn(uniforms, how):
+def drawn(uniforms, choice):
     """Tokens drawn from one row of scores by these numbers."""
     logits_BV, ids_BS, where = case(10, seed=8)
     rows = len(uniforms)
     where = {"pads_B": where["pads_B"].expand(rows), "slot": where["slot"]}
-    return next_ids(logits_BV.expand(rows, -1), ids_BS=ids_BS.expand(rows, -1), uniform_B=uniforms, how=how, **where)
+    return next_ids(
+        logits_BV.expand(rows, -1), ids_BS=ids_BS.expand(rows, -1), uniform_B=uniforms, choice=choice, **where
+    )
 
 
 def test_draws_follow_the_probabilities():
-    how = ChoiceConfig(do_sample=True, temperature=1.5, top_k=12, top_p=0.8)
+    choice = ChoiceConfig(do_sample=True, temperature=1.5, top_k=12, top_p=0.8)
     count = 20_000
-    tokens = drawn((torch.arange(count) + 0.5) / count, how)
-    probabilities_BC, ids_BC = candidates(case(10, seed=8)[0], how=how)
+    tokens = drawn((torch.arange(count) + 0.5) / count, choice)
+    probabilities_BC, ids_BC = candidates(case(10, seed=8)[0], choice=choice)
     expected = torch.zeros(VOCABULARY).scatter(0, ids_BC[0], probabilities_BC[0] / probabilities_BC.sum())
     found = torch.bincount(tokens, minlength=VOCABULARY) / count
     torch.testing.assert_close(found, expected, atol=2 / count, rtol=0)
 
 
 def test_the_ends_of_the_interval_draw_a_token_that_is_allowed():
-    how = ChoiceConfig(do_sample=True, top_k=0, top_p=0.3)
-    probabilities_BC, ids_BC = candidates(case(10, seed=8)[0], how=how)
+    choice = ChoiceConfig(do_sample=True, top_k=0, top_p=0.3)
+    probabilities_BC, ids_BC = candidates(case(10, seed=8)[0], choice=choice)
     allowed = ids_BC[0, : int((probabilities_BC > 0).sum())].tolist()
-    first, last = drawn(torch.tensor([0.0, 1 - 2**-24]), how).tolist()
+    first, last = drawn(torch.tensor([0.0, 1 - 2**-24]), choice).tolist()
     assert (first, last) == (allowed[0], allowed[-1])

@@ -19,7 +19,7 @@ def decoder_of(config, how=None, *, num_rows=3, new=NEW, seed=0):
     runtime = make_runtime(config)
     module = with_adapter(config, runtime)
     settings = {"num_rows": num_rows, "max_new_tokens": new, "tokens_per_call": 8, "seed": seed}
-    return Decoder(module, runtime=runtime, how=how or ChoiceConfig(), **settings)
+    return Decoder(module, runtime=runtime, choice=how or ChoiceConfig(), **settings)
 
 
 def last(decoder, prompts, *, bucket, draws=None):
@@ -99,7 +99,7 @@ def test_a_batch_of_another_shape_is_refused(make_config):
     decoder = decoder_of(make_config(*overrides("mistral7b", "xla")), num_rows=1)
     last(decoder, prompts_of(9), bucket=16)
     with pytest.raises(UnexpectedProgram, match="read 16 would be compiled again: ids was 1 x 16 int32 and is 2 x 16"):
-        decoder.buckets[16].read_program(
+        decoder.buckets[16].prefill_program(
             decoder.runtime.put(
                 {
                     "ids": torch.ones(2, 16, dtype=torch.int32),

@@ -31,15 +31,15 @@ def test_both_programs_compile_for_v6e_and_the_cache_is_written_in_place(make_co
             source = ShapesOfModel(config.model, seed=0)
             module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=runtime.place)
             settings = {"num_rows": ROWS, "max_new_tokens": 32, "tokens_per_call": 8, "seed": 0}
-            bucket = Bucket(Decoder(module, runtime=runtime, how=how, **settings), length=LENGTH)
+            bucket = Bucket(Decoder(module, runtime=runtime, choice=how, **settings), length=LENGTH)
             prompts = {"ids": like((ROWS, LENGTH)), "pads": like(ROWS), "uniforms": like(ROWS, torch.float32)}
-            read = runtime.lower(bucket.read, name="read", batch=prompts, rows_dim=-1)
-            made = bucket.read(runtime.put(prompts, rows_dim=-1))
+            read = runtime.lower(bucket.prefill, name="read", batch=prompts, rows_dim=-1)
+            made = bucket.prefill(runtime.put(prompts, rows_dim=-1))
             bucket.state = {name: runtime.place(like(t.shape, t.dtype), name=name) for name, t in made.items()}
             more = {"ids": like(1), "uniforms": like((8, ROWS), torch.float32)}
             state = bucket.state
             write = runtime.lower(
-                bucket.more,
+                bucket.next_states,
                 name="write",
                 batch=more,
                 rows_dim=-1,

@@ -91,7 +91,7 @@ def check_rules(rules: CleanConfig, *, source: str, kind: str) -> None:
         )
     if rules.max_paragraphs is not None and rules.scope != "paragraph":
         raise ConfigError(
-            f"{key}.max_paragraphs={rules.max_paragraphs}; paragraphs are only looked at with {key}.scope=paragraph; "
+            f"{key}.max_paragraphs={rules.max_paragraphs}; paragraphs are only checked with {key}.scope=paragraph; "
             "set that too, or leave max_paragraphs out."
         )
 

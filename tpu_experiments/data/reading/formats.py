@@ -44,8 +44,8 @@ def turns_of_llama2(text: str) -> Turns:
         ValueError: the marks are not in that order.
     """
     before, *parts = _INST.split(text)
-    if _bare(before):
-        raise ValueError(f"has text before the first [INST]: {_bare(before)[:40]!r}")
+    if _without_end(before):
+        raise ValueError(f"has text before the first [INST]: {_without_end(before)[:40]!r}")
     if not parts:
         raise ValueError("has no [INST] in its text")
     marks, pieces = parts[::2], parts[1::2]
@@ -54,15 +54,15 @@ def turns_of_llama2(text: str) -> Turns:
         wanted = ("[INST]", "[/INST]")[number % 2]
         if mark != wanted:
             raise ValueError(f"has {mark} where {wanted} is due, after {number} marks")
-        turns += _instruction_turns(piece) if mark == "[INST]" else [("assistant", _bare(piece))]
+        turns += _instruction_turns(piece) if mark == "[INST]" else [("assistant", _without_end(piece))]
     return turns
 
 
 def _instruction_turns(piece: str) -> Turns:
     found = _SYSTEM.match(piece)
     if found is None:
-        return [("user", _bare(piece))]
-    return [("system", found[1].strip()), ("user", _bare(found[2]))]
+        return [("user", _without_end(piece))]
+    return [("system", found[1].strip()), ("user", _without_end(found[2]))]
 
 
 def turns_of_human_assistant(text: str) -> Turns:
@@ -82,7 +82,7 @@ def turns_of_human_assistant(text: str) -> Turns:
     return turns
 
 
-def _bare(piece: str) -> str:
+def _without_end(piece: str) -> str:
     return _SEQUENCE_MARKS.sub("", piece)
 
 
@@ -148,7 +148,7 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
     if isinstance(row_fields, Refused):
         return row_fields
     try:
-        left_out = _left_out(row_fields, spec)
+        left_out = _exclusion_reason(row_fields, spec)
         if left_out:
             return Refused("not_kept", row.place, left_out, is_bad_row=False)
         fields = _renamed(row_fields, spec)
@@ -242,7 +242,7 @@ def _identity(fields: Fields) -> str:
     return _encodable(str(given), name="id") if isinstance(given, str | int | float) else ""
 
 
-def _left_out(fields: Fields, spec: SourceSpec) -> str:
+def _exclusion_reason(fields: Fields, spec: SourceSpec) -> str:
     """Return the reason why `keep` leaves the row out, or ""."""
     for name, values in spec.keep.items():
         if name not in fields:
@@ -517,10 +517,10 @@ def _required(fields: Fields, names: tuple[str, ...], *, spec: SourceSpec) -> tu
     for name in names:
         if fields.get(name) is not None:
             return name, fields[name]
-    raise BadRow("no_field", _lack(fields, names, spec=spec))
+    raise BadRow("no_field", _missing_fields(fields, names, spec=spec))
 
 
-def _lack(fields: Fields, names: tuple[str, ...], *, spec: SourceSpec) -> str:
+def _missing_fields(fields: Fields, names: tuple[str, ...], *, spec: SourceSpec) -> str:
     wanted = " or ".join(spec.fields.get(name, name) for name in names)
     lack = f"null in {wanted!r}" if any(name in fields for name in names) else f"no field {wanted!r}"
     held = {name for name, value in fields.items() if value is not None}

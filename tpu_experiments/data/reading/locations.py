@@ -120,7 +120,7 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
     except Exception as error:  # every file system and its client raise types of their own
         complaint = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise ConfigError(
-            f"{spec.key}; the address is out of reach ({type(error).__name__}: {complaint}); check it, the network and "
+            f"{spec.key}; the address is unreachable ({type(error).__name__}: {complaint}); check it, the network and "
             "the credentials (`gcloud auth application-default login`)."
         ) from error
 
@@ -128,14 +128,14 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
 def _require_hub_id(spec: SourceSpec) -> None:
     """Raise for a `path` that does not exist and can only have meant a file or folder."""
     other = "a Hub id" if spec.path_key == "path" else "a pattern"
-    ask = f"Point {spec.ask} at a {SUPPORTED} file, a folder of them, or {other}."
+    path_override = f"Point {spec.path_override} at a {SUPPORTED} file, a folder of them, or {other}."
     if is_remote(spec.path):
-        raise ConfigError(f"{spec.key}; there is nothing there. {paths.remote_near_misses(spec.path)}{ask}")
+        raise ConfigError(f"{spec.key}; there is nothing there. {paths.remote_near_misses(spec.path)}{path_override}")
     if paths.is_glob(spec.path):
-        raise ConfigError(f"{spec.key}; no file matches. {ask}")
+        raise ConfigError(f"{spec.key}; no file matches. {path_override}")
     suffixes = (*DATA_SUFFIXES, *COMPRESSION_OF_SUFFIX, *ARCHIVES, *OTHER_DATA)
     if spec.path.startswith((".", "/", "~", "file:")) or spec.path.lower().endswith(suffixes):
-        raise ConfigError(f"{spec.key}; there is no such file or folder. {paths.near_misses(spec.path)}{ask}")
+        raise ConfigError(f"{spec.key}; there is no such file or folder. {paths.near_misses(spec.path)}{path_override}")
 
 
 def _is_readable(name: str, url: str) -> bool:
@@ -147,7 +147,8 @@ def _require_readable(name: str, url: str, *, spec: SourceSpec) -> None:
     data, compression = _suffixes(name, url)
     if data in ARCHIVES:
         raise ConfigError(
-            f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point {spec.ask} at the folder."
+            f"{spec.key}; archives ({data}{compression}) are not read; unpack it and point "
+            f"{spec.path_override} at the folder."
         )
     if data == ".parquet" and compression:
         raise ConfigError(f"{spec.key}; parquet is compressed inside; unpack the {compression} around it.")
@@ -169,10 +170,10 @@ def _data_files(found: dict[str, str], *, spec: SourceSpec) -> dict[str, str]:
         held = ", ".join(Path(name).name for name in list(inside)[:5]) or "nothing"
         raise ConfigError(
             f"{spec.key}; no {SUPPORTED} file is among the {len(inside)} files there ({held}); point "
-            f"{spec.ask} at data."
+            f"{spec.path_override} at data."
         )
     others = [name for name in inside if name not in files]
     left_out = [name for name in others if name.lower().endswith((*ARCHIVES, *OTHER_DATA)) or not suffixes_of(name)[0]]
     if left_out:
-        log.warning("%s; not read: %s", spec.key, ", ".join(left_out))
+        log.warning("%s: files of unsupported types are skipped: %s", spec.key, ", ".join(left_out))
     return files

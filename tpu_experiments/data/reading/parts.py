@@ -127,7 +127,7 @@ def _by_name(
 
     Unused are files named after a split that a config key sets otherwise.
     """
-    if not files or spec.named_splits == "ignore" or _is_the_file(spec, files):
+    if not files or spec.named_splits == "ignore" or _names_one_file(spec, files):
         return list(files), {}, []
     train = [file for file in files if split_in_name(file.name) in (None, "train")]
     held_out = {split: [f for f in files if split_in_name(f.name) == split] for split in OWN_KEYS}
@@ -146,7 +146,7 @@ def _by_name(
     return train, named, [file for split in held_out if split in given for file in held_out[split]]
 
 
-def _is_the_file(spec: SourceSpec, files: Sequence[SourceFile]) -> bool:
+def _names_one_file(spec: SourceSpec, files: Sequence[SourceFile]) -> bool:
     """Return whether `path` names a single file, not a folder or pattern; its name then decides nothing."""
     return len(files) == 1 and PurePosixPath(spec.path).name == files[0].name
 
@@ -160,7 +160,7 @@ def _origins(
     """
     main = parts[0]
     mixed = [file for file in main.files if split_in_name(file.name) in OWN_KEYS]
-    if mixed and not _is_the_file(spec, main.files):
+    if mixed and not _names_one_file(spec, main.files):
         return {"train": f"named_splits=ignore: {_listed(mixed)} divided by the hash like all other files"}
     if len(parts) == 1:
         return {}

@@ -81,7 +81,7 @@ def _dialect_of(first_line: str, *, lines: "_Lines", delimiter: str, name: str, 
     bad_quoted, bad_plain = _bad_lines(head, delimiter=delimiter, is_whole=lines.is_at_end)
     if bad_plain >= bad_quoted:
         return _Dialect(delimiter, csv.QUOTE_MINIMAL, True, remedy)
-    _tell(
+    _log_once(
         f"{spec.key if spec else ''}; {name}: quotation marks are read as plain characters ({key}=auto); surrounding "
         f"fields, they would leave {bad_quoted} of {len(head)} lines without the columns of the file, so {bad_plain}"
     )
@@ -89,7 +89,7 @@ def _dialect_of(first_line: str, *, lines: "_Lines", delimiter: str, name: str, 
 
 
 @functools.cache
-def _tell(sentence: str) -> None:
+def _log_once(sentence: str) -> None:
     """Log a sentence once; a file may be read more than once."""
     log.info(sentence)
 

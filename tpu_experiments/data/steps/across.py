@@ -35,7 +35,9 @@ def write_groups(folder: str, selection: Selection) -> dict[str, ShardRecord]:
     return records
 
 
-def add_across(prepared: Mapping[str, PreparedSource], *, sources: Mapping[str, DataSourceConfig]) -> None:
+def add_overlaps_across_sources(
+    prepared: Mapping[str, PreparedSource], *, sources: Mapping[str, DataSourceConfig]
+) -> None:
     """Add `across` to the manifests of sources whose held-out documents another source trains on.
 
     Sources of equal fractions hold out the same hashes. So only pairs of unequal fractions are read, and pairs in which

@@ -90,7 +90,7 @@ def _turns(document: Document) -> list[dict[str, str | bool | None]] | None:
     return turns or None
 
 
-def are_kept(names: Iterable[str], folder: str) -> bool:
+def documents_exist(names: Iterable[str], folder: str) -> bool:
     """Return whether the document files of all these blocks exist; each file is written atomically."""
     return all(paths.exists(_path(folder, name)) for name in names)
 
@@ -171,7 +171,9 @@ class BlockMaker:
     def __call__(self, block: Block) -> str:
         """Write the block's files unless they are complete; return the block's name."""
         folder = self.settings.documents_folder
-        if not is_whole(self.settings.folder, block.name) or not (folder is None or are_kept([block.name], folder)):
+        if not is_whole(self.settings.folder, block.name) or not (
+            folder is None or documents_exist([block.name], folder)
+        ):
             self.make(block)
         return block.name
 
@@ -179,7 +181,7 @@ class BlockMaker:
         """Write the block's files, the index last."""
         before = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
         refused: list[Refused] = []
-        documents = _kept((self._document(item) for item in block.items), refused)
+        documents = _collect_refused((self._document(item) for item in block.items), refused)
         made: list[tuple[Document, Tokens]] = []
         for document, tokens in zip(documents, self.tokenizer.tokenize(documents), strict=True):
             if isinstance(tokens, Refused):
@@ -286,7 +288,7 @@ def is_whole(folder: str, name: str) -> bool:
             if kind in index.sha256:
                 read_whole(f"{stem}.{suffix}", sha256=index.sha256[kind])
     except DamagedFile as error:
-        log.warning("%s It is made again.", error)
+        log.warning("%s It is prepared again.", error)
         return False
     return True
 
@@ -390,7 +392,7 @@ def _opened(folder: str, name: str) -> tuple[dict[str, NDArray[Any]], dict[str, 
     return load(content), facts
 
 
-def _kept(items: Iterable[Document | Refused], refused: list[Refused]) -> list[Document]:
+def _collect_refused(items: Iterable[Document | Refused], refused: list[Refused]) -> list[Document]:
     documents = []
     for item in items:
         if isinstance(item, Refused):

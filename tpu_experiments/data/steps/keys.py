@@ -99,7 +99,7 @@ def content_of_files(files: list[SourceFile], *, spec: SourceSpec, folder: str) 
     """Return name and fingerprint of every file; those of large local files are cached in `folder`."""
     if not files:
         return [fingerprint_of_hub(spec), str(spec.hub_config), spec.hub_split]
-    known = _Fingerprints(_Memory(paths.join(folder, "fingerprints.json")))
+    known = _Fingerprints(_JsonCache(paths.join(folder, "fingerprints.json")))
     return [f"{file.name} {known.fingerprint(file)}" for file in files]
 
 
@@ -126,7 +126,7 @@ def format_of_content(
         return recognise()
     facts = {"version": RECOGNITION, "content": content, "kind": spec.kind, "fields": spec.fields}
     facts["quoting"] = spec.quoting
-    memory, key = _Memory(paths.join(folder, "formats.json")), short_hash(facts)
+    memory, key = _JsonCache(paths.join(folder, "formats.json")), short_hash(facts)
     known = memory.read().get(key)
     if known is not None:
         return replace(spec, **known)
@@ -136,7 +136,7 @@ def format_of_content(
     return found
 
 
-class _Memory:
+class _JsonCache:
     """A sealed JSON file used as a key-value cache; a damaged file counts as empty."""
 
     def __init__(self, path: str) -> None:
@@ -158,7 +158,7 @@ class _Memory:
 class _Fingerprints:
     """Fingerprints of files; those of large local files are cached by path, size and modification time."""
 
-    def __init__(self, memory: _Memory) -> None:
+    def __init__(self, memory: _JsonCache) -> None:
         self.memory = memory
 
     def fingerprint(self, file: SourceFile) -> str:

@@ -46,7 +46,7 @@ def fill_gaps(placed: Placed, *, is_split_D: NDArray[np.bool_], seq_len: int) ->
     used_N = np.bincount(placed.row_P, weights=placed.length_P, minlength=placed.num_rows).astype(np.int64)
     is_whole_P = ~is_split_D[placed.document_P]
     is_fixed_N = np.bincount(placed.row_P, weights=is_whole_P, minlength=placed.num_rows) > 0
-    taken, chunks = _Pouring(placed, used_N=used_N, is_fixed_N=is_fixed_N, seq_len=seq_len).run()
+    taken, chunks = _RowDissolver(placed, used_N=used_N, is_fixed_N=is_fixed_N, seq_len=seq_len).run()
     is_taken_N = np.zeros(placed.num_rows, np.bool_)
     is_taken_N[taken] = True
     kept_P = ~is_taken_N[placed.row_P]
@@ -62,7 +62,7 @@ def fill_gaps(placed: Placed, *, is_split_D: NDArray[np.bool_], seq_len: int) ->
     )
 
 
-class _Pouring:
+class _RowDissolver:
     """Greedy dissolution of rows, one after the other, until the gaps of the remaining rows are full."""
 
     def __init__(self, placed: Placed, *, used_N: Index, is_fixed_N: NDArray[np.bool_], seq_len: int) -> None:
@@ -82,7 +82,7 @@ class _Pouring:
         chunks: list[Chunk] = []
         next_gap = 0
         for row in self.donors.tolist():
-            poured = self._pour(row, next_gap)
+            poured = self._dissolve(row, next_gap)
             if poured is None:
                 break
             taken.append(row)
@@ -94,7 +94,7 @@ class _Pouring:
                 self.gaps.remove(row)
         return taken, chunks
 
-    def _pour(self, row: int, next_gap: int) -> tuple[list[Chunk], int] | None:
+    def _dissolve(self, row: int, next_gap: int) -> tuple[list[Chunk], int] | None:
         """Return a row's chunks and the next open gap; None without room outside rows filled before.
 
         A chunk shorter than `smallest` only results from a piece of less than two of them.

@@ -26,8 +26,8 @@ from tpu_experiments.data.steps.blocks import (
     BlockMaker,
     BlockSettings,
     Item,
-    are_kept,
     cut_blocks,
+    documents_exist,
     is_whole,
     read_index,
 )
@@ -101,7 +101,7 @@ def tokenize_source(
     if rows:
         resolve = rows[0].resolve_format
         spec = format_of_content(spec, content=contents[0], folder=folder, recognise=resolve, is_lookup=is_lookup)
-    given = _Input([_with_format(part, like=spec) for part in parts], rows, read)
+    source_input = _Input([_with_format(part, like=spec) for part in parts], rows, read)
     has_tables = any(is_table(file.name) for file in found_parts.files)
     content = [line for lines in contents for line in lines]
     key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer, has_tables=has_tables)
@@ -113,7 +113,12 @@ def tokenize_source(
     documents_folder = paths.join(target, "documents") if settings.documents == "keep" else None
     if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
         made = None
-    if made is not None and documents_folder and not is_lookup and not are_kept(made["blocks"], documents_folder):
+    if (
+        made is not None
+        and documents_folder
+        and not is_lookup
+        and not documents_exist(made["blocks"], documents_folder)
+    ):
         made = None  # the blocks were made without document files
     if made is None:
         maker = BlockSettings(
@@ -125,7 +130,7 @@ def tokenize_source(
             tokenizer=tokenizer,
             documents_folder=documents_folder,
         )
-        made = _make_all(given, maker=maker, settings=settings)
+        made = _make_all(source_input, maker=maker, settings=settings)
         write_sealed_json(done, {"key": key, **made})
     for each in rows:
         each.close()
@@ -157,18 +162,18 @@ def _content(part: Part, *, read: Read | None, folder: str) -> list[str]:
     return content if part.split is None else [f"{part.split} {line}" for line in content]
 
 
-def _make_all(given: _Input, *, maker: BlockSettings, settings: PrepareConfig) -> dict[str, Any]:
+def _make_all(source_input: _Input, *, maker: BlockSettings, settings: PrepareConfig) -> dict[str, Any]:
     """Make the missing blocks; return the content of blocks.json."""
     paths.make_dirs(paths.join(maker.folder, "blocks"))
     names: list[str] = []
     bad: Refused | None = None
     started = time.perf_counter()
     with PeakMemory() as memory:
-        for name, first_bad_row in _make_blocks(given, maker=maker, settings=settings):
+        for name, first_bad_row in _make_blocks(source_input, maker=maker, settings=settings):
             bad = bad or first_bad_row
-            _require_good_rows(vars(bad) if bad else None, spec=given.spec)
+            _require_good_rows(vars(bad) if bad else None, spec=source_input.spec)
             names.append(name)
-    _require_parts(names, given=given, folder=maker.folder)
+    _require_parts(names, source_input=source_input, folder=maker.folder)
     return {
         "blocks": names,
         "first_bad_row": vars(bad) if bad else None,
@@ -177,12 +182,12 @@ def _make_all(given: _Input, *, maker: BlockSettings, settings: PrepareConfig) -
     }
 
 
-def _require_parts(names: list[str], *, given: _Input, folder: str) -> None:
+def _require_parts(names: list[str], *, source_input: _Input, folder: str) -> None:
     """Raise unless every part has a row."""
     if not names:
-        raise no_document(given.spec)
-    found = {read_index(folder, name).split for name in names} if len(given.parts) > 1 else {None}
-    for part in given.parts:
+        raise no_document(source_input.spec)
+    found = {read_index(folder, name).split for name in names} if len(source_input.parts) > 1 else {None}
+    for part in source_input.parts:
         if part.split not in found:
             raise no_document(part.spec)
 
@@ -197,33 +202,35 @@ def _require_good_rows(first_bad_row: dict[str, Any] | None, *, spec: SourceSpec
 
 
 def _make_blocks(
-    given: _Input, *, maker: BlockSettings, settings: PrepareConfig
+    source_input: _Input, *, maker: BlockSettings, settings: PrepareConfig
 ) -> Iterator[tuple[str, Refused | None]]:
     """Yield the name of each block once it is complete, with its first bad row."""
     engine, workers = settings.engine, settings.workers
     made: Iterator[list[str]]
-    if engine == "ray" and all(part.files for part in given.parts) and given.spec.max_documents is None:
-        files = (file for part in given.parts for file in part.files)
+    if engine == "ray" and all(part.files for part in source_input.parts) and source_input.spec.max_documents is None:
+        files = (file for part in source_input.parts for file in part.files)
         made = map_jobs(FileMaker, maker, enumerate(files), engine=engine, workers=workers)
     else:
-        made = ([name] for name in map_jobs(BlockMaker, maker, _blocks(given), engine=engine, workers=workers))
+        made = ([name] for name in map_jobs(BlockMaker, maker, _blocks(source_input), engine=engine, workers=workers))
     # disable=None: no bar unless stderr is a terminal.
-    with tqdm(desc=f"{given.spec.name}: tokens", unit=" docs", mininterval=0.5, leave=False, disable=None) as bar:
+    with tqdm(
+        desc=f"{source_input.spec.name}: tokens", unit=" docs", mininterval=0.5, leave=False, disable=None
+    ) as bar:
         for name in chain.from_iterable(made):
             index = read_index(maker.folder, name)
             bar.update(len(index.lengths_D))
             yield name, index.first_bad_row
 
 
-def _blocks(given: _Input) -> Iterator[Block]:
+def _blocks(source_input: _Input) -> Iterator[Block]:
     """Yield all blocks of a source.
 
     `max_documents` limits the rows of the parts that the split hash divides.
     """
-    left = given.spec.max_documents
+    left = source_input.spec.max_documents
     # Files of the Hub are numbered from 1: block names with 0 are of earlier versions, which read one stream.
-    first = 1 if given.read is None and not given.parts[0].files else 0
-    for number, (part, items) in enumerate(_items_by_file(given), start=first):
+    first = 1 if source_input.read is None and not source_input.parts[0].files else 0
+    for number, (part, items) in enumerate(_items_by_file(source_input), start=first):
         limit = left if part.split is None else None
         rows = items if limit is None else islice(items, limit)
         for block in cut_blocks(rows, file_number=number, split=part.split):
@@ -231,10 +238,14 @@ def _blocks(given: _Input) -> Iterator[Block]:
             yield block
 
 
-def _items_by_file(given: _Input) -> Iterator[tuple[Part, Iterator[Item]]]:
-    for number, part in enumerate(given.parts):
+def _items_by_file(source_input: _Input) -> Iterator[tuple[Part, Iterator[Item]]]:
+    for number, part in enumerate(source_input.parts):
         files: Iterator[Iterator[Item]]
-        files = iter([given.read(part.spec)]) if given.read is not None else given.rows[number].by_file()
+        files = (
+            iter([source_input.read(part.spec)])
+            if source_input.read is not None
+            else source_input.rows[number].by_file()
+        )
         yield from ((part, items) for items in files)
 
 

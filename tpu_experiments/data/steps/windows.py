@@ -111,12 +111,12 @@ class WindowMaker:
         try:
             found = read_sealed_json(record, expected={"window": window.number, "split": window.split})
         except DamagedFile as error:
-            log.warning("%s It is made again.", error)
+            log.warning("%s It is prepared again.", error)
             return None
         shard = found["shard"]
         damaged = damaged_shards(self.settings.folder, [shard], md5={shard["name"]: shard["md5"]}) if shard else []
         for complaint in damaged:
-            log.warning("%s It is made again.", complaint)
+            log.warning("%s It is prepared again.", complaint)
         return None if damaged else found
 
     def make(self, window: Window) -> dict[str, Any]:

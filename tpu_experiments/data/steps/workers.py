@@ -1,7 +1,7 @@
 """Parallel map over local processes or a Ray cluster, with results in the order of the jobs.
 
-A worker is `make(settings)`, constructed once per process and called with one job after the other. Jobs write their
-output to files and return a summary, so that little travels between processes.
+A worker is `make_worker(settings)`, constructed once per process and called with one job after the other. Jobs write
+their output to files and return a summary, so that little travels between processes.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ from tpu_experiments.config.errors import ConfigError
 Settings = TypeVar("Settings")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+MakeWorker = Callable[[Settings], Callable[[Job], Result]]
+"""Constructs a worker, which is then called with one job after the other; picklable."""
 
 INLINE_JOBS = 3  # processes take about 3 s to start (importing transformers), the time of three blocks
 PRELOADED = ["tpu_experiments.data.steps.tokenized", "tpu_experiments.data.steps.windows", "hydra"]
@@ -56,14 +58,14 @@ def start_server() -> None:
 
 
 def map_jobs(
-    make: Callable[[Settings], Callable[[Job], Result]],
+    make_worker: MakeWorker[Settings, Job, Result],
     settings: Settings,
     jobs: Iterable[Job],
     *,
     engine: str,
     workers: int | None,
 ) -> Iterator[Result]:
-    """Yield `make(settings)(job)` for every job, in order.
+    """Yield `make_worker(settings)(job)` for every job, in order.
 
     Runs in this process when there are `INLINE_JOBS` jobs or fewer, or one local worker. `workers` None uses all cores.
 
@@ -74,20 +76,20 @@ def map_jobs(
     first = list(islice(stream, INLINE_JOBS + 1))
     count = workers or usable_cores()
     if len(first) <= INLINE_JOBS or (engine == "local" and count == 1):
-        run = make(settings) if first else None
+        run = make_worker(settings) if first else None
         for job in chain(first, stream):
             assert run is not None
             yield run(job)
     elif engine == "ray":
-        yield from _map_ray(make, settings, chain(first, stream), workers=workers)
+        yield from _map_ray(make_worker, settings, chain(first, stream), workers=workers)
     else:
-        yield from _map_local(make, settings, chain(first, stream), workers=count)
+        yield from _map_local(make_worker, settings, chain(first, stream), workers=count)
 
 
 def _map_local(
-    make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, jobs: Iterator[Job], *, workers: int
+    make_worker: MakeWorker[Settings, Job, Result], settings: Settings, jobs: Iterator[Job], *, workers: int
 ) -> Iterator[Result]:
-    pool = _Pool(make, settings, workers=workers)
+    pool = _Pool(make_worker, settings, workers=workers)
     try:
         yield from _in_order(jobs, submit=pool.submit, result=Future.result, workers=workers)
     finally:
@@ -97,15 +99,13 @@ def _map_local(
 class _Pool:
     """Local worker processes; until the first of them has started, this process works on jobs too."""
 
-    def __init__(
-        self, make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, *, workers: int
-    ) -> None:
+    def __init__(self, make_worker: MakeWorker[Settings, Job, Result], settings: Settings, *, workers: int) -> None:
         start_server()
         context = get_context("forkserver")
-        self._executor = ProcessPoolExecutor(workers, context, _start, (os.getpid(), make, settings))
+        self._executor = ProcessPoolExecutor(workers, context, _start, (os.getpid(), make_worker, settings))
         self._num_first = FIRST_JOBS * workers
         self._first: list[Future[Any]] = []
-        self._here = functools.cache(lambda: make(settings))
+        self._here = functools.cache(lambda: make_worker(settings))
 
     def submit(self, job: Any) -> Future[Any]:
         """Submit a job to the processes, or run it here while they are still starting."""
@@ -126,11 +126,11 @@ class _Pool:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _start(parent: int, make: Callable[[Any], Callable[[Any], Any]], settings: Any) -> None:
+def _start(parent: int, make_worker: Callable[[Any], Callable[[Any], Any]], settings: Any) -> None:
     global _worker
     Thread(target=_end_with, args=(parent,), name="end_with_parent", daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per process already
-    _worker = make(settings)
+    _worker = make_worker(settings)
 
 
 def _end_with(parent: int) -> None:
@@ -148,7 +148,11 @@ def _run(job: Any) -> Any:
 
 
 def _map_ray(
-    make: Callable[[Settings], Callable[[Job], Result]], settings: Settings, jobs: Iterator[Job], *, workers: int | None
+    make_worker: MakeWorker[Settings, Job, Result],
+    settings: Settings,
+    jobs: Iterator[Job],
+    *,
+    workers: int | None,
 ) -> Iterator[Result]:
     try:
         import ray
@@ -164,7 +168,7 @@ def _map_ray(
     try:
         count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
         actor = ray.remote(num_cpus=1)(_RayWorker)
-        shared = ray.put((make, settings))
+        shared = ray.put((make_worker, settings))
         actors = [actor.remote(shared) for _ in range(count)]
         turns = cycle(actors)
         yield from _in_order(jobs, submit=lambda job: next(turns).run.remote(job), result=ray.get, workers=count)
@@ -191,8 +195,8 @@ class _RayWorker:
 
     def __init__(self, shared: tuple[Callable[[Any], Callable[[Any], Any]], Any]) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        make, settings = shared
-        self.worker = make(settings)
+        make_worker, settings = shared
+        self.worker = make_worker(settings)
 
     def run(self, job: Any) -> Any:
         return self.worker(job)

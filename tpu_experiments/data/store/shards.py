@@ -208,8 +208,8 @@ def _has_md5(path: str, md5: str, *, num_bytes: int) -> bool:
         about = paths.remote_info(path)
     except FileNotFoundError as error:
         raise DamagedFile(f"{path}; the shard is missing.") from error
-    said = about.get("md5Hash")
-    return said is not None and base64.b64decode(said).hex() == md5 and int(about["size"]) == num_bytes
+    md5_hash = about.get("md5Hash")
+    return md5_hash is not None and base64.b64decode(md5_hash).hex() == md5 and int(about["size"]) == num_bytes
 
 
 class RowStore:

@@ -18,7 +18,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import FileCache
 
-ADVICE = "remove the folder it lies in and run task=prepare again."
+ADVICE = "remove the folder it is in and run task=prepare again."
 OPEN_MAPS = 512  # a map holds a file descriptor, of which a process often has 1,024
 BLOCKS_AHEAD = 8  # fetched in parallel: one stream from a bucket is slower than the network
 LARGEST_BLOCK_BYTES = 8 * 2**20
@@ -138,7 +138,7 @@ def require_sha256_of(path: str, sha256: str, *, size: int) -> None:
     if digest.hexdigest() != sha256:
         raise ConfigError(
             f"{path}; the shard's sha256 is {digest.hexdigest()}, its manifest says {sha256}; run task=prepare with "
-            "the same settings: it is made again."
+            "the same settings: it is prepared again."
         )
 
 
@@ -217,11 +217,11 @@ class RemoteShards:
                 if self._copies.is_whole(copy_name(file), sha256=file.sha256):
                     self._whole.add(shard)
                     return True
-                log.warning("the local copy of %s is damaged; it is fetched again", file.path)
+                log.warning("the local copy of %s is damaged: it is downloaded again", file.path)
             return False
         except (ConfigError, OSError) as error:  # network or disk; rows are fetched one by one meanwhile
             if not self._closed.is_set():
-                log.warning("no local copy of %s for now: %s", file.path, error)
+                log.warning("%s is read remotely, since it could not be cached: %s", file.path, error)
             return False
 
     def _fill(self, copy: BinaryIO, file: ShardFile, size: int) -> None:

@@ -235,7 +235,7 @@ def placeholder(turn: int) -> str:
     return f"\ufdd0{turn}\ufdd1"
 
 
-def _as_they_are(messages: Messages) -> Messages:
+def _unchanged(messages: Messages) -> Messages:
     return messages
 
 
@@ -254,7 +254,7 @@ def _folded(messages: Messages) -> Messages:
     return _merged(tuple(("user" if role == "system" else role, content) for role, content in messages))
 
 
-FORMS: tuple[Callable[[Messages], Messages], ...] = (_as_they_are, _merged, _folded)
+FORMS: tuple[Callable[[Messages], Messages], ...] = (_unchanged, _merged, _folded)
 """Tried in order. Mistral v0.1 and v0.2 refuse a system role and turns that do not alternate; the
 v0.3 template drops the system text of a conversation that ends with an answer."""
 
@@ -345,11 +345,11 @@ def _structure_of(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> 
         except TemplateError:
             continue
         if all(placeholder(i) in text for i, role in enumerate(roles) if role == "system"):
-            return _taken_apart(text, placeholders, form=form, tokenizer=tokenizer)
+            return _decomposed(text, placeholders, form=form, tokenizer=tokenizer)
     return None
 
 
-def _taken_apart(
+def _decomposed(
     text: str, placeholders: Messages, *, form: Callable[[Messages], Messages], tokenizer: PreTrainedTokenizerBase
 ) -> _Structure | None:
     literals, trims, begins, ends = [], [], [], [0]

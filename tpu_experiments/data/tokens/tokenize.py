@@ -54,7 +54,7 @@ class ControlTokens:
         self._backend: Tokenizer | None = None
         self._id_of: dict[int, int] = {}
 
-    def are_in(self, text: str) -> bool:
+    def occur_in(self, text: str) -> bool:
         """Return whether the string of a special token occurs."""
         return self._written.search(text) is not None
 
@@ -167,9 +167,9 @@ class DocumentTokenizer:
             if document.text is None:
                 continue
             text = document.text
-            if self._control.are_in(text):
+            if self._control.occur_in(text):
                 text = self._without_ends(text)
-            if self._control.are_in(text):
+            if self._control.occur_in(text):
                 self.counts["special_tokens_in_text"] += 1
                 done[i] = self._closed_text(self._control.encode(text))
             else:
@@ -188,7 +188,7 @@ class DocumentTokenizer:
                 continue
             extras = document.extras[: len(answered)]
             written = [*(content for _, content in answered), *extras, document.tools]
-            is_plain = not any(map(self._control.are_in, written))
+            is_plain = not any(map(self._control.occur_in, written))
             try:
                 if document.uses_tools:
                     chat = ToolChat(answered, extras, document.tools)
@@ -225,8 +225,8 @@ class DocumentTokenizer:
             turns = [[t + i for i in range(n)] for t, n in _runs(answers)]
         assert len(turns) == len(rendered.answers), f"{len(rendered.answers)} spans of {len(turns)} answers"
         # A joined answer is trained on when all of its turns that are not blank are.
-        said = [[turn for turn in run if not is_blank[turn]] for run in turns]
-        is_learnt = [bool(run) and all(map(document.is_taught, run)) for run in said]
+        filled_turns = [[turn for turn in run if not is_blank[turn]] for run in turns]
+        is_learnt = [bool(run) and all(map(document.is_taught, run)) for run in filled_turns]
         spans = [span for span, learnt in zip(rendered.answers, is_learnt, strict=True) if learnt]
         return RenderedChat(rendered.text, spans, rendered.cuts)
 

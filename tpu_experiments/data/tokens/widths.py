@@ -41,7 +41,7 @@ class Widths:
         starts[..., 1:] = self.is_added_V[ids[..., :-1]]
         return self.bytes_V[ids] - (self.is_opened_V[ids] & starts)
 
-    def stands_for_text(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def is_text(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Return whether each token has text, unlike the end of a document or turn."""
         return self.bytes_V[ids] > 0
 

@@ -214,7 +214,7 @@ class _Words(dict[str, bytes]):
     def __missing__(self, word: str) -> bytes:
         self._check(word)
         ids = np.array(self._encode(word).ids[self._num_before :], np.int32).tobytes()
-        _keep(self, word, ids)
+        _memoise(self, word, ids)
         return ids
 
     def learn(self, words: Iterable[str]) -> None:
@@ -231,21 +231,21 @@ class _Words(dict[str, bytes]):
         bounds = [*np.flatnonzero(ids == ids[0]).tolist(), len(ids)]
         if len(bounds) == len(new) + 1:  # else the end of a word and the next added token formed another added token
             for word, begin, end in zip(new, bounds, bounds[1:], strict=False):
-                _keep(self, word, ids[begin + 1 : end].tobytes())
+                _memoise(self, word, ids[begin + 1 : end].tobytes())
 
     def offsets(self, word: str) -> tuple[tuple[int, int], ...]:
         """Return (begin, end) of a word's tokens, in characters of the word."""
         if (offsets := self._offsets.get(word)) is None:
             shift, of_all = len(self._before), self._encode(word).offsets
             offsets = tuple((begin - shift, end - shift) for begin, end in of_all[self._num_before :])
-            _keep(self._offsets, word, offsets)
+            _memoise(self._offsets, word, offsets)
         return offsets
 
     def _encode(self, word: str) -> Encoding:
         return backend_of(self._tokenizer).encode(self._before + word, add_special_tokens=False)
 
 
-def _keep(memo: dict[str, Any], word: str, value: object) -> None:
+def _memoise(memo: dict[str, Any], word: str, value: object) -> None:
     if len(memo) >= _MAX_WORDS:
         memo.clear()
     if len(word) <= _MAX_CHARACTERS:

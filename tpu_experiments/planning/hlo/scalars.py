@@ -150,8 +150,8 @@ def trip_count(loop: Instruction, *, scope: Scope) -> int:
         goes_on = Scope(module, computation=condition, argument=state).root()
         if goes_on is None:
             raise ValueError(
-                f"loop={loop.name}; its trip count cannot be told: condition {condition.name} reads a value that is "
-                f"unknown after {trips} trips; the estimate of this program would be wrong without it"
+                f"loop={loop.name}; its trip count cannot be determined: condition {condition.name} reads a value that "
+                f"is unknown after {trips} trips; the estimate of this program would be wrong without it"
             )
         if not goes_on:
             return trips

@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Direction, Target
-from tpu_experiments.runtime.patches import mosaic_for_libtpu, replaced, require_versions
+from tpu_experiments.runtime.patches import mosaic_for_libtpu, patched_attribute, require_versions
 
 HEADS_OF: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "fwd": ((0, 1, 2), (3,)),
@@ -39,7 +39,7 @@ def heads_first(flat: Any, *, head_dim: int) -> Any:
     return jnp.swapaxes(flat.reshape(*flat.shape[:-1], -1, head_dim), -2, -3)
 
 
-def heads_beside(tensor: Any) -> Any:
+def heads_last(tensor: Any) -> Any:
     """Transpose (..., N, T, D) to (..., T, N D), the inverse of `heads_first`."""
     return jnp.swapaxes(tensor, -2, -3).reshape(*tensor.shape[:-3], tensor.shape[-2], -1)
 
@@ -59,7 +59,7 @@ def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., A
         given = [place for place in results if shapes[place] is not None]
         for place in given:
             out_specs[place] = _flat_block(out_specs[place])
-            shapes[place] = jax.eval_shape(heads_beside, shapes[place])
+            shapes[place] = jax.eval_shape(heads_last, shapes[place])
         first = grid_spec.num_scalar_prefetch
         flat_grid = pltpu.PrefetchScalarGridSpec(first, grid_spec.grid, in_specs, out_specs)
         run = pallas_call(kernel, grid_spec=flat_grid, out_shape=shapes, **settings)
@@ -67,7 +67,7 @@ def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., A
         def call(*tensors: Any) -> list[Any]:
             flat = list(tensors)
             for place in operands:
-                flat[first + place] = heads_beside(flat[first + place])
+                flat[first + place] = heads_last(flat[first + place])
             found = list(run(*flat))
             for place in given:
                 head_dim = out_specs[place].block_shape[-1]
@@ -90,7 +90,7 @@ def _flat_block(spec: Any) -> Any:
     return pl.BlockSpec((*outer, tokens, head_dim), index_map)
 
 
-def turned(
+def rotated(
     flat: Any, rotation: Any, *, call: AttentionCall, factor: float, target: Target, backward: bool = False
 ) -> Any:
     """Apply rope to every head of (B, T, N D) and multiply by `factor`; computed in float32.
@@ -103,14 +103,14 @@ def turned(
         backward: compute the gradient of x from the gradient of the output instead.
     """
     if not call.is_flat:
-        turn = functools.partial(_turn, backward=backward, halves=_halves_by_product)
+        rotate = functools.partial(_rotate, backward=backward, halves=_halves_by_product)
         heads = heads_first(flat, head_dim=call.head_dim)
         cos, sin = rotation[:, :, None]
-        return heads_beside((turn(heads, cos, sin) * factor).astype(flat.dtype))
+        return heads_last((rotate(heads, cos, sin) * factor).astype(flat.dtype))
 
     def kernel(x_ref: Any, rotation_ref: Any, out_ref: Any) -> None:
-        turn = _turn(x_ref[...], rotation_ref[0], rotation_ref[1], backward=backward, halves=_halves_by_roll)
-        out_ref[...] = (turn * factor).astype(out_ref.dtype)
+        rotate = _rotate(x_ref[...], rotation_ref[0], rotation_ref[1], backward=backward, halves=_halves_by_roll)
+        out_ref[...] = (rotate * factor).astype(out_ref.dtype)
 
     rows, length, width = flat.shape
     block, head_dim = call.block, call.head_dim
@@ -130,7 +130,7 @@ def turned(
     )(flat, rotation)
 
 
-def _turn(x: Any, cos: Any, sin: Any, *, backward: bool, halves: Callable[..., Any]) -> Any:
+def _rotate(x: Any, cos: Any, sin: Any, *, backward: bool, halves: Callable[..., Any]) -> Any:
     x, cos, sin = (tensor.astype(jnp.float32) for tensor in (x, cos, sin))
     if backward:
         return x * cos + halves(x * sin, signs=(1.0, -1.0))
@@ -170,14 +170,14 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
     jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla's programs are partitioned by GSPMD
     run = attention_function(call.of_one_chip, direction=direction, target=target)
     if call.num_shards * call.head_shards > 1:
-        run = _of_each_chip(run, call, direction=direction)
+        run = _on_each_chip(run, call, direction=direction)
     with mosaic_for_libtpu():
         traced = jax.jit(run, keep_unused=True).trace(*_arguments(call, direction=direction))
         module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
     return bytes(module.as_serialized_hlo_module_proto())
 
 
-def _of_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Direction) -> Callable[..., Any]:
+def _on_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Direction) -> Callable[..., Any]:
     """Wrap `run` in a shard_map over rows and heads; XLA's partitioner cannot shard a kernel."""
     # Rows that do not divide are not sharded by the run either: then every chip computes all of them.
     by_rows = "fsdp" if call.rows % call.num_shards == 0 else None
@@ -213,26 +213,26 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
     extra = call.padded_length - call.length
     per_row = _forward if direction == "forward" else _backward
 
-    def turn(flat: Any, rotation: Any, *, factor: float, backward: bool = False) -> Any:
+    def rotate(flat: Any, rotation: Any, *, factor: float, backward: bool = False) -> Any:
         if rotation is None:
             return flat if factor == 1 else (flat.astype(jnp.float32) * factor).astype(flat.dtype)
-        return turned(flat, rotation, call=call, factor=factor, target=target, backward=backward)
+        return rotated(flat, rotation, call=call, factor=factor, target=target, backward=backward)
 
     def run(query: Any, key: Any, value: Any, segments: Any, *others: Any) -> Any:
         rotation = _padded(others[0], extra=extra, axis=2) if call.rotates else None
         flat = [_padded(tensor, extra=extra, axis=1) for tensor in (query, key, value)]
-        scaled, key = turn(flat[0], rotation, factor=call.scores.scale), turn(flat[1], rotation, factor=1.0)
+        scaled, key = rotate(flat[0], rotation, factor=call.scores.scale), rotate(flat[1], rotation, factor=1.0)
         tensors = [scaled, key, flat[2], _padded(segments, extra=extra, axis=1)]
         if direction == "backward":
             out, log_sum, grad = others[-3:]
             tensors += [_padded(out, extra=extra, axis=1), _padded(log_sum, extra=extra, axis=2)]
             tensors.append(_padded(grad, extra=extra, axis=1))
-        with _as_wanted(call):
+        with _patched_pallas_call(call):
             results = jax.vmap(functools.partial(per_row, _kernel(call, target=target), call))(*tensors)
         if direction == "forward":
             return results[0][:, : call.length], results[1][..., : call.length]
-        dq = turn(results[0], rotation, factor=call.scores.scale, backward=True)
-        dk = turn(results[1], rotation, factor=1.0, backward=True)
+        dq = rotate(results[0], rotation, factor=call.scores.scale, backward=True)
+        dk = rotate(results[1], rotation, factor=1.0, backward=True)
         return tuple(grads[:, : call.length] for grads in (dq, dk, results[2]))
 
     return run
@@ -272,7 +272,7 @@ def _forward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any]
     query, key, value = (heads_first(tensor, head_dim=call.head_dim) for tensor in qkv)
     ids = kernels.SegmentIds(segments, segments)
     out, (log_sum,) = kernels._splash_attention_forward(kernel.fwd_mask_info, query, key, value, ids, None, **settings)
-    return heads_beside(out), log_sum
+    return heads_last(out), log_sum
 
 
 def _backward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any, Any]:
@@ -297,7 +297,7 @@ def _backward(kernel: Any, call: AttentionCall, *tensors: Any) -> tuple[Any, Any
     )
     if not fused:
         dq = kernels._splash_attention_bwd_dq(*given, **block, mask_info=kernel.dq_mask_info, **settings, **layouts)
-    return heads_beside(dq), heads_beside(dk), heads_beside(dv)
+    return heads_last(dq), heads_last(dk), heads_last(dv)
 
 
 def _row_sums(out: Any, grad: Any, *, heads: int) -> Any:
@@ -312,7 +312,7 @@ def _row_sums(out: Any, grad: Any, *, heads: int) -> Any:
 
 
 @contextmanager
-def _as_wanted(call: AttentionCall) -> Iterator[None]:
+def _patched_pallas_call(call: AttentionCall) -> Iterator[None]:
     """Patch splash's `pallas_call` inside: flat blocks where `call.is_flat`, and a cost estimate.
 
     Splash gives no estimate, and the compiler cannot see into a kernel.
@@ -327,5 +327,5 @@ def _as_wanted(call: AttentionCall) -> Iterator[None]:
         build = flat_call(real.pallas_call, phase=phase) if call.is_flat else real.pallas_call
         return build(*args, name=name, cost_estimate=cost, **settings)
 
-    with replaced(kernels, "pl", SimpleNamespace(**vars(real) | {"pallas_call": pallas_call})):
+    with patched_attribute(kernels, "pl", SimpleNamespace(**vars(real) | {"pallas_call": pallas_call})):
         yield

@@ -43,7 +43,7 @@ class HostWatch:
 
     def listen(self, port: int) -> int:
         """Listen at this port, or at any free one if it is taken, and return the port; on the first host."""
-        self._server = socket.create_server(("", _free(port)), backlog=self._num_hosts)
+        self._server = socket.create_server(("", _free_port(port)), backlog=self._num_hosts)
         return int(self._server.getsockname()[1])
 
     def accept(self, *, seconds: float) -> None:
@@ -60,7 +60,7 @@ class HostWatch:
                 rank = _rank_of(peer)
                 if rank in missing:
                     missing.remove(rank)
-                    self._hold(peer, rank)
+                    self._watch_peer(peer, rank)
                 else:  # not a host of this run
                     peer.close()
 
@@ -72,22 +72,22 @@ class HostWatch:
         """
         peer = socket.create_connection((address, port), timeout=seconds)
         peer.sendall(self._rank.to_bytes(4, "big"))
-        self._hold(peer, 0)
+        self._watch_peer(peer, 0)
 
-    def part(self) -> None:
+    def announce_end(self) -> None:
         """Tell the other hosts that the run ends on all of them, so that no end counts as a loss from here on."""
-        self.stand_down()
+        self.stop_watching()
         for peer in self._peers:
             try:
                 peer.sendall(GOODBYE)
             except OSError:  # that host has ended already
                 continue
 
-    def stand_down(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching: this process ends by itself from here on."""
         self._is_off = True
 
-    def _hold(self, peer: socket.socket, rank: int) -> None:
+    def _watch_peer(self, peer: socket.socket, rank: int) -> None:
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
@@ -97,17 +97,17 @@ class HostWatch:
 
     def _wait(self, peer: socket.socket, rank: int) -> None:
         try:
-            said = peer.recv(1)
+            received = peer.recv(1)
         except OSError:
-            said = b""
-        if said == GOODBYE or self._is_off:
+            received = b""
+        if received == GOODBYE or self._is_off:
             return
         time.sleep(self._lost_seconds)
         if self._is_off:
             return
         print(
             f"error: host {self._rank} of {self._num_hosts} lost host {rank}; that host's log says why. The same "
-            "command, on every host, goes on.",
+            "command, on every host, resumes the run.",
             file=sys.stderr,
             flush=True,
         )
@@ -118,13 +118,13 @@ def _rank_of(peer: socket.socket) -> int:
     """Return the rank that a host sends first; -1 for any other client of the port."""
     peer.settimeout(HELLO_SECONDS)
     try:
-        said = peer.recv(4, socket.MSG_WAITALL)
+        received = peer.recv(4, socket.MSG_WAITALL)
     except OSError:
         return -1
-    return int.from_bytes(said, "big") if len(said) == 4 else -1
+    return int.from_bytes(received, "big") if len(received) == 4 else -1
 
 
-def _free(port: int) -> int:
+def _free_port(port: int) -> int:
     """Return the port, or 0 (any port) if another process uses it."""
     with socket.socket() as probe:
         try:
@@ -166,7 +166,7 @@ class Hosts:
         if self.size == 1:
             return flag
         votes = torch.tensor([int(flag)], dtype=torch.int32)
-        self._told(lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX))
+        self._exchange(lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX))
         return bool(votes.item())
 
     def gather(self, value: Any) -> list[Any]:
@@ -174,7 +174,7 @@ class Hosts:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        self._told(lambda: dist.all_gather_object(found, value))
+        self._exchange(lambda: dist.all_gather_object(found, value))
         return found
 
     def barrier(self) -> None:
@@ -192,30 +192,30 @@ class Hosts:
             result, error = action(), None
         except Exception as caught:
             result, error = None, caught
-        told = self.gather(None if error is None else (isinstance(error, ConfigError), f"{error}"))
+        failures = self.gather(None if error is None else (isinstance(error, ConfigError), f"{error}"))
         if error is not None:
             raise error
-        for rank, complaint in enumerate(told):
+        for rank, complaint in enumerate(failures):
             if complaint is not None:
                 is_of_user, text = complaint
                 raise ConfigError(text) if is_of_user else HostLost(f"host {rank} of {self.size} failed: {text}")
         return result  # type: ignore[return-value]
 
-    def on_first(self, action: Callable[[], object]) -> None:
+    def on_first_host(self, action: Callable[[], object]) -> None:
         """Run `action` on the first host while the others wait; a failure raises on all, as in `together`."""
         self.together(action if self.rank == 0 else lambda: None)
 
-    def part(self) -> None:
+    def announce_end(self) -> None:
         """Announce that the run ends on every host, so that none takes another's end for a loss."""
         if self._watch is not None:
-            self._watch.part()
+            self._watch.announce_end()
 
-    def _told(self, exchange: Callable[[], object]) -> None:
+    def _exchange(self, exchange: Callable[[], object]) -> None:
         try:
             exchange()
         except RuntimeError as error:
             if self._watch is not None:
-                self._watch.stand_down()
+                self._watch.stop_watching()
             raise HostLost(
                 f"host {self.rank} of {self.size} lost another ({_first_line(error)}); that host's log says why."
             ) from error
@@ -225,11 +225,11 @@ _joined = Hosts()
 
 
 def joined() -> Hosts:
-    """Return the hosts of this process's run; a single one before `meet`."""
+    """Return the hosts of this process's run; a single one before `rendezvous`."""
     return _joined
 
 
-def meet(hw: HwConfig, *, seconds: float = MEET_SECONDS, lost_seconds: float = LOST_SECONDS) -> Hosts:
+def rendezvous(hw: HwConfig, *, seconds: float = MEET_SECONDS, lost_seconds: float = LOST_SECONDS) -> Hosts:
     """Rendezvous with the other hosts of the run within `seconds`; initialises no device.
 
     From then on the loss of a host ends this process, `lost_seconds` after it is detected.
@@ -279,10 +279,10 @@ def _place(hw: HwConfig) -> Place:
         ConfigError: neither source has it, or the number of hosts is not `hw.num_hosts`.
     """
     try:
-        size, place = _of_torchrun(hw) if "MASTER_ADDR" in os.environ else _of_slice(hw)
+        size, place = _place_from_torchrun(hw) if "MASTER_ADDR" in os.environ else _place_from_slice(hw)
     except (OSError, KeyError, ValueError) as error:  # requests' errors are OSErrors
         raise ConfigError(
-            f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; nobody says which host this is "
+            f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; the rank of this host is unknown "
             f"({_first_line(error)}); set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does."
         ) from error
     if size != hw.num_hosts or not 0 <= place.rank < size:
@@ -293,7 +293,7 @@ def _place(hw: HwConfig) -> Place:
     return place
 
 
-def _of_torchrun(hw: HwConfig) -> tuple[int, Place]:
+def _place_from_torchrun(hw: HwConfig) -> tuple[int, Place]:
     given = os.environ
     size, rank, port = (
         int(given.get("WORLD_SIZE", hw.num_hosts)),
@@ -303,7 +303,7 @@ def _of_torchrun(hw: HwConfig) -> tuple[int, Place]:
     return size, Place(rank, given["MASTER_ADDR"], port)
 
 
-def _of_slice(hw: HwConfig) -> tuple[int, Place]:
+def _place_from_slice(hw: HwConfig) -> tuple[int, Place]:
     if hw.device != "tpu":
         raise ValueError("it is no worker of a slice")
     from tpu_experiments.runtime.xla.device import workers

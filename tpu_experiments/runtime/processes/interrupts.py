@@ -8,11 +8,11 @@ import os
 import sys
 from types import TracebackType
 
-INTERRUPTED = "error: interrupted; the same command goes on from the last checkpoint, where there is one."
+INTERRUPTED = "error: interrupted; the same command resumes from the last checkpoint, where there is one."
 INTERRUPTED_EXIT_CODE = 130  # a shell's exit code for a program that Ctrl-C ended
 
 
-def say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def print_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print one sentence and exit with 130 on an uncaught KeyboardInterrupt; print other errors as usual."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
@@ -22,4 +22,4 @@ def say_interrupted(kind: type[BaseException], error: BaseException, trace: Trac
     os._exit(INTERRUPTED_EXIT_CODE)
 
 
-sys.excepthook = say_interrupted
+sys.excepthook = print_interrupted

@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 
-from tpu_experiments.runtime.processes.tether import tied
+from tpu_experiments.runtime.processes.tether import tied_command
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_PROCESSES = 256
@@ -57,7 +57,7 @@ class SharedRequest:
         return bool(self._page[REQUESTED])
 
     @property
-    def asked_at(self) -> float | None:
+    def requested_at(self) -> float | None:
         """Time of the first request, in seconds of the machine-wide monotonic clock; None without one."""
         return self._page[REQUESTED] / 1e9 if self.requested else None
 
@@ -91,9 +91,9 @@ def joined() -> tuple[SharedRequest, int] | None:
     return _joined
 
 
-def children_asked_at() -> float | None:
+def children_requested_at() -> float | None:
     """Return the monotonic time of the stop request to this process's children; None without one."""
-    return _handed_out.asked_at if _handed_out is not None else None
+    return _handed_out.requested_at if _handed_out is not None else None
 
 
 def join(ticket: Ticket, *, rank: int) -> None:
@@ -193,7 +193,7 @@ class Relay:
         with ExitStack() as stack:
             stream = None if output is None else stack.enter_context(output.open("ab"))
             child = subprocess.Popen(
-                tied(command, cores=cores),
+                tied_command(command, cores=cores),
                 env={**os.environ, **(env or {})},
                 stdout=stream,
                 stderr=stream,

@@ -25,7 +25,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def tied(command: Sequence[str], *, cores: Set[int] | None = None) -> list[str]:
+def tied_command(command: Sequence[str], *, cores: Set[int] | None = None) -> list[str]:
     """Return the command, wrapped so that as a child of this process it dies with its starting thread.
 
     Args:

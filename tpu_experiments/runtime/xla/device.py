@@ -32,7 +32,7 @@ from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.processes import hosts
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
-from tpu_experiments.runtime.xla.layout import Spec, whole_results, xla_mesh
+from tpu_experiments.runtime.xla.layout import Spec, replicated_results, xla_mesh
 from tpu_experiments.runtime.xla.loop import folding_on
 from tpu_experiments.runtime.xla.programs import Closures, Compiles, XlaProgram
 
@@ -153,7 +153,7 @@ class XlaRuntime:
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
         if self._hosts.size > 1:  # a host has only its own shards of a result, and reads results by itself
-            function = whole_results(function, constrain=self.constrain)
+            function = replicated_results(function, constrain=self.constrain)
         return XlaProgram(function, name=name, compiles=self.compiles, held=held, closures=self.closures)
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:

@@ -45,18 +45,18 @@ def _annotation(split: Split) -> object:
     )
 
 
-def whole_results(function: Callable[[Batch], Any], *, constrain: Constrain) -> Callable[[Batch], Any]:
+def replicated_results(function: Callable[[Batch], Any], *, constrain: Constrain) -> Callable[[Batch], Any]:
     """Return `function` with its results replicated; without a constraint XLA chooses how to shard them.
 
     Tensors of the run that the function writes keep their own sharding.
     """
 
-    def whole(value: Any) -> Any:
+    def replicate(value: Any) -> Any:
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{field.name: whole(getattr(value, field.name)) for field in fields(value)})
+            return replace(value, **{field.name: replicate(getattr(value, field.name)) for field in fields(value)})
         return tree_map_only(Tensor, lambda tensor: constrain(tensor, axes=()), value)
 
-    return lambda batch: whole(function(batch))
+    return lambda batch: replicate(function(batch))
 
 
 def xla_mesh(mesh: Mesh) -> xs.Mesh:
@@ -90,11 +90,11 @@ def gathered(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu()
     (shards,) = torch_xla._XLAC._get_local_shards([tensor])
     (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    replicate = torch.empty(tensor.shape, dtype=tensor.dtype)
     shards.reverse()
     for replica, indices in places:
         shard, _ = shards.pop()  # frees it once copied: memory holds the tensor and the remaining shards
         if replica == 0:  # the other replicas are equal; what a shard has beyond the tensor's edge is padding
             inside = ... if indices is ... else tuple(slice(0, part.stop - part.start) for part in indices)
-            whole[indices if indices is ... else tuple(indices)] = shard[inside]
-    return whole
+            replicate[indices if indices is ... else tuple(indices)] = shard[inside]
+    return replicate

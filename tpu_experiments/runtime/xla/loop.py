@@ -20,7 +20,7 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.ops import Body, Folding, HostMemory, Loop, Tensors, detached, length_of, unconstrained
-from tpu_experiments.runtime.patches import replaced
+from tpu_experiments.runtime.patches import patched_attribute
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.xla.layout import constraints_over
 
@@ -35,7 +35,7 @@ Unwritten = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 """Maps the shape and type of a stack to an uninitialised tensor; None where it has to be filled with zeros."""
 
 
-def unwritten_for(device: str, *, mesh: Mesh) -> Callable[[int], Unwritten] | None:
+def uninitialised_for(device: str, *, mesh: Mesh) -> Callable[[int], Unwritten] | None:
     """Return a function from the number of rows to the allocator of stacks; None: fill them with zeros.
 
     A stack of values with a leading row dimension is sharded as they are. None on devices other than a TPU, whose
@@ -90,9 +90,9 @@ def stablehlo(shape: tuple[int, ...], dtype: str, *, num_shards: int) -> str:
     return f"module {{ func.func @main(%arg0: tensor<i32>) -> {whole} {{\n" + "\n".join(lines) + "\n} }"
 
 
-def stacks_made_by(make: Unwritten) -> AbstractContextManager[Any]:
+def scan_stacks_from(make: Unwritten) -> AbstractContextManager[Any]:
     """Have torch_xla's scan allocate its output stacks with `make`, in place of torch.zeros, while the block runs."""
-    return replaced(torch_xla_scan, "torch", _TorchWithStacks(make))
+    return patched_attribute(torch_xla_scan, "torch", _TorchWithStacks(make))
 
 
 class _TorchWithStacks:
@@ -112,7 +112,7 @@ class _TorchWithStacks:
 
 def loop_for(device: str, *, mesh: Mesh) -> Loop:
     """Return the loop of programs for `device` that are sharded over the mesh."""
-    return functools.partial(xla_loop, unwritten=unwritten_for(device, mesh=mesh))
+    return functools.partial(xla_loop, unwritten=uninitialised_for(device, mesh=mesh))
 
 
 def xla_loop(
@@ -141,7 +141,7 @@ def xla_loop(
         _check_types(new, carry_types)
         return (detached(new), fixed), detached(y)
 
-    stacks = stacks_made_by(unwritten(rows)) if unwritten and rows else nullcontext()
+    stacks = scan_stacks_from(unwritten(rows)) if unwritten and rows else nullcontext()
     with torch.no_grad(), stacks:
         state = (detached(carry), detached(consts))
         (carry, _), ys = _scan_impl_pytree(body, state, detached(xs), reverse=reverse)
@@ -167,7 +167,7 @@ def host_memory_for(device: str) -> HostMemory:
     """
     if device.lower() != "tpu":
         return HostMemory()
-    return HostMemory(put=_placed("pinned_host"), take=_placed("device"))
+    return HostMemory(put=_placed("pinned_host"), fetch=_placed("device"))
 
 
 def _placed(memory: str) -> Any:

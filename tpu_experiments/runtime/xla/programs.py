@@ -27,6 +27,7 @@ from tpu_experiments.runtime.base import (
     CompileCache,
     Counters,
     Held,
+    OnOutput,
     Out,
     Shape,
     Signature,
@@ -77,10 +78,10 @@ def changed_values(before: str, now: str) -> str:
         partner = next((i for i in removed if (i.type, i.opcode) == (instruction.type, instruction.opcode)), None)
         if partner is not None:
             removed.remove(partner)
-        said = f"{partner.text} became {instruction.text}" if partner else f"{instruction.text} is new"
-        shown.append((_rank(instruction)[0], not place, f"{said}{place}"))
+        change_text = f"{partner.text} became {instruction.text}" if partner else f"{instruction.text} is new"
+        shown.append((_rank(instruction)[0], not place, f"{change_text}{place}"))
     shown += [(_rank(instruction)[0], True, f"{instruction.text} is gone") for instruction in removed]
-    return "; ".join([said for *_, said in sorted(dict.fromkeys(shown))][:MAX_SHOWN])
+    return "; ".join([change_text for *_, change_text in sorted(dict.fromkeys(shown))][:MAX_SHOWN])
 
 
 def instructions(hlo: str) -> list[tuple[Instruction, str]]:
@@ -197,7 +198,7 @@ class Compiles:
         if self._warmup is None:
             self._warmup, num_then = num, num
         if num > num_then and (last, name) in self._gaps:
-            self.complain(f"{num - num_then} program(s) were compiled between {last} and {name}: {OUTSIDE}")
+            self.warn_or_raise(f"{num - num_then} program(s) were compiled between {last} and {name}: {OUTSIDE}")
         elif num > num_then:
             self._warmup += num - num_then
         self._gaps.add((last, name))
@@ -219,7 +220,7 @@ class Compiles:
         self._last = (name, num)
         return num - num_before
 
-    def complain(self, text: str, *, explain: Callable[[], str] | None = None) -> None:
+    def warn_or_raise(self, text: str, *, explain: Callable[[], str] | None = None) -> None:
         """Log the text as a warning, or make the next call of a program raise it, as the policy says."""
         if self.policy == "warn":
             log.warning("%s", text)
@@ -277,20 +278,20 @@ class XlaProgram(Generic[Out]):
         self._num_calls = 0
         self._places: list[int] = []
         """Identities of the held tensors at the last call."""
-        self._is_told = self._is_explained = self._is_replayed = False
+        self._is_reported = self._is_explained = self._is_replayed = False
 
-    def __call__(self, batch: Batch, *, then: Callable[[Any], None] | None = None) -> Out:
+    def __call__(self, batch: Batch, *, on_output: OnOutput | None = None) -> Out:
         if not self.compiles.is_profiled:
-            return self._call(batch, then=then)
+            return self._call(batch, on_output=on_output)
         # Not torch_xla's StepTrace: its scope is part of the program, which would be compiled again.
         with torch_xla._XLAC.profiler.TraceMe(self.name, _r=1, step_num=self._num_calls + 1):
-            return self._call(batch, then=then)
+            return self._call(batch, on_output=on_output)
 
-    def _call(self, batch: Batch, *, then: Callable[[Any], None] | None) -> Out:
+    def _call(self, batch: Batch, *, on_output: OnOutput | None) -> Out:
         replay, change = self.replay, None
         if replay is not None:
             replay.reader.wait(self._num_calls)
-            then = then and replay.reader.of(self._num_calls, then)
+            on_output = on_output and replay.reader.wrap(self._num_calls, on_output)
         is_alone = self.compiles.last == self.name
         num_before = self.compiles.before(self.name)
         signature = signature_of(batch)
@@ -316,15 +317,19 @@ class XlaProgram(Generic[Out]):
             self.compiles.dispatch_seconds += replay.dispatch_seconds - before
             if self.num_traced == num_traced and not self._is_replayed:
                 self._is_replayed = True
-                log.info("%s: one call in %d on average is traced from here on", self.name, replay.every)
-        if then is not None:
-            self.closures.run(partial(then, out))
+                log.info(
+                    "%s: from now on one call in %d on average is traced, and the others are replayed",
+                    self.name,
+                    replay.every,
+                )
+        if on_output is not None:
+            self.closures.run(partial(on_output, out))
         self._num_calls += 1
         compiled = self.compiles.after(self.name, num_before=num_before, is_warmup=is_warmup)
         if is_first:
             log.info("%s: compiled %d program(s) in %.1f s", what, compiled, _compile_seconds() - compile_seconds)
         elif (compiled and not is_warmup) or change is not None:
-            self._tell(batch, signature, compiled=compiled, change=change)
+            self._report_change(batch, signature, compiled=compiled, change=change)
         return out
 
     def _is_admitted(self, signature: Signature) -> bool:
@@ -347,10 +352,10 @@ class XlaProgram(Generic[Out]):
         """Trace a call; keep the HLO of the first trace, and compare with it once after a warning."""
         self.num_traced += 1
         is_known = signature in self._texts
-        if is_known and self._is_told and not self._is_explained:
+        if is_known and self._is_reported and not self._is_explained:
             self._is_explained = True
-            out, changes = self._compared(batch, signature)
-            log.warning("%s: %s", self.name, changes or "its constants are as at first")
+            out, changes = self._compare_with_first(batch, signature)
+            log.warning("%s: %s", self.name, changes or "its constants are unchanged")
             return out
         started = time.perf_counter()
         with NoHostReads(self.name, device_type="xla", count_reads=num_reads):
@@ -360,7 +365,7 @@ class XlaProgram(Generic[Out]):
             self._texts[signature] = zlib.compress(hlo_of(out).encode(), level=1)
         return out
 
-    def _compared(self, batch: Batch, signature: Signature) -> tuple[Out, str]:
+    def _compare_with_first(self, batch: Batch, signature: Signature) -> tuple[Out, str]:
         """Trace with source lines; return the result and the differences from this signature's first HLO."""
         torch_xla._XLAC._set_ir_debug(True)  # records a source line for every operation, which is slow
         try:
@@ -370,29 +375,29 @@ class XlaProgram(Generic[Out]):
             torch_xla._XLAC._set_ir_debug(False)
         return out, changed_values(zlib.decompress(self._texts[signature]).decode(), now)
 
-    def _tell(self, batch: Batch, signature: Signature, *, compiled: int, change: Change | None) -> None:
+    def _report_change(self, batch: Batch, signature: Signature, *, compiled: int, change: Change | None) -> None:
         """Complain once that the program has changed; with `warn` the next trace logs which value it was."""
         num_replayed = change.num_replayed if change is not None else 0
         late = f"; the {num_replayed} calls before it were not traced and ran with the former" if num_replayed else ""
         if change is not None and change.number:
-            self._tell_number(change.number, late=late)
-        elif not self._is_told and (compiled or late):
-            self._is_told = True
+            self._report_changed_number(change.number, late=late)
+        elif not self._is_reported and (compiled or late):
+            self._is_reported = True
             text = (
                 f"{self.name} was {'compiled again' if compiled else 'another program'} at its call {self._num_calls} "
                 f"though its inputs are as before ({signature_text(signature)}), so a value that Python computes is "
                 f"part of the program and has changed{late}; make it a tensor of the batch or of the device"
             )
-            self.compiles.complain(text, explain=lambda: self._compared(batch, signature)[1])
+            self.compiles.warn_or_raise(text, explain=lambda: self._compare_with_first(batch, signature)[1])
 
-    def _tell_number(self, number: str, *, late: str) -> None:
+    def _report_changed_number(self, number: str, *, late: str) -> None:
         """Report a changed Python number that is an input of the program.
 
         It causes no recompilation, but every call has to be traced.
         """
         text = f"a number that Python hands to {self.name} has changed at its call {self._num_calls} ({number})"
         if late:
-            self.compiles.complain(
+            self.compiles.warn_or_raise(
                 f"{text}{late}; make it a tensor of the batch or of the device, or trace every call with "
                 "trainer.trace_every_steps=1"
             )

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-from tpu_experiments.runtime.base import Batch, Held, Signature
+from tpu_experiments.runtime.base import Batch, Held, OnOutput, Signature
 
 Named = Mapping[str, Tensor]
 SEED = "(seed)"
@@ -123,21 +123,21 @@ class Trace:
         self.seed = torch_xla._XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
         self.names |= dict.fromkeys(handles_of([self.seed]), SEED)
 
-    def recorded(self, out: Any, *, looks_for_strays: bool) -> tuple[Recording, list[Tensor]] | None:
+    def recorded(self, out: Any, *, checks_strays: bool) -> tuple[Recording, list[Tensor]] | None:
         """Return a recording of the pending graph, and its inputs; compiles it if it is in no cache.
 
         None where the graph is not the whole program: the function changed a device tensor that is not held.
 
         Args:
             out: the function's result.
-            looks_for_strays: return None also if any other live device tensor has pending operations.
+            checks_strays: return None also if any other live device tensor has pending operations.
         """
-        leaves, build = opened(out)
+        leaves, build = flattened(out)
         written = [name for name, is_new in zip(self.held, pending(self._held_tensors()), strict=True) if is_new]
         ordered = {_id(self.named[name]): self.named[name] for name in written}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         ordered |= {_id(t): t for t, is_new in zip(tensors, pending(tensors), strict=True) if is_new}
-        if len(ordered) == 0 or self._is_moved(written) or (looks_for_strays and strays(ordered)):
+        if len(ordered) == 0 or self._is_moved(written) or (checks_strays and has_strays(ordered)):
             return None
         _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(list(ordered.values()))
         names = [self.names.get(handle, CONSTANT) for handle in handles_of(values)]
@@ -153,7 +153,7 @@ class Trace:
             graph,
             inputs=tuple(names),
             constants=constants,
-            numbers=on_host(constants),
+            numbers=small_on_host(constants),
             shardings=shardings_of(self.named),
             written=tuple(written),
             leaves=tuple(self._leaf(leaf, places) for leaf in leaves),
@@ -241,7 +241,7 @@ class Calls:
         return Change(number, num_replayed)
 
 
-class Reader:
+class OutputReader:
     """Keeps the calls of a program at most one ahead of the thread that reads their outputs.
 
     Reading needs torch_xla's device lock, which replayed calls take again at once: the losses of ten steps were read
@@ -257,14 +257,14 @@ class Reader:
         if call > self._call + 1:
             self._done.wait(MAX_READING_SECONDS)
 
-    def of(self, call: int, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wrap `then`, which reads the outputs of call number `call`, so that `wait` is released at its end."""
+    def wrap(self, call: int, on_output: OnOutput) -> OnOutput:
+        """Wrap `on_output`, which reads the outputs of call number `call`, so that `wait` is released at its end."""
         self._call, done = call, threading.Event()
         self._done = done
 
         def read(out: Any) -> None:
             try:
-                then(out)
+                on_output(out)
             finally:
                 done.set()
 
@@ -276,7 +276,7 @@ class Replay:
 
     def __init__(self, *, every: int, held: Held) -> None:
         self.every, self.held = every, held
-        self.reader = Reader()
+        self.reader = OutputReader()
         self.dispatch_seconds = 0.0
         """CPU time of the calling thread in recording and dispatching graphs."""
         self._calls: dict[Signature, Calls] = {}
@@ -316,7 +316,7 @@ class Replay:
         is_drawn = host_random_state() != drawn
         found = None
         if trace is not None and not is_drawn:
-            found = trace.recorded(out, looks_for_strays=calls.num_traced == 0)
+            found = trace.recorded(out, checks_strays=calls.num_traced == 0)
         change = calls.traced(None if found is None else found[0])
         if trace is not None and found is not None:
             recording, inputs = found
@@ -353,7 +353,7 @@ def differs(before: Recording, now: Recording) -> str | None:
     return None
 
 
-def opened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def flattened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Flatten a result, a dataclass by its fields; return the leaves and the inverse."""
     kind = type(out) if hasattr(out, "__dataclass_fields__") else None
     leaves, spec = tree_flatten(vars(out) if kind else out)
@@ -365,7 +365,7 @@ def opened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return leaves, build
 
 
-def strays(known: Mapping[int, Tensor]) -> bool:
+def has_strays(known: Mapping[int, Tensor]) -> bool:
     """Return whether any live device tensor but `known` and their bases has pending operations.
 
     Bases are exempt since they are alive as long as a view of them is.
@@ -387,7 +387,7 @@ def handles_of(tensors: Sequence[Tensor]) -> list[int]:
     return list(torch_xla._XLAC._get_tensors_handle(list(tensors)))
 
 
-def on_host(constants: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def small_on_host(constants: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Copy the constants of at most SMALL elements to the host in one transfer; None for the others."""
     small = [c for c in constants if c is not None and c.numel() <= SMALL]
     values = iter(torch_xla._XLAC._xla_get_cpu_tensors(small) if small else ())

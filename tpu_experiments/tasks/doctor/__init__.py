@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.doctor.examination import Result, examine, would_start
 
 WIDTH = 118
@@ -35,7 +35,7 @@ def run(config: Config) -> None:
         logging.disable(logging.NOTSET)
     print(report(results, config=config))
     if task.json is not None:
-        with told(task.json):
+        with explain_storage_errors(task.json):
             paths.make_dirs(task.json.rpartition("/")[0] or ".")
             paths.write_text_atomic(task.json, strict_json.dumps(fields(results, config=config), indent=1) + "\n")
     if not would_start(results):

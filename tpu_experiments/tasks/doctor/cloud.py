@@ -47,7 +47,7 @@ class Machine:
     """None where the metadata lack it: newer images have a placeholder."""
 
 
-def look_at_gcloud(config: Config, task: DoctorTaskConfig) -> Gcloud:
+def inspect_gcloud(config: Config, task: DoctorTaskConfig) -> Gcloud:
     """Read account and project from this machine's files; query Google for quotas of the chip of `hw`."""
     if shutil.which("gcloud") is None:
         return Gcloud(False)
@@ -87,8 +87,8 @@ def _gcloud(*arguments: str, seconds: float) -> Any:
     except subprocess.TimeoutExpired:
         return f"gcloud did not answer within {seconds:.0f} s"
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        return said[0][:200] if said else f"gcloud ended with exit code {done.returncode}"
+        error_lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        return error_lines[0][:200] if error_lines else f"gcloud ended with exit code {done.returncode}"
     return json.loads(done.stdout or "{}")
 
 
@@ -118,7 +118,7 @@ def judge_cloud(gcloud: Gcloud, config: Config) -> Finding:
     return ok(f"{seen}; chips of {chip}: {', '.join(zones)}")
 
 
-def look_at_machine() -> Machine:
+def inspect_machine() -> Machine:
     """Query the metadata server of a TPU VM; without one, read what Colab, Kaggle and GKE export."""
     exported = os.environ.get("TPU_ACCELERATOR_TYPE") or None
     if os.environ.get("TPU_SKIP_MDS_QUERY"):
@@ -147,9 +147,9 @@ def judge_runtime_version(machine: Machine, config: Config) -> Finding:
     hw = config.hw
     if machine.accelerator_type is None:
         return not_checked("this is no TPU VM (no metadata server, no TPU_ACCELERATOR_TYPE)")
-    seen = f"{machine.accelerator_type}, runtime version {machine.runtime_version or 'not told'}"
+    seen = f"{machine.accelerator_type}, runtime version {machine.runtime_version or 'unknown'}"
     if hw.device != "tpu":
-        return warning(seen, f"hw={hw.name} leaves the TPU of this machine alone; choose its hw=")
+        return warning(seen, f"hw={hw.name} does not use the TPU of this machine; choose its hw=")
     if generation_of(machine.accelerator_type) != (hw.topology or "").partition(":")[0]:
         return failed(f"{seen}, and hw={hw.name} is {hw.topology}", "choose the hw= of this machine")
     wanted = hw.rent.runtime_version if hw.rent else None

@@ -66,7 +66,7 @@ class LockFile:
     """Id of the process that has locked it."""
 
 
-def look_at_devices(config: Config, task: DoctorTaskConfig) -> Devices:
+def inspect_devices(config: Config, task: DoctorTaskConfig) -> Devices:
     """List device nodes and their holders, then start the devices in a child unless one is held."""
     nodes = device_nodes()
     closed = tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK))
@@ -121,8 +121,8 @@ def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
         return Probed(error=f"the devices did not start within {timeout_seconds:.0f} s")
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        said = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        return Probed(error=said[-1][:300] if said else f"exit code {done.returncode}")
+        error_lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        return Probed(error=error_lines[-1][:300] if error_lines else f"exit code {done.returncode}")
     answer = json.loads(lines[-1])
     return Probed(answer["num_devices"], answer["kind"], answer["sum"], answer["seconds"])
 
@@ -138,12 +138,12 @@ def judge_devices(devices: Devices, config: Config) -> Finding:
     if devices.closed_nodes:
         return failed(f"{', '.join(devices.closed_nodes)} may not be opened", "run as root, or as the user who owns it")
     if devices.holders:
-        return _held(devices.holders)
+        return _holders_text(devices.holders)
     assert devices.probed is not None
     return _judge_probed(devices.probed, hw=hw, num_hidden=devices.num_hidden_processes)
 
 
-def _held(holders: Sequence[Holder]) -> Finding:
+def _holders_text(holders: Sequence[Holder]) -> Finding:
     held: dict[int, list[Holder]] = {}
     for holder in holders:
         held.setdefault(holder.pid, []).append(holder)
@@ -174,7 +174,7 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
     return ok(seen)
 
 
-def look_at_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
+def inspect_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
     """Return the file's owner and, from /proc/locks, the locking process; the file is not touched."""
     try:
         status = path.stat()
@@ -197,4 +197,4 @@ def judge_lock_file(lock: LockFile, config: Config) -> Finding:
     remedy = f"`sudo rm -f {LOCK_FILE}`: no process holds it"
     if not lock.is_writable or not is_me(lock.owner):
         return failed(f"{LOCK_FILE} belongs to user {lock.owner}", remedy)
-    return warning(f"{LOCK_FILE} is there and nobody holds it", f"if libtpu says that it is in use, {remedy}")
+    return warning(f"{LOCK_FILE} exists and no process holds it", f"if libtpu says that it is in use, {remedy}")

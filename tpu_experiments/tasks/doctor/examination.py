@@ -17,39 +17,39 @@ SLACK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Check:
-    """One check: `look` gathers facts of this machine, `judge` is a pure function of them and the config."""
+    """One check: `inspect` gathers facts of this machine, `judge` is a pure function of them and the config."""
 
     name: str
-    look: Callable[[Config, DoctorTaskConfig], Any]
+    inspect: Callable[[Config, DoctorTaskConfig], Any]
     judge: Callable[[Any, Config], Finding]
-    if_silent: Verdict = "not checked"
-    """Verdict when `look` does not return in time."""
+    if_timed_out: Verdict = "not checked"
+    """Verdict when `inspect` does not return in time."""
 
 
-def _of_config(look: Callable[[Config], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
-    return lambda config, task: look(config)
+def _on_config(inspect: Callable[[Config], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
+    return lambda config, task: inspect(config)
 
 
-def _of_machine(look: Callable[[], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
-    return lambda config, task: look()
+def _on_machine(inspect: Callable[[], Any]) -> Callable[[Config, DoctorTaskConfig], Any]:
+    return lambda config, task: inspect()
 
 
 CHECKS = (
-    Check("settings", _of_config(places.look_at_settings), places.judge_settings),
-    Check("versions", _of_machine(software.look_at_software), software.judge_versions),
-    Check("variables", _of_machine(software.look_at_variables), software.judge_variables),
-    Check("runtime_version", _of_machine(cloud.look_at_machine), cloud.judge_runtime_version),
-    Check("lock_file", _of_machine(devices.look_at_lock_file), devices.judge_lock_file),
-    Check("devices", devices.look_at_devices, devices.judge_devices, if_silent="failed"),
-    Check("chip_memory", _of_config(sources.look_at_chip_memory), sources.judge_chip_memory),
-    Check("host_memory", _of_config(sources.look_at_host_memory), sources.judge_host_memory),
-    Check("disk", _of_config(places.look_at_disk), places.judge_disk),
-    Check("compile_cache", _of_config(places.look_at_compile_cache), places.judge_compile_cache),
-    Check("output_dir", _of_config(places.look_at_output_dir), places.judge_output_dir, if_silent="failed"),
-    Check("run", _of_config(places.look_at_run), places.judge_run),
-    Check("model", sources.look_at_model, sources.judge_model),
-    Check("data", sources.look_at_data, sources.judge_data),
-    Check("cloud", cloud.look_at_gcloud, cloud.judge_cloud),
+    Check("settings", _on_config(places.inspect_settings), places.judge_settings),
+    Check("versions", _on_machine(software.inspect_software), software.judge_versions),
+    Check("variables", _on_machine(software.inspect_variables), software.judge_variables),
+    Check("runtime_version", _on_machine(cloud.inspect_machine), cloud.judge_runtime_version),
+    Check("lock_file", _on_machine(devices.inspect_lock_file), devices.judge_lock_file),
+    Check("devices", devices.inspect_devices, devices.judge_devices, if_timed_out="failed"),
+    Check("chip_memory", _on_config(sources.inspect_chip_memory), sources.judge_chip_memory),
+    Check("host_memory", _on_config(sources.inspect_host_memory), sources.judge_host_memory),
+    Check("disk", _on_config(places.inspect_disk), places.judge_disk),
+    Check("compile_cache", _on_config(places.inspect_compile_cache), places.judge_compile_cache),
+    Check("output_dir", _on_config(places.inspect_output_dir), places.judge_output_dir, if_timed_out="failed"),
+    Check("run", _on_config(places.inspect_run), places.judge_run),
+    Check("model", sources.inspect_model, sources.judge_model),
+    Check("data", sources.inspect_data, sources.judge_data),
+    Check("cloud", cloud.inspect_gcloud, cloud.judge_cloud),
 )
 
 
@@ -62,7 +62,7 @@ class Result:
     seconds: float
 
 
-class _Look:
+class _RunningCheck:
     """One check running in a daemon thread, which does not keep the process from ending."""
 
     def __init__(self, check: Check, config: Config, task: DoctorTaskConfig) -> None:
@@ -74,7 +74,7 @@ class _Look:
 
     def _run(self) -> None:
         try:
-            self._finding = self._check.judge(self._check.look(self._config, self._task), self._config)
+            self._finding = self._check.judge(self._check.inspect(self._config, self._task), self._config)
         except Exception as error:  # a broken check must not hide the others' findings
             self._finding = not_checked(f"{type(error).__name__}: {error}")
         self._seconds = time.monotonic() - self._started
@@ -85,13 +85,13 @@ class _Look:
         self._thread.join(max(left, 0.0))
         if self._finding is not None:
             return Result(self._check.name, self._finding, self._seconds)
-        return Result(self._check.name, silent(self._check, seconds=limit), limit)
+        return Result(self._check.name, timed_out(self._check, seconds=limit), limit)
 
 
-def silent(check: Check, *, seconds: float) -> Finding:
+def timed_out(check: Check, *, seconds: float) -> Finding:
     """Return the finding for a check that did not return in time."""
     seen = f"no answer within {seconds:.0f} s"
-    if check.if_silent == "failed":
+    if check.if_timed_out == "failed":
         return failed(seen, "check the network and the credentials, or give it longer with task.timeout_seconds=")
     return not_checked(seen, "give it longer with task.timeout_seconds=")
 
@@ -99,8 +99,8 @@ def silent(check: Check, *, seconds: float) -> Finding:
 def examine(config: Config, task: DoctorTaskConfig) -> list[Result]:
     """Run the selected checks, and return their results in the order of `CHECKS`."""
     wanted = [check for check in CHECKS if not task.checks or check.name in task.checks]
-    looks = [_Look(check, config, task) for check in wanted]
-    return [look.result() for look in looks]
+    running = [_RunningCheck(check, config, task) for check in wanted]
+    return [check.result() for check in running]
 
 
 def would_start(results: Sequence[Result]) -> bool:

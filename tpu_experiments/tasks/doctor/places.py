@@ -38,7 +38,7 @@ class ModelFiles:
     """Whether config.json and all weight files are on this machine."""
 
 
-def look_at_model_files(config: Config) -> ModelFiles:
+def inspect_model_files(config: Config) -> ModelFiles:
     """Look for the weights in the folder or the Hub's cache, without network access."""
     model = config.model
     if model.init == "random" or model.size == "tiny":
@@ -90,7 +90,7 @@ class Storage:
     complaint: str | None = None
 
 
-def look_at_output_dir(config: Config) -> Storage:
+def inspect_output_dir(config: Config) -> Storage:
     """Write, read, append to and remove one small file; a missing local folder is not created."""
     place = config.output_dir if paths.is_remote(config.output_dir) else nearest_folder(config.output_dir)
     file = paths.join(place, f".doctor-{uuid.uuid4().hex[:8]}")
@@ -157,7 +157,7 @@ class Space:
     needed_bytes: int
 
 
-def look_at_disk(config: Config) -> tuple[Space, ...]:
+def inspect_disk(config: Config) -> tuple[Space, ...]:
     """Measure the disks of the run folder (local if it is remote) and of the Hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE  # takes 0.2 s to import, which other checks do not need
 
@@ -165,7 +165,7 @@ def look_at_disk(config: Config) -> tuple[Space, ...]:
     output_dir = "~" if paths.is_remote(config.output_dir) else config.output_dir
     own = nearest_folder(output_dir)
     spaces = [Space("the run", own, shutil.disk_usage(own).free, SPARE_BYTES + checkpoint_bytes(config, arch))]
-    files = look_at_model_files(config)
+    files = inspect_model_files(config)
     if arch and files.kind == "hub" and not files.is_complete:
         hub = nearest_folder(HF_HUB_CACHE)
         size = read_decoder(arch).parameters * 2  # the Hub's checkpoints are bf16
@@ -207,7 +207,7 @@ class CacheFolder:
     num_programs: int = 0
 
 
-def look_at_compile_cache(config: Config) -> CacheFolder:
+def inspect_compile_cache(config: Config) -> CacheFolder:
     """Inspect the first process's cache folder, or its nearest existing parent."""
     folder = compile_cache_folder(config, process=0)
     if folder is None:
@@ -241,7 +241,7 @@ def as_training(config: Config) -> Config:
     return dataclasses.replace(config, task=TaskConfig(name="train"))
 
 
-def look_at_run(config: Config) -> RunState:
+def inspect_run(config: Config) -> RunState:
     """Read the run folder without writing to it."""
     name = str(config.name)
     try:
@@ -262,10 +262,10 @@ def judge_run(state: RunState, config: Config) -> Finding:
         return warning(f"name={state.name} is finished, nothing would be run", "give another name= to train again")
     if state.holder is not None:
         return failed(f"{state.holder} is writing name={state.name}", "stop it, or choose another name=")
-    return ok(f"name={state.name} {'goes on' if state.is_there else 'is new'}")
+    return ok(f"name={state.name} {'resumes' if state.is_there else 'is new'}")
 
 
-def look_at_settings(config: Config) -> bool:
+def inspect_settings(config: Config) -> bool:
     """Return whether each host might write to a folder of its own."""
     return config.hw.num_hosts > 1 and not paths.is_remote(config.output_dir)
 

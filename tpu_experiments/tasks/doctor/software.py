@@ -51,7 +51,7 @@ class Software:
     packages: tuple[Package, ...]
 
 
-def look_at_software() -> Software:
+def inspect_software() -> Software:
     """Read the installed packages' metadata; none of them is imported."""
     wanted = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     wanted += [line for line in _requires("torch_xla") if Requirement(line).name in OF_A_TPU]
@@ -120,7 +120,7 @@ HOST = ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_HOST_BOUNDS", "TPU_CH
 KNOWN = (*COUNTS, *BOUNDS, *TYPES, *DEBUG, *FLAGS, *OVERWRITTEN, *HOST, "XLA_USE_SPMD")
 
 
-def look_at_variables() -> dict[str, str]:
+def inspect_variables() -> dict[str, str]:
     """Return the exported variables among `KNOWN`; no other is read, so no secret is."""
     return {name: os.environ[name] for name in KNOWN if os.environ.get(name)}
 
@@ -146,7 +146,10 @@ def _judge_variable(name: str, value: str, *, hw: HwConfig) -> Finding | None:
     if name in TYPES:
         return warning(seen, f"`unset {name}`: it changes data types behind the program; use model.dtype=")
     if name in DEBUG and hw.device == "tpu":
-        return warning(seen, f"`unset {name}`: with it the compile cache keeps nothing that fits")
+        return warning(
+            seen,
+            f"`unset {name}`: it changes the keys of the compile cache, so nothing in it is found",
+        )
     if name in FLAGS:
         unknown = "a flag that XLA does not know ends the process" if name == "XLA_FLAGS" else "libtpu aborts on others"
         return warning(seen, f"`unset {name}` unless you mean it, or use hw.libtpu_flags=: {unknown}")

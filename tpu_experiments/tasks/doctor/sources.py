@@ -19,7 +19,7 @@ from tpu_experiments.planning.saved import sizes_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local, is_glob
 from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, ok, shown_gb, warning, worst
-from tpu_experiments.tasks.doctor.places import ModelFiles, as_training, look_at_model_files
+from tpu_experiments.tasks.doctor.places import ModelFiles, as_training, inspect_model_files
 
 Hub = Literal["not asked", "gives it", "gated", "missing", "no answer"]
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -39,12 +39,12 @@ class Model:
     is_offline: bool = False
 
 
-def look_at_model(config: Config, task: DoctorTaskConfig) -> Model:
+def inspect_model(config: Config, task: DoctorTaskConfig) -> Model:
     """Look for the files, and query the Hub if some are missing and HF_HUB_OFFLINE is not set."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    files, has_token = look_at_model_files(config), get_token() is not None
+    files, has_token = inspect_model_files(config), get_token() is not None
     if files.kind != "hub" or files.is_complete or HF_HUB_OFFLINE:
         return Model(config.model.path, files, has_token=has_token, is_offline=HF_HUB_OFFLINE)
     path, revision = config.model.path, config.model.revision
@@ -106,7 +106,7 @@ class Rows:
     hub: Hub = "not asked"
 
 
-def look_at_data(config: Config, task: DoctorTaskConfig) -> dict[str, Rows]:
+def inspect_data(config: Config, task: DoctorTaskConfig) -> dict[str, Rows]:
     """Look for files and addresses; query the Hub for dataset names, all at once."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -178,7 +178,7 @@ class HostMemory:
     """None where the model's sizes are unknown."""
 
 
-def look_at_host_memory(config: Config) -> HostMemory:
+def inspect_host_memory(config: Config) -> HostMemory:
     """Read the memory of the machine, limited by the container's."""
     memory = psutil.virtual_memory()
     limits = [int(text) for text in map(_text, CGROUP_LIMITS) if text.isdigit()]
@@ -211,7 +211,7 @@ def judge_host_memory(memory: HostMemory, config: Config) -> Finding:
     return ok(seen)
 
 
-def look_at_chip_memory(config: Config) -> MemoryFinding | None:
+def inspect_chip_memory(config: Config) -> MemoryFinding | None:
     """Return what a plan or the formulas report against starting."""
     if config.hw.chip is None or config.hw.topology is None:
         return None
@@ -227,7 +227,7 @@ def judge_chip_memory(found: MemoryFinding | None, config: Config) -> Finding:
         return ok(f"nothing is known against {hw.chip.hbm_gib:.0f} GiB per chip")
     if found.certainty == "known" and config.trainer.plan_check == "refuse":
         return failed(found.words, "task=plan task.explore=search with the same settings looks for some that fit")
-    return warning(found.words, "task=plan with the same settings compiles it and knows")
+    return warning(found.words, "task=plan with the same settings compiles it and reports the exact memory")
 
 
 def _text(path: str) -> str:

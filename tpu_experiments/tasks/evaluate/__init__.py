@@ -23,14 +23,14 @@ from tpu_experiments.metrics.held_out import (
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.run_folder import continued
-from tpu_experiments.tasks.evaluate.beside import BesideBase
-from tpu_experiments.tasks.evaluate.given import Given, make_given
+from tpu_experiments.storage.run_folder import with_settings_of_run
+from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
+from tpu_experiments.tasks.evaluate.inputs import EvaluationInputs, evaluation_inputs
 from tpu_experiments.tasks.evaluate.report import as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.setup import check_model
 from tpu_experiments.training.evaluation import Exchange
-from tpu_experiments.training.row_lengths import settle
+from tpu_experiments.training.row_lengths import measure_rows
 
 log = logging.getLogger(__name__)
 
@@ -43,51 +43,53 @@ def run(config: Config) -> None:
     """
     start_run_log(None, rank=0)
     try:
-        subject = subject_of(continued(config))
-        subject = replace(subject, config=settle(subject.config))
+        subject = subject_of(with_settings_of_run(config))
+        subject = replace(subject, config=measure_rows(subject.config))
         vocab_size = check_model(subject.config)
-        given = make_given(subject, vocab_size=vocab_size)
-        launch(evaluate_process, subject.config, subject, given)
+        inputs = evaluation_inputs(subject, vocab_size=vocab_size)
+        launch(evaluate_process, subject.config, subject, inputs)
     finally:
         stop_run_log()
 
 
-def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: Given) -> None:
+def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs: EvaluationInputs) -> None:
     """Evaluate in every process; rank 0 prints and writes."""
     start_run_log(None, rank=runtime.rank)
     watch, task = Stopwatch(), task_of(config)
     with watch.measure("load"):
-        model = BesideBase(
+        model = ModelAndBase(
             runtime,
             config,
             subject=subject,
-            tokenizer=given.tokenizer,
-            shape=(given.geometry.micro_rows * given.geometry.num_shards, given.seq_len),
+            tokenizer=inputs.tokenizer,
+            shape=(inputs.geometry.micro_rows * inputs.geometry.num_shards, inputs.seq_len),
             max_new_tokens=task.max_new_tokens,
-            max_prompts=max(map(len, given.exchanges.values()), default=0),
+            max_prompts=max(map(len, inputs.exchanges.values()), default=0),
         )
-    widths = widths_of(given.tokenizer)
+    widths = widths_of(inputs.tokenizer)
     if widths is None:
-        log.warning("bits per byte is left out: this tokenizer is neither byte-level nor has SentencePiece's blanks")
+        log.warning(
+            "bits per byte is not reported: this tokenizer is neither byte-level nor has SentencePiece's blanks"
+        )
     sums: dict[str, dict[str, Sums]] = {}
     scores: dict[str, dict[str, Sums]] = {}
     for state in model.states():
         with watch.measure("score"):
-            sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in given.splits.items()}
+            sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in inputs.splits.items()}
         with watch.measure("write"):
-            scores[state] = {name: written_scores(model, wanted) for name, wanted in given.exchanges.items()}
+            scores[state] = {name: written_scores(model, wanted) for name, wanted in inputs.exchanges.items()}
     how = Resampling(task.resamples, task.confidence, config.seed)
-    found = compared_by_source(sums["base"], sums.get("trained"), how=how)
+    found = compared_by_source(sums["base"], sums.get("trained"), resampling=how)
     answers = {
-        name: compared_answers(scores["base"][name], scores.get("trained", {}).get(name), how=how)
-        for name in given.exchanges
+        name: compared_answers(scores["base"][name], scores.get("trained", {}).get(name), resampling=how)
+        for name in inputs.exchanges
     }
-    values = {name: held_out.values for name, held_out in given.splits.items() if held_out.values is not None}
-    by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, how=how)
+    values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
+    by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, resampling=how)
     if runtime.rank == 0:
-        in_split = {name: held_out.num_in_split for name, held_out in given.splits.items()}
+        in_split = {name: held_out.num_in_split for name, held_out in inputs.splits.items()}
         fields = facts(subject, found, answers, by_value=by_value, num_in_split=in_split) | {
-            "seq_len": given.seq_len,
+            "seq_len": inputs.seq_len,
             "seconds": watch.seconds,
             "num_compiles": runtime.counters().num_compiles,
         }
@@ -96,7 +98,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, given: 
         print(as_text(subject, found, answers, by_value=by_value))
 
 
-def written_scores(model: BesideBase, wanted: list[Exchange]) -> Sums:
+def written_scores(model: ModelAndBase, wanted: list[Exchange]) -> Sums:
     """Return the scores (N, 4) of the model's answers (metrics/held_out.py)."""
     written = model.write([exchange.prompt_ids for exchange in wanted])
     return answer_scores(written, [exchange.reference for exchange in wanted])

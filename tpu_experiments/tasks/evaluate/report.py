@@ -49,7 +49,7 @@ def as_text(subject: Subject, found: Compared, answers: Answers, *, by_value: By
     task = task_of(subject.config)
     what = {"base": "the base model alone", "checkpoint": "base model -> newest checkpoint"}
     title = f"{task.split} split, {what.get(subject.kind, f'base model -> {subject.kind}')}"
-    each = {f"{name}, {value}": told for name, values in by_value.items() for value, told in values.items()}
+    each = {f"{name}, {value}": estimates for name, values in by_value.items() for value, estimates in values.items()}
     by = [table(each, first=f"by {task.by}")] if each else []
     tables = [title, table(found), *by, *([answers_table(answers)] if answers else [])]
     return "\n".join([*tables, f"[...]: {100 * task.confidence:g} % of {task.resamples} resamples", subject.results])
@@ -66,14 +66,14 @@ def answers_table(answers: Answers) -> str:
     lines: list[tuple[str, ...]] = [("answers of", "number", *SCORES)]
     for name, scores in answers.items():
         trained = scores.get("trained", {})
-        told = (_pair(scores["base"][kind], trained.get(kind), "{:.3f}") for kind in SCORES)
-        lines.append((name, str(scores["answers"]), *told))
+        estimates = (_pair(scores["base"][kind], trained.get(kind), "{:.3f}") for kind in SCORES)
+        lines.append((name, str(scores["answers"]), *estimates))
     return aligned(lines)
 
 
 def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Return estimates as dicts."""
-    sides = {side: {k: asdict(e) for k, e in told.items()} for side, told in scores.items() if side != "answers"}
+    sides = {side: {k: asdict(e) for k, e in values.items()} for side, values in scores.items() if side != "answers"}
     return {"answers": scores["answers"], **sides}
 
 
@@ -105,8 +105,8 @@ def _line(name: str, found: Comparison) -> tuple[str, ...]:
 
 
 def _pair(base: Estimate | None, trained: Estimate | None, form: str) -> str:
-    told = [form.format(each.value) for each in (base, trained) if each is not None]
-    return " -> ".join(told) or "-"
+    estimates = [form.format(each.value) for each in (base, trained) if each is not None]
+    return " -> ".join(estimates) or "-"
 
 
 def _with_interval(found: Estimate) -> str:

@@ -71,7 +71,7 @@ def subject_of(config: Config) -> Subject:
         results = paths.join(config.output_dir, "evaluations", str(config.name), file)
         return _with_adapter(Subject(config, "base", "", results), task.adapter)
     folder = _run_folder(config, task)
-    subject = _of_run(_config_of(folder, config, task), folder, file=file)
+    subject = _run_subject(_config_of(folder, config, task), folder, file=file)
     return subject if task.adapter is None else _with_adapter(subject, task.adapter)
 
 
@@ -131,7 +131,7 @@ def _config_text(folder: RunFolder) -> str:
         raise ConfigError(f"{folder.config_path}; it cannot be read ({type(error).__name__}); restore it.") from error
 
 
-def _of_run(config: Config, folder: RunFolder, *, file: str) -> Subject:
+def _run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
     """Return the run's export, or its newest checkpoint if it is not finished.
 
     Raises:

@@ -18,11 +18,11 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.storage import paths, strict_json
-from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answer, Answers, Reader
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
-from tpu_experiments.tasks.generate.prompts import Prompt, asked, ends_of, given_prompts, ids_of, kind_of, typed
-from tpu_experiments.training.batches import tokenizer_for
+from tpu_experiments.tasks.generate.prompts import Prompt, ends_of, given_prompts, ids_of, kind_of, typed, user_turn
+from tpu_experiments.training.batches import load_run_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def run(config: Config) -> None:
     assert isinstance(task, GenerateTaskConfig), "conf/task/generate.yaml has this schema"
     start_run_log(None, rank=0)
     try:
-        with told(task.run or config.output_dir):
+        with explain_storage_errors(task.run or config.output_dir):
             _run(config, task)
     except UnexpectedProgram as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,16 +63,16 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
     log.info("%s of model %s, %s, on %s", origin.text, origin.config.model.name, reader.kind, runtime.device)
     answers = Answers(decoder, reader, runtime=runtime, num_sequences=task.num_return_sequences)
     if prompts:
-        _write_given(answers, list(zip(prompts, ids, strict=True)), output=task.output)
+        _write_answers(answers, list(zip(prompts, ids, strict=True)), output=task.output)
     else:
-        _converse(answers, task)
+        _answer_typed_lines(answers, task)
     log.info("%s", answers.account())
 
 
 def _reader(origin: Origin, task: GenerateTaskConfig) -> tuple[Reader, HuggingFaceModel]:
     """Return how prompts are tokenized and answers end, and the source of the model's weights."""
     config = origin.config
-    tokenizer = tokenizer_for(config)
+    tokenizer = load_run_tokenizer(config)
     kind = kind_of(origin, tokenizer, task)
     source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
     limit = getattr(source.config, "max_position_embeddings", None)
@@ -117,7 +117,7 @@ def _decoder(
     return Decoder(
         module,
         runtime=runtime,
-        how=task,
+        choice=task,
         num_rows=min(task.batch_rows, max(1, num_prompts) * task.num_return_sequences),
         max_new_tokens=task.max_new_tokens,
         tokens_per_call=task.tokens_per_call,
@@ -125,12 +125,12 @@ def _decoder(
     )
 
 
-def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, output: str | None) -> None:
+def _write_answers(answers: Answers, given: list[tuple[Prompt, list[int]]], *, output: str | None) -> None:
     """Answer all prompts; `output` keeps their order."""
     found: dict[int, Answer] = {}
     num = len(given) * answers.num_sequences
     try:
-        for number, answer in answers.of(given, live=len(given) == 1):
+        for number, answer in answers.answer_all(given, live=len(given) == 1):
             found[number] = answer
             if output is not None:
                 log.info("%d of %d answers", len(found), num)
@@ -144,10 +144,10 @@ def _write_given(answers: Answers, given: list[tuple[Prompt, list[int]]], *, out
             log.info("%d answers: %s", len(found), output)
 
 
-def _converse(answers: Answers, task: GenerateTaskConfig) -> None:
+def _answer_typed_lines(answers: Answers, task: GenerateTaskConfig) -> None:
     """Answer typed lines independently of each other; print an error for one that is refused."""
     for line in typed(_lines()):
-        prompt = asked(line, task, place="this prompt")
+        prompt = user_turn(line, task, place="this prompt")
         try:
             ids = answers.reader.ids(prompt)
             answers.reader.bucket(ids, place=prompt.place)
@@ -155,7 +155,7 @@ def _converse(answers: Answers, task: GenerateTaskConfig) -> None:
             print(f"error: {error}", file=sys.stderr)
             continue
         try:
-            for _ in answers.of([(prompt, ids)], live=True):
+            for _ in answers.answer_all([(prompt, ids)], live=True):
                 pass
         except KeyboardInterrupt:  # ends this answer, not the conversation
             print(flush=True)

@@ -78,7 +78,7 @@ class Answers:
         self.seconds = 0.0
         self._before = runtime.counters()
 
-    def of(self, given: Sequence[tuple[Prompt, list[int]]], *, live: bool) -> Iterator[tuple[int, Answer]]:
+    def answer_all(self, prompts: Sequence[tuple[Prompt, list[int]]], *, live: bool) -> Iterator[tuple[int, Answer]]:
         """Yield number and answer of every prompt (`num_sequences` of each).
 
         A batch runs when the prompts of one bucket fill it, so that answers may come out of order.
@@ -87,7 +87,7 @@ class Answers:
             live: print the text of a batch of one row while it is generated, and of others afterwards.
         """
         waiting: dict[int, list[tuple[int, Prompt, list[int]]]] = {}
-        for prompt, ids in given:
+        for prompt, ids in prompts:
             bucket = self.reader.bucket(ids, place=prompt.place)
             for _ in range(self.num_sequences):
                 number = self.num_prompts

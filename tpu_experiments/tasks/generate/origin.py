@@ -17,7 +17,7 @@ from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.storage import paths
-from tpu_experiments.training.batches import tokenizer_of
+from tpu_experiments.training.batches import tokenizer_location
 
 log = logging.getLogger(__name__)
 TAKEN = ("seed", "plugins", "model", "lora")
@@ -44,7 +44,7 @@ def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
     Raises:
         ConfigError: something is missing or does not match.
     """
-    origin = Origin(config) if task.run is None else _of_run(config, task.run)
+    origin = Origin(config) if task.run is None else _run_origin(config, task.run)
     origin = replace(origin, config=_with_overrides(origin.config, task))
     if task.adapter is not None:
         return _with_adapter(origin, task.adapter)
@@ -53,7 +53,7 @@ def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
     return _with_weights(origin, task.run, task.weights)
 
 
-def _of_run(config: Config, folder: str) -> Origin:
+def _run_origin(config: Config, folder: str) -> Origin:
     """Return the command's config with the run's model, adapter and seed."""
     place = paths.join(folder, "config.yaml")
     try:
@@ -72,7 +72,7 @@ def _of_run(config: Config, folder: str) -> Origin:
 def _with_overrides(config: Config, task: GenerateTaskConfig) -> Config:
     model = config.model
     if task.base is not None:
-        own = tokenizer_of(config) if model.tokenizer_path or model.size == "tiny" else None
+        own = tokenizer_location(config) if model.tokenizer_path or model.size == "tiny" else None
         model = replace(model, path=task.base, revision=None, init="pretrained", size="full", tokenizer_path=own)
     return replace(config, model=replace(model, dtype=task.dtype or model.dtype))
 
@@ -96,8 +96,8 @@ def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
     if found is None:
         lacks = {"export": "adapter/ and no model/", "checkpoint": "complete checkpoint"}
         raise ConfigError(
-            f"task.run={folder}; it has no {lacks.get(chosen, 'adapter/, no model/ and no complete checkpoint')}; let "
-            "the run go on, or write with what it began with: task.weights=base."
+            f"task.run={folder}; it has no {lacks.get(chosen, 'adapter/, no model/ and no complete checkpoint')}; "
+            "resume the run, or write with what it began with: task.weights=base."
         )
     step, tensors_of_step = found
     seed = origin.config.seed if origin.lora.init == "pissa" and origin.lora.r else None

@@ -68,7 +68,7 @@ def given_prompts(task: GenerateTaskConfig) -> list[Prompt]:
         ConfigError: the file is missing, empty or malformed.
     """
     if task.prompt is not None:
-        return [asked(task.prompt, task, place="task.prompt")]
+        return [user_turn(task.prompt, task, place="task.prompt")]
     if task.prompts_file is None:
         return []
     try:
@@ -82,11 +82,11 @@ def given_prompts(task: GenerateTaskConfig) -> list[Prompt]:
     if not numbered:
         raise ConfigError(f"task.prompts_file={task.prompts_file}; it holds no prompt; write one a line.")
     if task.prompts_file.endswith(".txt"):
-        return [asked(line.rstrip("\r"), task, place=place) for place, line in numbered]
-    return [_of_object(line, task, place=place) for place, line in numbered]
+        return [user_turn(line.rstrip("\r"), task, place=place) for place, line in numbered]
+    return [_prompt_from_object(line, task, place=place) for place, line in numbered]
 
 
-def asked(text: str, task: GenerateTaskConfig, *, place: str, given: str | None = None) -> Prompt:
+def user_turn(text: str, task: GenerateTaskConfig, *, place: str, given: str | None = None) -> Prompt:
     """Return a user's turn, joined with its input as `data.<name>.format=instruction` does."""
     about = given or task.input
     turn = f"{text}\n\n{about}" if about else text
@@ -94,7 +94,7 @@ def asked(text: str, task: GenerateTaskConfig, *, place: str, given: str | None 
     return Prompt((*system, ("user", turn)), place)
 
 
-def _of_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
+def _prompt_from_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -103,7 +103,7 @@ def _of_object(line: str, task: GenerateTaskConfig, *, place: str) -> Prompt:
     text, messages = fields.get("prompt", fields.get("instruction")), fields.get("messages")
     given = fields.get("input") or fields.get("context")
     if isinstance(text, str) and text.strip() and isinstance(given, str | None):
-        return asked(text, task, place=place, given=given)
+        return user_turn(text, task, place=place, given=given)
     turns = [_turn(turn) for turn in messages] if isinstance(messages, list) else []
     if not turns or None in turns or turns[-1][0] != "user":  # type: ignore[index]  # checked for None before
         raise ConfigError(f"{place}; it needs {WANTED}; mend the line.")
@@ -143,7 +143,7 @@ def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, voc
             raise ConfigError(f"{prompt.place}; it has {error}") from error
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
-        raise ConfigError(f"{prompt.place}; it is empty; write something to go on from.")
+        raise ConfigError(f"{prompt.place}; it is empty; write something to continue.")
     if max(ids) >= vocab_size:
         raise ConfigError(
             f"{prompt.place}; it has token id {max(ids)} and the model has {vocab_size} embeddings; set "

@@ -30,14 +30,14 @@ def run(config: Config) -> None:
     settings = config.task
     assert isinstance(settings, PlanTaskConfig)
     check_hw(config)
-    machines = {name: of_machine(name, config) for name in settings.compare if name != config.hw.name}
+    machines = {name: for_machine(name, config) for name in settings.compare if name != config.hw.name}
     for each in machines.values():
         check_hw(each)
     method = chosen_method(settings)
     try:
         plan_all(config, machines, settings, method=method)
     except KeyboardInterrupt:
-        print("stopped; what is compiled so far is kept, and the same command goes on", file=sys.stderr)
+        print("stopped; finished compilations are cached, and the same command continues", file=sys.stderr)
         sys.exit(STOPPED_EXIT_CODE)
 
 
@@ -67,7 +67,7 @@ def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConf
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-def of_machine(name: str, config: Config) -> Config:
+def for_machine(name: str, config: Config) -> Config:
     """Return the same command for another machine, with a folder of its own.
 
     Raises:
@@ -94,7 +94,7 @@ def check_hw(config: Config) -> None:
     sides = re.fullmatch(r"\w+:(\d+(?:x\d+)*)", hw.topology)
     num_there = math.prod(int(side) for side in sides[1].split("x")) if sides else hw.num_devices
     if num_there < hw.num_devices:
-        raise oom.about_chips(hw, num_there=num_there)
+        raise oom.too_many_chips(hw, num_there=num_there)
 
 
 def chosen_method(settings: PlanTaskConfig) -> str:

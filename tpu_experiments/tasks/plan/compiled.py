@@ -14,7 +14,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import trained_flops
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
-from tpu_experiments.planning.length import Beside
+from tpu_experiments.planning.length import OutsideSteps
 from tpu_experiments.planning.plan import Plan, Program, plan_of
 from tpu_experiments.planning.saved import COMPILED, PLANS
 from tpu_experiments.planning.timing import calibration_of
@@ -55,7 +55,7 @@ def compiled_plans(
             if len(configs) == 1 and isinstance(refusal, ConfigError):
                 compilers.stop()  # the other compilations are not needed
                 return [refusal]
-    return [answered(run, futures.get(number, [])) for number, run in enumerate(traced)]
+    return [plan_or_error(run, futures.get(number, [])) for number, run in enumerate(traced)]
 
 
 def usable_workers() -> int:
@@ -64,15 +64,15 @@ def usable_workers() -> int:
     return max(1, min(by_memory, len(os.sched_getaffinity(0))))
 
 
-def answered(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> Plan | ConfigError:
+def plan_or_error(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> Plan | ConfigError:
     """Return the plan of one traced run whose programs are compiled, or the error of one of them."""
     if isinstance(run, ConfigError):
         return run
     try:
-        made = [read(run, program, future.result()) for program, future in zip(run.programs, futures, strict=True)]
+        programs = [read(run, program, future.result()) for program, future in zip(run.programs, futures, strict=True)]
     except ConfigError as error:
         return error
-    return assembled(run, made)
+    return plan_of_run(run, programs)
 
 
 def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
@@ -84,10 +84,10 @@ def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
     return planned(program, compiled, hw=run.config.hw, trained=trained, flops=flops, widths=widths)
 
 
-def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
+def plan_of_run(run: Traced, programs: Sequence[Planned]) -> Plan:
     """Combine the programs of a run into its plan."""
-    largest = max(made, key=lambda program: program.memory.total)
-    train = max((p for p in made if p.name == "train"), key=lambda program: program.memory.total)
+    largest = max(programs, key=lambda program: program.memory.total)
+    train = max((p for p in programs if p.name == "train"), key=lambda program: program.memory.total)
     assert train.flops is not None
     geometry = geometry_of(run, train)
     plan = plan_of(
@@ -99,18 +99,20 @@ def assembled(run: Traced, made: Sequence[Planned]) -> Plan:
         largest_program=largest.name,
         flops=train.flops,
         calibration=calibration_of(run.config.hw),
-        programs=tuple(described(run, made)),
+        programs=tuple(run_programs(run, programs)),
         work=train.work,
         cycles_by_class=train.cycles_by_class,
         time=train.time,
         seconds_by_part=train.seconds_by_part,
         versions=train.compiled.versions,
-        notes=tuple(dict.fromkeys(note for program in made for note in program.notes)),
+        notes=tuple(dict.fromkeys(note for program in programs for note in program.notes)),
     )
-    return judged(plan, run=run, largest=largest, geometry=geometry) or with_length(plan, run=run, made=made)
+    return plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or with_length(
+        plan, run=run, programs=programs
+    )
 
 
-def judged(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> Plan | None:
+def plan_if_too_large(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> Plan | None:
     """Return the plan of a run that does not fit, with the reason; None if it fits."""
     rows, seq_len = geometry.micro_rows, geometry.seq_len
     shortage = shortage_of(largest, arch=run.arch, rows=rows, seq_len=seq_len, remedies=())
@@ -120,30 +122,30 @@ def judged(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> 
     return replace(plan, fits=False, time=None, shortage=replace(shortage, remedies=remedies))
 
 
-def with_length(plan: Plan, *, run: Traced, made: Sequence[Planned]) -> Plan:
+def with_length(plan: Plan, *, run: Traced, programs: Sequence[Planned]) -> Plan:
     """Return the plan with the length and cost of the whole run."""
-    of_shape = {p.shape: p.time for p in made if p.name == "train"}
-    seconds = {p.name: p.time.total_s if p.time else None for p in made if p.name != "train"}
-    beside = Beside(
+    of_shape = {p.shape: p.time for p in programs if p.name == "train"}
+    seconds = {p.name: p.time.total_s if p.time else None for p in programs if p.name != "train"}
+    outside = OutsideSteps(
         base_gib=plan.memory.classes.get("base weights", 0.0),
         eval_rows=run.stages[0].geometry.micro_rows * run.stages[0].geometry.num_shards,
         eval_batch_seconds=seconds.get("eval"),
         sample_token_seconds=seconds.get("sample"),
-        compile_seconds=sum(p.compiled.seconds for p in made),
+        compile_seconds=sum(p.compiled.seconds for p in programs),
     )
     times = {stage.name: of_shape[run.shapes[stage.name]] for stage in run.stages}
     notes = tuned_notes(run.config, plan.time.tokens_per_second_per_chip) if plan.time else []
-    return with_run(replace(plan, notes=(*notes, *plan.notes)), run.config, run.stages, times=times, beside=beside)
+    return with_run(replace(plan, notes=(*notes, *plan.notes)), run.config, run.stages, times=times, outside=outside)
 
 
-def geometry_of(run: Traced, made: Planned) -> Geometry:
+def geometry_of(run: Traced, program: Planned) -> Geometry:
     """Return the geometry of the stage that a training program belongs to."""
-    return next(stage.geometry for stage in run.stages if run.shapes[stage.name] == made.shape)
+    return next(stage.geometry for stage in run.stages if run.shapes[stage.name] == program.shape)
 
 
-def described(run: Traced, made: Sequence[Planned]) -> Iterator[Program]:
+def run_programs(run: Traced, programs: Sequence[Planned]) -> Iterator[Program]:
     """Yield the run's programs; those that are only counted come last."""
-    for program in made:
+    for program in programs:
         users = tuple(name for name, shape in run.shapes.items() if (program.name, shape) == ("train", program.shape))
         yield Program(
             name=program.name,
@@ -154,5 +156,5 @@ def described(run: Traced, made: Sequence[Planned]) -> Iterator[Program]:
             estimated_seconds=program.time.total_s if program.time else None,
             fingerprint=program.compiled.folder.name,
         )
-    if not any(program.name == "eval" for program in made):
+    if not any(program.name == "eval" for program in programs):
         yield from counted_only(run.config)

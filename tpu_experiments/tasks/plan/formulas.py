@@ -13,7 +13,7 @@ from tpu_experiments.models.huggingface import ShapesOfModel
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiler import versions
-from tpu_experiments.planning.length import Beside, assumed_steps, run_length
+from tpu_experiments.planning.length import OutsideSteps, assumed_steps, run_length
 from tpu_experiments.planning.money import cost_of
 from tpu_experiments.planning.plan import Plan, Program
 from tpu_experiments.planning.timing import StepTime
@@ -30,10 +30,16 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
         return steps, []
     # Importing tokenizers and readers takes seconds.
     from tpu_experiments.data.prepared import NotPrepared
-    from tpu_experiments.training.batches import RunInputs, prepare_sources, shuffled_rows, stage_steps, tokenizer_for
+    from tpu_experiments.training.batches import (
+        RunInputs,
+        load_run_tokenizer,
+        prepare_sources,
+        shuffled_rows,
+        stage_steps,
+    )
 
     try:
-        tokenizer = tokenizer_for(config)
+        tokenizer = load_run_tokenizer(config)
         sources = prepare_sources(config, tokenizer=tokenizer, stages=list(stages), is_lookup=True)
     except (NotPrepared, ConfigError) as error:
         why = f"data.{error} is not prepared (task=prepare)" if isinstance(error, NotPrepared) else str(error)
@@ -47,12 +53,12 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
 
 
 def with_run(
-    plan: Plan, config: Config, stages: Sequence[Stage], *, times: Mapping[str, StepTime | None], beside: Beside
+    plan: Plan, config: Config, stages: Sequence[Stage], *, times: Mapping[str, StepTime | None], outside: OutsideSteps
 ) -> Plan:
     """Return the plan with the length and cost of the whole run; `times` is one step's time by stage."""
     hw = config.hw
     steps, unknown = steps_of(config, stages)
-    length, notes = run_length(config, stages, steps=steps, times=times, beside=beside)
+    length, notes = run_length(config, stages, steps=steps, times=times, outside=outside)
     cost = cost_of(length, price=hw.price, num_devices=hw.num_devices, calibration=plan.calibration) if length else None
     return replace(plan, run=length, cost=cost, notes=(*plan.notes, *unknown, *notes, *uneven_rows(stages)))
 
@@ -85,5 +91,5 @@ def formula_plan(config: Config) -> Plan:
     stages = resolve_stages(config)
     times = {stage.name: estimated_time(config, arch, geometry=stage.geometry) for stage in stages}
     rows = stages[0].geometry.micro_rows * stages[0].geometry.num_shards
-    beside = Beside(base_gib=plan.memory.classes.get("base weights", 0.0), eval_rows=rows)
-    return with_run(plan, config, stages, times=times, beside=beside)
+    outside = OutsideSteps(base_gib=plan.memory.classes.get("base weights", 0.0), eval_rows=rows)
+    return with_run(plan, config, stages, times=times, outside=outside)

@@ -18,7 +18,7 @@ from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_dropout
-from tpu_experiments.training.step import ROW_TENSORS, choice_of
+from tpu_experiments.training.step import ROW_TENSORS, mask_tensors
 
 Shape = tuple[int, int, int]
 
@@ -89,7 +89,7 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
     lowered: Lowered = trainer.runtime.lower(
         lambda sent: stepped(trainer, sent),
         name="train",
-        batch=batch_like(shape, config=trainer.config) | choice_like(trainer),
+        batch=batch_like(shape, config=trainer.config) | mask_like(trainer),
         rows_dim=1,
         renewed=lambda out: renewed(trainer, out),
     )
@@ -131,9 +131,9 @@ def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
     return batch
 
 
-def choice_like(trainer: Any) -> dict[str, Tensor]:
+def mask_like(trainer: Any) -> dict[str, Tensor]:
     """Return placeholders for the trainable masks, where a stage does not train everything."""
-    choice = choice_of((), trainer.parameters, stages=trainer.inputs.stages)
+    choice = mask_tensors((), trainer.parameters, stages=trainer.inputs.stages)
     return {name: numbers.to("meta") for name, numbers in choice.items()}
 
 

@@ -16,7 +16,7 @@ from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.config.tuned import value_of
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import Plan, Tried, chip_limit_gib
-from tpu_experiments.planning.search import Candidate, best_of, climb, combinations, in_waves, ranked, rungs
+from tpu_experiments.planning.search import Candidate, best_of, combinations, find_largest, in_waves, ranked, rungs
 from tpu_experiments.planning.tuned import SET, Line, facts_of, overrides_of, tuned, write_line
 from tpu_experiments.tasks.plan.formulas import arch_of, formula_plan
 
@@ -42,9 +42,11 @@ def case_of(config: Config, *overrides: str) -> Case:
     if config.task.explore != "none":
         config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
     if is_open(config):
-        from tpu_experiments.tasks.settling import settled_run  # imports tokenizers and readers, which takes seconds
+        from tpu_experiments.tasks.settling import (
+            with_open_settings,  # imports tokenizers and readers, which takes seconds
+        )
 
-        found = settled_run(config, is_lookup=True)
+        found = with_open_settings(config, is_lookup=True)
         overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN))
     else:
         found = tuned(config)
@@ -54,8 +56,8 @@ def case_of(config: Config, *overrides: str) -> Case:
 def plans_of(cases: Sequence[Case], settings: PlanTaskConfig, *, method: str) -> list[Plan | ConfigError]:
     """Return a plan of every case, or the error that prevented it."""
     if settings.explore == "none":
-        return made([case.config for case in cases], settings, method=method)
-    explore = laddered if settings.explore == "ladder" else searched
+        return make_plans([case.config for case in cases], settings, method=method)
+    explore = plan_largest_batch if settings.explore == "ladder" else search_settings
     answers: list[Plan | ConfigError] = []
     for case in cases:
         try:
@@ -65,7 +67,7 @@ def plans_of(cases: Sequence[Case], settings: PlanTaskConfig, *, method: str) ->
     return answers
 
 
-def made(
+def make_plans(
     configs: Sequence[Config], settings: PlanTaskConfig, *, method: str, which: str | None = None
 ) -> list[Plan | ConfigError]:
     """Return plans made by `method`."""
@@ -77,37 +79,37 @@ def made(
     return compiled_plans(configs, which=which or settings.programs, workers=settings.workers, folder=folder)
 
 
-def the_plan(config: Config, settings: PlanTaskConfig, *, method: str, which: str | None = None) -> Plan:
+def plan_of_config(config: Config, settings: PlanTaskConfig, *, method: str, which: str | None = None) -> Plan:
     """Return the plan of one config.
 
     Raises:
         ConfigError: there is none.
     """
-    (answer,) = made([config], settings, method=method, which=which)
+    (answer,) = make_plans([config], settings, method=method, which=which)
     if isinstance(answer, ConfigError):
         raise answer
     return answer
 
 
-def laddered(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
+def plan_largest_batch(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
     """Return the plan with the largest micro-batch that fits, and the rungs tried."""
 
     def attempt(micro: int) -> Plan:
         config = case.varied(f"trainer.micro_batch_rows={micro}")
-        return the_plan(config, settings, method=method, which="train")
+        return plan_of_config(config, settings, method=method, which="train")
 
-    first = the_plan(case.config, settings, method=method, which="train")
-    largest, tried, words = climb(first, attempt)
+    first = plan_of_config(case.config, settings, method=method, which="train")
+    largest, tried, words = find_largest(first, attempt)
     config = case.config if largest is None else case.varied(f"trainer.micro_batch_rows={largest}")
-    plan = the_plan(config, settings, method=method)
+    plan = plan_of_config(config, settings, method=method)
     return replace(plan, ladder=rungs(first, tried), notes=(words, *plan.notes))
 
 
-def searched(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
+def search_settings(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
     """Return the plan with the fastest settings that fit, and every combination tried."""
 
     def attempt(wave: Sequence[Candidate]) -> list[Tried]:
-        answers = made([each.config for each in wave], settings, method=method, which="train")
+        answers = make_plans([each.config for each in wave], settings, method=method, which="train")
         return [outcome(each.overrides, answer) for each, answer in zip(wave, answers, strict=True)]
 
     candidates, left_out = worth_trying(case, settings)
@@ -117,7 +119,7 @@ def searched(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
         for line in lines_of(case, tried):
             write_line(line, file=Path(settings.search.table))
     config = next((each.config for each in candidates if best and each.overrides == best.overrides), case.config)
-    return replace(the_plan(config, settings, method=method), search=ranked(tried))
+    return replace(plan_of_config(config, settings, method=method), search=ranked(tried))
 
 
 def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate], list[Tried]]:
@@ -139,7 +141,7 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
             unfolded.add(same)
         total = largest_stage(config, arch)[1].total
         if point and total > limit:
-            left_out.append(Tried(point, "pruned", total, reason=f"formulas put it at {total:.1f} GiB"))
+            left_out.append(Tried(point, "pruned", total, reason=f"estimated by formulas at {total:.1f} GiB"))
         else:
             candidates.append(Candidate(point, config))
     return candidates, left_out

@@ -4,7 +4,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ReportTaskConfig
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.retry import told
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.report.page import report_page
 from tpu_experiments.tasks.report.runs import Run, find_runs
 
@@ -19,7 +19,7 @@ def run(config: Config) -> None:
     """
     settings = config.task
     assert isinstance(settings, ReportTaskConfig)
-    with told(config.output_dir):
+    with explain_storage_errors(config.output_dir):
         runs = find_runs(settings.runs or [config.output_dir])
         baseline = chosen_baseline(runs, settings.baseline)
         title = str(config.name) if settings.runs else f"Runs of {config.output_dir}"

@@ -62,8 +62,8 @@ def line_chart(
     parts += [_path(line, frame, kind="raw") for line in behind if line.points]
     parts += [_path(line, frame, kind="line") for line in lines]
     shown = [{"run": line.index, "points": [(s, v, format(v, form)) for s, v in line.points]} for line in lines]
-    told = {"x": frame.x, "left": LEFT, "right": WIDTH - RIGHT, "lines": shown}
-    data = escape(json.dumps(told, separators=(",", ":")), quote=True)
+    chart_data = {"x": frame.x, "left": LEFT, "right": WIDTH - RIGHT, "lines": shown}
+    data = escape(json.dumps(chart_data, separators=(",", ":")), quote=True)
     last = "; ".join(f"{line.label} ends at {format(line.points[-1][1], form)}" for line in lines)
     return (
         f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{title}: {last}")}" '

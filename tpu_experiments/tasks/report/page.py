@@ -59,10 +59,10 @@ def report_page(runs: Sequence[Run], *, baseline: Run, title: str) -> str:
 
 def _about(runs: Sequence[Run], *, baseline: Run) -> str:
     open_runs = sum(run.result is None for run in runs)
-    said = "One run" if len(runs) == 1 else f"{len(runs)} runs"
-    said += f", {open_runs} of them not finished" if open_runs else ""
+    sentence = "One run" if len(runs) == 1 else f"{len(runs)} runs"
+    sentence += f", {open_runs} of them not finished" if open_runs else ""
     compared = f"; compared with {baseline.label}" if len(runs) > 1 else ""
-    return f"{said}{compared}. Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}."
+    return f"{sentence}{compared}. Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}."
 
 
 def _tiles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:

@@ -185,7 +185,7 @@ def _config(file: str) -> Any:
     except ConfigError:
         raise
     except (yaml.YAMLError, *OF_VALUES) as error:
-        log.warning("%s is passed over: it is not YAML (%s)", file, str(error).partition("\n")[0])
+        log.warning("%s is skipped: it is not YAML (%s)", file, str(error).partition("\n")[0])
         return {}
 
 

@@ -129,7 +129,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
     A source, stage or logger that some runs lack is one line, and so is a model, whose name implies its shape.
     """
-    configs = [_in_short(run.config, whole=_not_in_all(runs)) for run in runs]
+    configs = [_abbreviated(run.config, whole=_not_in_all(runs)) for run in runs]
     lines = []
     for key in dict.fromkeys(key for config in configs for key in config):
         values = [_shown(config[key]) if key in config else "-" for config in configs]
@@ -152,7 +152,7 @@ def _part(key: str) -> str | None:
     return match[0] if match else None
 
 
-def _in_short(config: Mapping[str, object], *, whole: set[str]) -> dict[str, object]:
+def _abbreviated(config: Mapping[str, object], *, whole: set[str]) -> dict[str, object]:
     """Return the config with one entry for each part of `whole`, and without a differing model's shape."""
     short: dict[str, object] = {}
     for key, value in config.items():

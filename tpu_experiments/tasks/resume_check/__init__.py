@@ -18,7 +18,7 @@ from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.resume_check.children import KILLED, LOG_EVERY_STEPS, WHOLE, Children, Kill, Life, LifeFailed
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
-from tpu_experiments.tasks.settling import settled_run
+from tpu_experiments.tasks.settling import with_open_settings
 from tpu_experiments.tasks.setup import check_model, make_inputs
 from tpu_experiments.training.batches import num_steps
 
@@ -42,15 +42,15 @@ def run(config: Config) -> None:
         )
     start_run_log(None, rank=0)
     try:
-        config = settled_run(shortened(config))
+        config = with_open_settings(shortened(config))
         check_model(config)
         kills = plan_kills(config)
         place = clear_place(config)
         with tempfile.TemporaryDirectory(prefix="resume_check_") as witness:
             children = Children(config, place=place, witness=Path(witness))
-            lives = [children.live(WHOLE)]
-            lives += [children.live(KILLED, kill=kill) for kill in kills]
-            lives.append(children.live(KILLED))
+            lives = [children.run_process(WHOLE)]
+            lives += [children.run_process(KILLED, kill=kill) for kill in kills]
+            lives.append(children.run_process(KILLED))
     except LifeFailed as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -15,7 +15,7 @@ from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.processes.env import compile_cache_root
-from tpu_experiments.runtime.processes.tether import tied
+from tpu_experiments.runtime.processes.tether import tied_command
 from tpu_experiments.storage import paths
 from tpu_experiments.training.batches import prepared_folder
 
@@ -80,9 +80,9 @@ class Children:
 
     def __init__(self, config: Config, *, place: str, witness: Path) -> None:
         self._config, self._place, self._witness = config, place, witness
-        self._common = [*kept_overrides(sys.argv[1:]), *check_overrides(config, place=place)]
+        self._common = [*user_overrides(sys.argv[1:]), *check_overrides(config, place=place)]
 
-    def live(self, run: str, *, kill: Kill | None = None) -> Life:
+    def run_process(self, run: str, *, kill: Kill | None = None) -> Life:
         """Run one process of a run to its end or kill.
 
         Raises:
@@ -96,7 +96,7 @@ class Children:
         log.info("%s: %s", run, f"until it is killed after step {kill.after}, {kill.where}" if kill else "to its end")
         with output.open("wb") as file:
             code = subprocess.run(
-                tied([sys.executable, RUN, *self._common, f"name={run}", *kill_overrides(events, kill)]),
+                tied_command([sys.executable, RUN, *self._common, f"name={run}", *kill_overrides(events, kill)]),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment(self._config),
@@ -119,14 +119,14 @@ class Children:
             raise ConfigError("\n".join(problems) or lines[-1])
         if code == 2:
             raise LifeFailed(
-                "task=resume_check; the run that was killed is refused when it is to go on from its checkpoint: "
+                "task=resume_check; the run that was killed is refused when it resumes from its checkpoint: "
                 + ("\n".join(problems) or lines[-1])
             )
         shown = "\n".join(lines[-SHOWN_LINES:])
         raise LifeFailed(f"task=resume_check; a child ended with exit code {code}; its last lines:\n{shown}")
 
 
-def kept_overrides(arguments: list[str]) -> list[str]:
+def user_overrides(arguments: list[str]) -> list[str]:
     """Return the user's overrides without those that the check sets itself."""
     keys = [(argument, argument.lstrip("+~").partition("=")[0]) for argument in arguments]
     return [

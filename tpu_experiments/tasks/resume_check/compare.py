@@ -42,8 +42,8 @@ class Verdict:
 
 def compare(lives: list[Life], *, place: str) -> Verdict:
     """Run every check; the first life is the uninterrupted run."""
-    whole, *killed = lives
-    checks = [check_position(killed), check_rows(whole, killed)]
+    uninterrupted, *killed = lives
+    checks = [check_position(killed), check_rows(uninterrupted, killed)]
     records = {run: training_records(place, run) for run in (WHOLE, KILLED)}
     for name, key in (("losses", "train/loss"), ("learning rates", "train/lr"), ("gradient norms", "train/grad_norm")):
         checks.append(check_records(name, *(values(records[run], key) for run in (WHOLE, KILLED))))
@@ -70,56 +70,62 @@ def check_position(killed: list[Life]) -> Check:
                 f"the newest checkpoint was of step {before.checkpoint_after}, it went on from {life.resume_step} and "
                 f"its first step was {first}"
             )
-    return Check("goes on from the newest checkpoint", difference, f"{len(killed) - 1} resumes")
+    return Check("resumes from the newest checkpoint", difference, f"{len(killed) - 1} resumes")
 
 
-def check_rows(whole: Life, killed: list[Life]) -> Check:
+def check_rows(uninterrupted: Life, killed: list[Life]) -> Check:
     """Compare the rows and their order in every step, whichever process trained it."""
     seen = [(step, rows) for life in killed for step, rows in life.rows.items()]
     difference = ""
     for step, rows in seen:
-        if not difference and rows != whole.rows.get(step):
-            difference = f"step {step} took {', '.join(rows[:4])}; uninterrupted it took {shown(whole.rows.get(step))}"
-    missing = sorted(whole.rows.keys() - {step for step, _ in seen})
+        if not difference and rows != uninterrupted.rows.get(step):
+            difference = (
+                f"step {step} took {', '.join(rows[:4])}; uninterrupted it took {shown(uninterrupted.rows.get(step))}"
+            )
+    missing = sorted(uninterrupted.rows.keys() - {step for step, _ in seen})
     if not difference and missing:
         difference = f"step {missing[0]} was skipped"
     return Check("rows (source:row)", difference, f"{sum(len(rows) for _, rows in seen)} rows of {len(seen)} steps")
 
 
-def check_records(name: str, whole: dict[int, float], killed: dict[int, float]) -> Check:
+def check_records(name: str, uninterrupted: dict[int, float], killed: dict[int, float]) -> Check:
     """Compare values by step, bit for bit."""
-    steps = sorted(whole.keys() | killed.keys())
-    bad = [step for step in steps if whole.get(step) != killed.get(step)]
-    difference = f"step {bad[0]}: {whole.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
+    steps = sorted(uninterrupted.keys() | killed.keys())
+    bad = [step for step in steps if uninterrupted.get(step) != killed.get(step)]
+    difference = (
+        f"step {bad[0]}: {uninterrupted.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
+    )
     return Check(name, difference, f"{len(steps)} records")
 
 
 def check_once(records: Records) -> Check:
     """Check that every step occurs once in the killed run's log."""
     twice = [item for item in Counter(record["step"] for record in records).items() if item[1] > 1]
-    difference = f"step {twice[0][0]} stands {twice[0][1]} times" if twice else ""
+    difference = f"step {twice[0][0]} occurs {twice[0][1]} times" if twice else ""
     return Check("one record a step", difference, f"{len(records)} records")
 
 
-def check_results(whole: dict[str, Any], killed: dict[str, Any]) -> Check:
+def check_results(uninterrupted: dict[str, Any], killed: dict[str, Any]) -> Check:
     """Compare the quality fields of result.json."""
     keys = ("eval_loss_before", "eval_loss", "tokens", "sample_before", "sample_after", "skill")
-    bad = [key for key in keys if whole.get(key) != killed.get(key)]
-    difference = f"{bad[0]}: {whole.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
+    bad = [key for key in keys if uninterrupted.get(key) != killed.get(key)]
+    difference = f"{bad[0]}: {uninterrupted.get(bad[0])} uninterrupted, {killed.get(bad[0])} resumed" if bad else ""
     return Check("held-out loss, tokens, answers", difference, f"{len(keys)} values")
 
 
-def check_tensors(name: str, whole: str, killed: str, *, chosen: Callable[[str], bool] = lambda name: True) -> Check:
+def check_tensors(
+    name: str, uninterrupted: str, killed: str, *, chosen: Callable[[str], bool] = lambda name: True
+) -> Check:
     """Compare all tensors, byte for byte, in the safetensors files accepted by `chosen` of two folders."""
     names = [
         [file for file in paths.list_names(folder) if file.endswith(".safetensors") and chosen(file)]
-        for folder in (whole, killed)
+        for folder in (uninterrupted, killed)
     ]
     if not names[0] or names[0] != names[1]:
         return Check(name, f"files {shown(names[0])} uninterrupted, {shown(names[1])} resumed", "")
     num_bytes, difference = 0, ""
     for file in names[0]:
-        ours, theirs = (load(paths.read_bytes(paths.join(folder, file))) for folder in (whole, killed))
+        ours, theirs = (load(paths.read_bytes(paths.join(folder, file))) for folder in (uninterrupted, killed))
         num_bytes += sum(t.nbytes for t in ours.values())
         bad = [key for key in sorted(ours.keys() | theirs.keys()) if not same_bytes(ours.get(key), theirs.get(key))]
         difference = difference or (f"{bad[0]} and {len(bad) - 1} more of {file}" if bad else "")

@@ -45,7 +45,7 @@ def as_json(verdict: Verdict, lives: list[Life]) -> dict[str, Any]:
 def as_text(verdict: Verdict, lives: list[Life], *, place: str) -> str:
     """Return the checks, the costs and a conclusion as text."""
     whole = lives[0]
-    lines = [f"{max(whole.rows)} steps, killed {len(lives) - 2} times, beside the same without a kill"]
+    lines = [f"{max(whole.rows)} steps, killed {len(lives) - 2} times, compared with an uninterrupted run"]
     lines += [
         f"  {check.name:<36}{'DIFFERS: ' + check.difference if check.difference else 'equal'}   {check.compared}"
         for check in verdict.checks
@@ -54,10 +54,10 @@ def as_text(verdict: Verdict, lives: list[Life], *, place: str) -> str:
     for cost in costs(lives):
         how = ", saved in the background" if cost["checkpoint_was_in_background"] else ""
         lines.append(
-            f"  killed after step {cost['killed_after_step']}, {cost['where']}: went on from step "
+            f"  killed after step {cost['killed_after_step']}, {cost['where']}: resumed from step "
             f"{cost['resumed_from_step']}{how}, {cost['steps_repeated']} steps repeated, "
             f"{cost['seconds_to_first_step']:.1f} s to the first step "
             f"(a fresh start: {whole.first_step - whole.started:.1f} s), {cost['bytes_read'] / MIB:.2f} MiB read"
         )
-    word = "this run can be killed: it goes on exactly" if verdict.is_equal else "this run does not go on exactly"
+    word = "this run can be killed: it resumes exactly" if verdict.is_equal else "this run does not resume exactly"
     return "\n".join([*lines, f"{word}; {place}"])

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Promise:
+class PlanEstimates:
     """Estimates of a plan, made before the run starts."""
 
     source: str | None = None
@@ -43,37 +43,37 @@ class Measured:
     num_devices: int
 
 
-def held_against(promise: Promise, measured: Measured) -> dict[str, Any]:
+def compared_with_plan(estimates: PlanEstimates, measured: Measured) -> dict[str, Any]:
     """Return the field `plan`: planned, measured and their ratio for every figure; null with a reason."""
     steps = sum(measured.steps.values())
     tokens = sum(count * measured.step_tokens[stage] for stage, count in measured.steps.items())
-    is_timed = steps > 0 and all(stage in promise.step_seconds for stage in measured.steps)
-    planned = sum(n * promise.step_seconds[s] for s, n in measured.steps.items()) if is_timed else None
+    is_timed = steps > 0 and all(stage in estimates.step_seconds for stage in measured.steps)
+    planned = sum(n * estimates.step_seconds[s] for s, n in measured.steps.items()) if is_timed else None
     spent = measured.train_seconds if steps else None
     chips = measured.num_devices
-    untimed = promise.reason or ("" if is_timed else "the plan has no time of a stage of this run")
+    untimed = estimates.reason or ("" if is_timed else "the plan has no time of a stage of this run")
     if not steps:
         untimed = "no step was trained since the last start"
     return {
-        "source": promise.source,
-        "file": promise.file,
-        "reason": promise.reason or None,
+        "source": estimates.source,
+        "file": estimates.file,
+        "reason": estimates.reason or None,
         "step_seconds": _figure(planned and planned / steps, spent and spent / steps, reason=untimed),
         "tokens_per_second_per_chip": _figure(
             planned and tokens / planned / chips, spent and tokens / spent / chips, reason=untimed
         ),
         "hbm_gib": _figure(
-            promise.hbm_gib,
+            estimates.hbm_gib,
             measured.hbm_gib,
-            reason=promise.reason if promise.hbm_gib is None else "the device does not tell its memory",
+            reason=estimates.reason if estimates.hbm_gib is None else "the device does not report its memory",
         ),
         "compile_seconds": _figure(
-            promise.compile_seconds, measured.compile_seconds, reason=promise.reason or promise.compile_reason
+            estimates.compile_seconds, measured.compile_seconds, reason=estimates.reason or estimates.compile_reason
         ),
     }
 
 
-def promise_line(plan: Mapping[str, Any] | None) -> list[str]:
+def plan_line(plan: Mapping[str, Any] | None) -> list[str]:
     """Return the line of the closing summary; empty where either side is unknown."""
     step = plan["step_seconds"] if plan else {}
     if plan is None or step["ratio"] is None:

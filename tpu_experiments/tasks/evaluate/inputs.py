@@ -13,14 +13,20 @@ from tpu_experiments.data.held_out import HeldOut, held_out_documents
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 from tpu_experiments.tasks.setup import check_ids
-from tpu_experiments.training.batches import RunInputs, preparation, prepare_sources, stages_of, tokenizer_for
-from tpu_experiments.training.evaluation import Exchange, as_records, exchanges
+from tpu_experiments.training.batches import (
+    RunInputs,
+    load_run_tokenizer,
+    preparation_settings,
+    prepare_sources,
+    stages_with_data,
+)
+from tpu_experiments.training.evaluation import Exchange, decoded_documents, exchanges
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Given:
+class EvaluationInputs:
     """Inputs of every evaluating process; picklable."""
 
     splits: dict[str, HeldOut]
@@ -31,7 +37,7 @@ class Given:
     seq_len: int
 
 
-def make_given(subject: Subject, *, vocab_size: int) -> Given:
+def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
     """Return the held-out documents of every source and what is needed to score them.
 
     Raises:
@@ -39,8 +45,8 @@ def make_given(subject: Subject, *, vocab_size: int) -> Given:
     """
     config = subject.config
     task = task_of(config)
-    stages = stages_of(config)
-    tokenizer = tokenizer_for(config)
+    stages = stages_with_data(config)
+    tokenizer = load_run_tokenizer(config)
     inputs = RunInputs(tokenizer, prepare_sources(config, tokenizer=tokenizer, stages=stages), stages)
     check_ids(config, inputs, vocab_size=vocab_size)
     check_audit(subject, inputs)
@@ -56,7 +62,7 @@ def make_given(subject: Subject, *, vocab_size: int) -> Given:
         write_documents(splits, tokenizer=tokenizer, file=task.documents)
     chats = {name: held_out for name, held_out in splits.items() if held_out.kind == "chat" and task.generate}
     asked = {name: exchanges(held_out, tokenizer=tokenizer, num=task.generate) for name, held_out in chats.items()}
-    return Given(splits, asked, tokenizer, stages[0].geometry, seq_len)
+    return EvaluationInputs(splits, asked, tokenizer, stages[0].geometry, seq_len)
 
 
 def check_length(config: Config, seq_len: int) -> None:
@@ -76,7 +82,7 @@ def check_length(config: Config, seq_len: int) -> None:
 
 def write_documents(splits: dict[str, HeldOut], *, tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """Write the documents of all sources as text, one JSON object per line."""
-    records = [record for held_out in splits.values() for record in as_records(held_out, tokenizer=tokenizer)]
+    records = [record for held_out in splits.values() for record in decoded_documents(held_out, tokenizer=tokenizer)]
     paths.make_dirs(paths.folder_of(file))
     paths.write_text_atomic(file, "".join(strict_json.dumps(record) + "\n" for record in records))
     log.info("%d documents: %s", len(records), file)
@@ -88,14 +94,14 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
     Raises:
         ConfigError: no source has.
     """
-    task, how = task_of(config), preparation(config, tokenizer=tokenizer, is_lookup=True)
+    task, preparation = task_of(config), preparation_settings(config, tokenizer=tokenizer, is_lookup=True)
     found = {
         name: held_out_documents(
             name,
             source,
             split=task.split,
             data_size=config.data_size,
-            how=how,
+            preparation=preparation,
             max_documents=task.max_documents,
             seed=config.seed,
             by=task.by,
@@ -118,7 +124,7 @@ def _has_documents(held_out: HeldOut, config: Config) -> bool:
     """Return whether there is something to evaluate; log a warning if not."""
     if held_out.flat.num_documents:
         return True
-    log.warning("data.%s has no document in the %s split; it is left out", held_out.name, task_of(config).split)
+    log.warning("data.%s has no document in the %s split: the source is skipped", held_out.name, task_of(config).split)
     return False
 
 
@@ -134,7 +140,9 @@ def check_audit(subject: Subject, inputs: RunInputs) -> None:
         ConfigError: the audit hash of a source differs.
     """
     if subject.audit is None or task_of(subject.config).data == "selected":
-        log.warning("nobody knows what %s was trained on; these documents may be among it", subject.place or "the base")
+        log.warning(
+            "the training data of %s is unknown: these documents may be part of it", subject.place or "the base"
+        )
         return
     changed = [key for key, value in inputs.audit_hashes.items() if subject.audit.get(key) != value]
     if changed:

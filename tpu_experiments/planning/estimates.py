@@ -6,7 +6,7 @@ from typing import Any
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.loggers.promise import Promise
+from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.planning.analytic import estimated_time, largest_stage
 from tpu_experiments.planning.saved import SavedPlan, known_plan, sizes_of
 from tpu_experiments.planning.tuned import fields_of
@@ -14,31 +14,31 @@ from tpu_experiments.planning.tuned import fields_of
 NOT_ALL = "the plan did not compile every program of the run (task.programs=train)"
 
 
-def promise_of(config: Config) -> Promise:
+def estimates_of(config: Config) -> PlanEstimates:
     """Return the figures of the compiled plan of the same programs, otherwise those of formulas.
 
     Empty, with the reason, where there is neither.
     """
     if config.hw.chip is None or config.hw.topology is None:
-        return Promise(reason=f"hw={config.hw.name} names no chip and topology to plan for")
+        return PlanEstimates(reason=f"hw={config.hw.name} names no chip and topology to plan for")
     arch = sizes_of(config.model)
     if arch is None:
-        return Promise(reason=f"model.path={config.model.path}; its config.json cannot be read")
+        return PlanEstimates(reason=f"model.path={config.model.path}; its config.json cannot be read")
     try:
         known = known_plan(config, arch)
-        found = by_formulas(config, arch) if known is None else by_plan(config, known)
+        found = from_formulas(config, arch) if known is None else from_plan(config, known)
         return replace(found, tuned=fields_of(config))
     except ConfigError as error:
-        return Promise(reason=str(error))
+        return PlanEstimates(reason=str(error))
 
 
-def by_plan(config: Config, plan: SavedPlan) -> Promise:
+def from_plan(config: Config, plan: SavedPlan) -> PlanEstimates:
     """Return the figures of a plan.json."""
     programs = plan.fields["programs"]
     seconds = {p["shape"]: p["estimated_seconds"] for p in programs if p["name"] == "train"}
     stages = {stage.name: seconds.get(shape_text(config, stage)) for stage in resolve_stages(config)}
     is_whole = all(program["compile_seconds"] is not None for program in programs)
-    return Promise(
+    return PlanEstimates(
         source="compiled",
         file=plan.file,
         step_seconds={name: time for name, time in stages.items() if time is not None},
@@ -56,12 +56,12 @@ def shape_text(config: Config, stage: Stage) -> str:
     return f"{geometry.accumulation} x {rows} x {geometry.seq_len}"
 
 
-def by_formulas(config: Config, arch: Any) -> Promise:
+def from_formulas(config: Config, arch: Any) -> PlanEstimates:
     """Return the figures of every stage by formulas."""
     times = {s.name: estimated_time(config, arch, geometry=s.geometry).total_s for s in resolve_stages(config)}
-    return Promise(
+    return PlanEstimates(
         source="analytic",
         step_seconds=times,
         hbm_gib=largest_stage(config, arch)[1].arguments,
-        compile_reason="formulas tell no compile seconds",
+        compile_reason="formulas do not estimate compile seconds",
     )

@@ -15,7 +15,7 @@ from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import fixed_batches
-from tpu_experiments.data.held_out import HeldOut, lay_out
+from tpu_experiments.data.held_out import HeldOut, rows_of_documents
 from tpu_experiments.data.tokens.tokenizer import pad_id
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.bootstrap import Sums
@@ -33,7 +33,7 @@ MOST_ROWS = 8
 """Answers generated at once; every device computes all of them."""
 
 
-class BesideBase:
+class ModelAndBase:
     """Model on the device, with the base's parameters first and the trained ones second."""
 
     def __init__(
@@ -90,7 +90,7 @@ class BesideBase:
     def sums(self, held_out: HeldOut, *, widths: Widths | None) -> Sums:
         """Return the sums (D, K) of every document (metrics/held_out.py); every process takes part."""
         rows_at_once, seq_len = self.shape
-        laid_out = lay_out(held_out, seq_len=seq_len, pad_id=pad_id(self.tokenizer))
+        laid_out = rows_of_documents(held_out, seq_len=seq_len, pad_id=pad_id(self.tokenizer))
         found = self.scorer.run(fixed_batches(laid_out.rows, global_rows=rows_at_once, name=held_out.name))
         num_rows, num_tokens = laid_out.rows.num_rows, len(held_out.flat.ids_L)
         ones_NT = np.ones((num_rows, seq_len), np.float32)
@@ -138,7 +138,7 @@ class BesideBase:
 def is_text(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.bool_]:
     """Return whether each token (L,) is text; all are if the tokenizer has no known widths."""
     ids_L = held_out.flat.ids_L
-    return np.ones(len(ids_L), np.bool_) if widths is None else widths.stands_for_text(ids_L)
+    return np.ones(len(ids_L), np.bool_) if widths is None else widths.is_text(ids_L)
 
 
 def bytes_of(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.int32]:
