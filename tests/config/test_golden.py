@@ -21,11 +21,8 @@ from tpu_experiments.config.schema import Config
 GOLDEN = Path(__file__).parents[1] / "golden" / "configs"
 RECIPES = {
     "default": [],
-    "default-smoke": ["debug=smoke"],
     "tiny": [*TINY_JOB],
-    "tiny-smoke": [*TINY_JOB, "debug=smoke"],
     **{name: [f"experiment={name}"] for name in names("experiment")},
-    **{f"{name}-smoke": [f"experiment={name}", "debug=smoke"] for name in names("experiment")},
 }
 MODELS = ("tiny", "mistral7b", "gemma3_270m", "qwen05b")
 DATA = ("wiki_ro", "ultrachat_ro", "uk_law")
@@ -38,17 +35,34 @@ def as_text(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_flattened_config_is_the_golden_one(recipe: str) -> None:
-    text = as_text(composed_as_typed(*RECIPES[recipe]))
-    golden = GOLDEN / f"{recipe}.txt"
+def require_golden(name: str, text: str) -> None:
+    golden = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")
     assert text.splitlines() == golden.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_flattened_config_is_the_golden_one(recipe: str) -> None:
+    require_golden(recipe, as_text(composed_as_typed(*RECIPES[recipe])))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_trial_changes_these_values_and_no_others(recipe: str) -> None:
+    """What `debug=smoke` makes of the recipe: the lines that differ, and with a minus those that are gone."""
+    whole, trial = (
+        as_text(composed_as_typed(*RECIPES[recipe], *words)).splitlines() for words in ([], ["debug=smoke"])
+    )
+    keys = {line.partition(": ")[0] for line in trial}
+    gone = [f"-{key}" for line in whole if (key := line.partition(": ")[0]) not in keys]
+    changed = [line for line in trial if line not in set(whole)]
+    require_golden(f"{recipe}-smoke", "\n".join([*gone, *changed]) + "\n")
+
+
 def test_no_golden_config_is_left_over() -> None:
-    assert {path.stem for path in GOLDEN.iterdir()} == set(RECIPES)
+    assert {path.stem for path in GOLDEN.iterdir()} == {
+        f"{name}{ending}" for name in RECIPES for ending in ("", "-smoke")
+    }
 
 
 @pytest.mark.parametrize("experiment", names("experiment"))
