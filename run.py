@@ -38,7 +38,7 @@ from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
-from tpu_experiments.loggers.closing import print_if_finished
+from tpu_experiments.loggers.closing_lines import print_if_finished
 from tpu_experiments.loggers.runlog import start_run_log
 from tpu_experiments.runtime.processes.env import prepare_environment
 from tpu_experiments.storage import paths

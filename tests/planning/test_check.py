@@ -21,7 +21,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.models.huggingface import ShapesOfModel
 from tpu_experiments.planning.check import check_memory, finding
 from tpu_experiments.planning.report import plan_json
-from tpu_experiments.planning.saved import plan_folders, programs_key, sizes_of
+from tpu_experiments.planning.stored_plans import plan_folders, programs_key, sizes_of
 
 REPOSITORY = Path(__file__).parents[2]
 OPEN = ("model=mistral7b", "data=ultrachat_ro", "hw=v5e8", "sharding=replicated")

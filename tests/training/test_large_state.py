@@ -15,7 +15,7 @@ from tests.checkpoint.saved import load_latest
 from tests.checkpoint.test_background import is_running
 from tests.config.composing import composed
 from tests.training.runs import finished, losses
-from tests.training.test_saving import RUNTIME, Run
+from tests.training.test_saver import RUNTIME, Run
 from tests.training.tiny import built
 from tpu_experiments.checkpoint import reading
 from tpu_experiments.checkpoint.errors import TrainingStopped

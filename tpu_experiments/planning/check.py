@@ -17,7 +17,7 @@ from tpu_experiments.config.model_schema import MeshConfig, ModelConfig
 from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, TrainerConfig
 from tpu_experiments.planning.analytic import ITEM_BYTES, estimated_memory, largest_stage, step_settings
 from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
-from tpu_experiments.planning.saved import SavedPlan, known_plan, sizes_of
+from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
 from tpu_experiments.planning.work import MemoryEstimate, analytic_memory
 
 

@@ -9,7 +9,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, cost_of, usd_per_million_tokens
 from tpu_experiments.planning.plan import Comparison, Plan
-from tpu_experiments.planning.saved import saved_plans
+from tpu_experiments.planning.stored_plans import saved_plans
 from tpu_experiments.planning.timing import Calibration, datasheet_time
 
 SHARE_OF_PEAK = 0.35

@@ -8,7 +8,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.planning.analytic import estimated_time, largest_stage
-from tpu_experiments.planning.saved import SavedPlan, known_plan, sizes_of
+from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
 from tpu_experiments.planning.tuned import fields_of
 
 NOT_ALL = "the plan did not compile every program of the run (task.programs=train)"

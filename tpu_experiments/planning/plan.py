@@ -10,7 +10,7 @@ from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
-from tpu_experiments.planning.saved import programs_key
+from tpu_experiments.planning.stored_plans import programs_key
 from tpu_experiments.planning.timing import Calibration, StepTime, StepWork
 from tpu_experiments.planning.work import GIB, MemoryEstimate
 

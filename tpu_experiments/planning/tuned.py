@@ -23,7 +23,7 @@ from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values
 from tpu_experiments.planning.length import assumed_steps
-from tpu_experiments.planning.saved import digest_of, program_facts, sizes_of
+from tpu_experiments.planning.stored_plans import digest_of, program_facts, sizes_of
 
 log = logging.getLogger(__name__)
 TABLE = CONF / "tuned.yaml"

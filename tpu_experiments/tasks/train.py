@@ -16,7 +16,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.loggers.base import LoggerContext, Loggers
-from tpu_experiments.loggers.closing import print_if_finished, summary
+from tpu_experiments.loggers.closing_lines import print_if_finished, summary
 from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
@@ -29,7 +29,7 @@ from tpu_experiments.storage.process import started_seconds
 from tpu_experiments.storage.retry import StorageFailed, complaint, explain_storage_errors, is_explained
 from tpu_experiments.storage.run_folder import RunFolder, has_begun, has_other_length, open_run, with_settings_of_run
 from tpu_experiments.storage.spool import Spool, key_of, set_spill_folder
-from tpu_experiments.tasks.settling import with_open_settings
+from tpu_experiments.tasks.open_settings import with_open_settings
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
 from tpu_experiments.training.batches import RunInputs, expected_programs, num_steps, prepared_folder
 from tpu_experiments.training.length import NewLength, lengthen, new_length

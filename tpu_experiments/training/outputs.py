@@ -31,12 +31,12 @@ from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.spool import Spool
 from tpu_experiments.training.batches import RunInputs, expected_programs
 from tpu_experiments.training.card import write_card
-from tpu_experiments.training.ending import Ending, result_fields
 from tpu_experiments.training.epochs import perplexity
 from tpu_experiments.training.evaluation import Evaluation
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters, Reading
 from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
+from tpu_experiments.training.result import Ending, result_fields
 
 
 def write_pages(

@@ -50,13 +50,13 @@ from tpu_experiments.training.batches import (
     weights_text,
 )
 from tpu_experiments.training.canary import check_first_gradients
-from tpu_experiments.training.ending import Ending
 from tpu_experiments.training.epochs import Passes, count
 from tpu_experiments.training.evaluation import Evaluation, Evaluator, Sampler, prompt_ids
 from tpu_experiments.training.guard import Guard, RollBack
 from tpu_experiments.training.meters import Meters, Pending, Reading, Window
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.questions import Asker, skill_fields
+from tpu_experiments.training.result import Ending
 from tpu_experiments.training.start import load_start
 from tpu_experiments.training.step import (
     Rows,

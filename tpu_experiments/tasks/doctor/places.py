@@ -16,7 +16,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import TaskConfig
 from tpu_experiments.metrics.flops import read_decoder
-from tpu_experiments.planning.saved import sizes_of
+from tpu_experiments.planning.stored_plans import sizes_of
 from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.storage import lease, paths, strict_json
 from tpu_experiments.storage.paths import find_local

@@ -15,7 +15,7 @@ from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.planning.check import Finding as MemoryFinding
 from tpu_experiments.planning.check import finding as memory_finding
-from tpu_experiments.planning.saved import sizes_of
+from tpu_experiments.planning.stored_plans import sizes_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local, is_glob
 from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, ok, shown_gb, warning, worst

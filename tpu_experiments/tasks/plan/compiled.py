@@ -16,7 +16,7 @@ from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
 from tpu_experiments.planning.length import OutsideSteps
 from tpu_experiments.planning.plan import Plan, Program, plan_of
-from tpu_experiments.planning.saved import COMPILED, PLANS
+from tpu_experiments.planning.stored_plans import COMPILED, PLANS
 from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.trace import Lowered
 from tpu_experiments.planning.tuned import tuned_notes

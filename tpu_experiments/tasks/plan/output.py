@@ -10,8 +10,8 @@ from tpu_experiments.planning.chart import plan_chart_svg
 from tpu_experiments.planning.compare import datasheet_comparison, saved_comparisons
 from tpu_experiments.planning.plan import Comparison, Plan
 from tpu_experiments.planning.report import plan_json, plan_markdown, plan_table
-from tpu_experiments.planning.saved import PLAN_FILE, PLANS
 from tpu_experiments.planning.search import overlay_yaml
+from tpu_experiments.planning.stored_plans import PLAN_FILE, PLANS
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.plan.formulas import arch_of
 

@@ -42,7 +42,7 @@ def case_of(config: Config, *overrides: str) -> Case:
     if config.task.explore != "none":
         config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
     if is_open(config):
-        from tpu_experiments.tasks.settling import (
+        from tpu_experiments.tasks.open_settings import (
             with_open_settings,  # imports tokenizers and readers, which takes seconds
         )
 

@@ -15,10 +15,10 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ResumeCheckTaskConfig
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.tasks.open_settings import with_open_settings
 from tpu_experiments.tasks.resume_check.children import KILLED, LOG_EVERY_STEPS, WHOLE, Children, Kill, Life, LifeFailed
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
-from tpu_experiments.tasks.settling import with_open_settings
 from tpu_experiments.tasks.setup import check_model, make_inputs
 from tpu_experiments.training.batches import num_steps
 

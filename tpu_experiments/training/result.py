@@ -1,4 +1,4 @@
-"""The fields of result.json, which loggers/closing.py prints at the end of a run."""
+"""The fields of result.json, which loggers/closing_lines.py prints at the end of a run."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -12,7 +12,7 @@ import pytest
 
 from tests.training.runs import REPOSITORY, finished
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.loggers.closing import summary
+from tpu_experiments.loggers.closing_lines import summary
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.sweeping import leaderboard
 from tpu_experiments.sweeping.leaderboard import Row

@@ -13,7 +13,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, compared_with_plan, plan_line
 from tpu_experiments.planning.analytic import estimated_time
 from tpu_experiments.planning.estimates import NOT_ALL, estimates_of
-from tpu_experiments.planning.saved import programs_key
+from tpu_experiments.planning.stored_plans import programs_key
 
 TWO_SHAPES = (
     "hw=v5e8",
