@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -48,8 +49,11 @@ PRELOADED = (
     "hydra._internal.hydra",
     "hydra.core.plugins",
 )
-FREE = {"XLA_FLAGS", "PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS", "TPU_SKIP_MDS_QUERY", "HYDRA_FULL_ERROR"}
-"""Variables that no preloaded library reads; a command may have its own."""
+READ_AT_IMPORT = re.compile(
+    r"(HF|HUGGINGFACE|TRANSFORMERS|DATASETS|ARROW|XDG|OMP|KMP|GOMP|OPENBLAS|MKL|GCSFS|MPL|TORCH|PYTORCH|CUDA|USE|LD|LC)_"
+    r"|HOME$|LANG$|TMPDIR$|PYTHON"
+)
+"""Variables that a preloaded library or the interpreter reads when it starts; commands may differ in all others."""
 LIMIT = 1 << 20
 """Bytes of a request: arguments and environment."""
 
@@ -141,11 +145,9 @@ class Server:
         atexit.register(self.close)
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Tell whether that environment is the server's, but for `FREE` and those of pytest."""
-        names = {*environment, *self._environment} - FREE
-        return all(
-            environment.get(name) == self._environment.get(name) for name in names if not name.startswith("PYTEST_")
-        )
+        """Tell whether that environment is the server's in what the preloaded libraries have read."""
+        names = filter(READ_AT_IMPORT.match, {*environment, *self._environment})
+        return all(environment.get(name) == self._environment.get(name) for name in names)
 
     def start(
         self, command: Sequence[str], *, folder: Path, environment: Mapping[str, str], outputs: Sequence[Any]
