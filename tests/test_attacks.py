@@ -285,7 +285,7 @@ def test_a_url_that_only_the_run_folder_names_is_said_before_it_is_asked(
     text = (sent(tmp_path / "run", *changes) / "config.yaml").read_text()
     with caplog.at_level("WARNING"):
         config_of_run(of_command("evaluate"), text=text, place="config.yaml")
-    assert "config.yaml names data.sample_text.path=http://127.0.0.1:9/x.jsonl" in caplog.text
+    assert "config.yaml has the URL data.sample_text.path=http://127.0.0.1:9/x.jsonl" in caplog.text
     caplog.clear()
     own = composed("task=evaluate", *EAGER, "data.sample_text.path=http://127.0.0.1:9/x.jsonl")
     config_of_run(own, text=text, place="config.yaml")
