@@ -68,7 +68,7 @@ CASES = {
     "a pickle beside the files": (beside("optimizer.pt"), "optimizer.pt; a checkpoint holds safetensors and JSON"),
     "a pickle with Hugging Face's name": (beside("pytorch_model.bin"), "pytorch_model.bin; a checkpoint holds"),
     "a pickle in capitals": (beside("STATE.PKL"), "STATE.PKL; a checkpoint holds"),
-    "a pickle as tensors": (in_the_place_of(TENSORS), "its header is"),
+    "a pickle as tensors": (in_the_place_of(TENSORS), "its header should"),
     "a pickle as progress": (in_the_place_of(PROGRESS), "progress.json; it cannot be read"),
     "a way out of the folder": (listing("../../../secret.safetensors"), "'../../../secret.safetensors', which is no"),
     "a name from the root": (listing("/etc/passwd"), "'/etc/passwd', which is no name of a checkpoint's file"),
@@ -84,8 +84,8 @@ CASES = {
     "NaN in progress": (file_of(PROGRESS, b'{"step": NaN}'), "progress.json; it cannot be read (it holds NaN"),
     "a name twice in progress": (file_of(PROGRESS, b'{"step": 1, "step": 2}'), "'step' comes twice"),
     "progress that is a list": (file_of(PROGRESS, b"[]"), "progress.json; it is no JSON object"),
-    "an endless header": (file_of(TENSORS, (2**40).to_bytes(8, "little") + b"{}"), "said to have 1,099,511,627,776"),
-    "a header over the limit": (file_of(TENSORS, (10**8 + 1).to_bytes(8, "little")), "said to have 100,000,001 bytes"),
+    "an endless header": (file_of(TENSORS, (2**40).to_bytes(8, "little") + b"{}"), "should have 1,099,511,627,776"),
+    "a header over the limit": (file_of(TENSORS, (10**8 + 1).to_bytes(8, "little")), "should have 100,000,001 bytes"),
 }
 
 

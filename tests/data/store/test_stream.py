@@ -210,7 +210,7 @@ def test_a_copy_that_cannot_be_made_stops_nothing(folder, tmp_path, monkeypatch,
     index = np.array([120, 3, 80])
     store.take(index)
     until(lambda: len(caplog.messages) == 4)
-    assert all(message.endswith("for now: no space left") for message in caplog.messages)
+    assert all(message.endswith("could not be cached: no space left") for message in caplog.messages)
     assert_same(store.take(index), ROWS.take(index))
     store.close()
 
