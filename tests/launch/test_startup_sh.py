@@ -90,7 +90,7 @@ def test_settings_come_from_the_command(shared: VirtualMachine) -> None:
     command = ("--", "python", "run.py", "experiment=qwen05b_uk_law", "hw=v6e16", "task=prepare", "-m", "seed=1,2")
     done = shared.run(*command, TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v6e-16")
     assert done.returncode == 1  # this machine has no chip
-    assert "v6e-16, runtime version not told" in done.stderr
+    assert "v6e-16, runtime version unknown" in done.stderr
 
 
 def test_compiled_programs_come_back_from_the_bucket(shared: VirtualMachine, gcs_bucket: str, tmp_path: Path) -> None:
