@@ -11,12 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-os.environ.setdefault(
-    "HYDRA_FULL_ERROR", "1"
-)  # Hydra raises errors instead of exiting; errors_as_sentences reports them
+# Hydra raises errors instead of exiting; errors_as_sentences reports them.
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")
 # Hydra only finds launchers in the namespace package `hydra_plugins`; this folder holds this project's portion of it.
 sys.path.append(str(Path(__file__).parent / "tpu_experiments" / "sweeping" / "plugin"))
 
@@ -110,16 +110,18 @@ def run(config: Config) -> None:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
     if config.task.name == "train" and config.hw.num_hosts == 1 and print_if_finished(config):
         return
-    is_on_host = config.task.name in ("plan", "prepare")
+    is_planned = config.task.name == "plan"
+    # Data is prepared on the host, so that a machine without the chips can do it for one that has them.
+    hw = replace(config.hw, device="cpu") if config.task.name == "prepare" else config.hw
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
-    if needs_device and config.hw.device == "cuda":  # before the first request to the Hub
-        prepare_environment(config.hw, is_on_host=is_on_host)
+    if needs_device and hw.device == "cuda":  # before the first request to the Hub
+        prepare_environment(hw, is_planned=is_planned)
     if needs_device:
         go_offline_if_unreachable(config)
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
-    if needs_device and config.hw.device != "cuda":  # after check_plan, which needs no TPU
-        prepare_environment(config.hw, is_on_host=is_on_host)
+    if needs_device and hw.device != "cuda":  # after check_plan, which needs no TPU
+        prepare_environment(hw, is_planned=is_planned)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
         log.info("%s: loading torch and its dependencies", config.name)

@@ -200,6 +200,7 @@ def drive(driver: Driver) -> int:
 
 
 def by_hand(driver: Driver) -> str:
+    """Return the gcloud command that deletes the launch's resource."""
     return " ".join(gcloud.delete(driver.target))
 
 
@@ -223,6 +224,11 @@ def _end_it(driver: Driver, world: World) -> int:
 
 
 def delete_foreign(world: World, settings: Settings) -> int:
+    """Delete what bears a name that no launch of this machine has, each after confirmation.
+
+    Raises:
+        LaunchError: there is nothing of that name.
+    """
     project = launches.project_of(world, settings)
     items, problems = everything(world, settings, project)
     found = [item for item in items if item.name == settings.name or item.launch == settings.name]
@@ -274,6 +280,7 @@ def status(world: World, words: list[str], overrides: list[str]) -> int:
 
 
 def everything(world: World, settings: Settings, project: str) -> tuple[list[Remaining], list[str]]:
+    """Return what costs money in `zones=`, else in the zones of conf/hw and of known launches, and failed listings."""
     zones = list(settings.zones)
     if not zones:
         zones = [zone for hw in rentable() for zone in load_slice(hw).zones]

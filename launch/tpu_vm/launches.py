@@ -85,7 +85,7 @@ def with_job(record: Record, job: Job, *, then: str) -> Record:
     if record.goal == "run" and not record.done:
         return replace(record, then=then)
     return replace(
-        record,
+        record.before_start(),
         goal="run",
         then=then,
         done=False,
@@ -93,14 +93,9 @@ def with_job(record: Record, job: Job, *, then: str) -> Record:
         reason="",
         overrides=job.overrides,
         run_folder=job.folder,
-        is_started=False,
         was_started=False,
         is_fetched=False,
         fetch_failures=0,
-        run_state="none",
-        exit_code=None,
-        ending_since=None,
-        log_offset=0,
         attempts=record.attempts + 1 if record.was_started else 0,
     )
 

@@ -57,21 +57,16 @@ def began(record: Record, *, now: float) -> Record:
 def ended(record: Record, *, now: float, limits: Limits) -> Record:
     """Add the deleted machine's cost to the totals and reset its state."""
     return replace(
-        record,
+        record.before_start(),
         usd_before=usd_used(record, now=now, limits=limits),
         hours_before=hours_used(record, now=now),
         ready_at=None,
         created_at=None,
         idle_at=now,
         is_set_up=False,
-        is_started=False,
         is_preempted=False,
         is_stop_asked=False,
         attempts=0,
-        run_state="none",
-        exit_code=None,
-        ending_since=None,
-        log_offset=0,
         unreachable_since=None,
     )
 

@@ -103,6 +103,10 @@ class Record:
         """Return the zone where the resource is or will be."""
         return self.zones[self.zone_index % len(self.zones)]
 
+    def before_start(self) -> "Record":
+        """Return the record with nothing of a run on the present machine: no start, state, ending or log."""
+        return replace(self, is_started=False, run_state="none", exit_code=None, ending_since=None, log_offset=0)
+
 
 def new_id() -> str:
     """Return six random hexadecimal digits."""

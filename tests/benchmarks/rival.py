@@ -183,7 +183,7 @@ def measured(config: Config, *, checkpoints: str, folder: str) -> dict[str, Any]
 def main(output: Path, checkpoints: str, overrides: list[str]) -> None:
     """Print what was found as JSON."""
     config = composed("task=plan", "hw.libtpu_flags=[]", *overrides)
-    prepare_environment(config.hw, is_on_host=True)
+    prepare_environment(config.hw, is_planned=True)
     os.environ.pop("LIBTPU_INIT_ARGS", None)
     print(json.dumps(measured(config, checkpoints=checkpoints, folder=str(output / "plans" / "compiled"))))
 

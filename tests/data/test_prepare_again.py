@@ -70,6 +70,24 @@ def test_the_data_of_a_tpu_run_is_prepared_without_a_tpu(tmp_path):
     assert (folder / "manifest.json").exists()
 
 
+READER = """
+import os
+from tpu_experiments.data.documents import Document
+
+def read(spec):
+    yield from (Document(id=str(n), text=f"{os.environ['OWN']} {n}", messages=None) for n in range(20))
+"""
+
+
+def test_variables_of_the_machine_reach_a_preparation(tmp_path):
+    """`hw.env` holds such things as the address of a mirror of the Hub."""
+    (tmp_path / "look.py").write_text(READER)
+    words = ["hw=v6e8", "+hw.env.OWN=mirror", "data.sample_text._target_=look.read", "plugins=[look]"]
+    words += ["trainer.seq_len=128", f"output_dir={tmp_path}"]
+    done = forks.run(["run.py", "task=prepare", *SAMPLE, *words], env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer):
     """SIGKILL after ever longer times, until one start gets to its end."""

@@ -12,7 +12,7 @@ from tests.benchmarks import rival
 from tests.config.composing import composed
 from tpu_experiments.runtime.processes.env import prepare_environment
 config = composed("task=plan", "hw=v6e8", "model=mistral7b", "model.size=tiny", "lora=all_linear_r8")
-prepare_environment(config.hw, is_on_host=True)
+prepare_environment(config.hw, is_planned=True)
 program, trained = rival.lowered(config, (2, 8, 32), checkpoints="layer")
 split = {a.name: list(a.axes) for a in program.arguments if any(a.axes)}
 print(json.dumps({"trained": sorted(trained), "split": split, "partitions": program.num_partitions}))

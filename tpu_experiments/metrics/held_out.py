@@ -125,14 +125,16 @@ def _compared(
     sides = [base] if trained is None else [base, trained]
     parts = [np.concatenate([side[name] for side in sides], axis=1) for name in names]
     pair = _Pair(parts, width=len(COLUMNS), resampling=resampling)
-    base_told = pair.estimates(lambda sums: measures(sums[0]))
+    base_estimates = pair.estimates(lambda sums: measures(sums[0]))
     counts = pair.total_1K[0]
-    trained_told = difference = share = None
+    trained_estimates = difference = share = None
     if trained is not None:
-        trained_told = pair.estimates(lambda sums: measures(sums[1]))
+        trained_estimates = pair.estimates(lambda sums: measures(sums[1]))
         difference = pair.estimates(lambda sums: _differences(measures(sums[1]), measures(sums[0])))
         share = pair.share(lambda sums: measures(sums[1])["loss"] < measures(sums[0])["loss"])
-    return Comparison(pair.num_documents, int(counts[0]), int(counts[1]), base_told, trained_told, difference, share)
+    return Comparison(
+        pair.num_documents, int(counts[0]), int(counts[1]), base_estimates, trained_estimates, difference, share
+    )
 
 
 def compared_answers(base: Sums, trained: Sums | None, *, resampling: Resampling) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def formatted(value: float | None, *, digits: int) -> str:
 
 
 def yes_or_no(value: bool) -> str:
-    """Return `yes_or_no` or `no`."""
+    """Return "yes" or "no"."""
     return "yes" if value else "no"
 
 

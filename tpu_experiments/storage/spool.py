@@ -161,9 +161,8 @@ class Mirror:
                     paths.write_bytes_atomic(self._place(file), data)
                     self._uploaded[file] = state
                 if _spill_folder is not None and self.is_below(_spill_folder[0]):
-                    self._spill_path(file, *_spill_folder).unlink(
-                        missing_ok=True
-                    )  # no newer than what was just uploaded
+                    # The spilled copy is no newer than what was just uploaded.
+                    self._spill_path(file, *_spill_folder).unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         if self.local.is_file():

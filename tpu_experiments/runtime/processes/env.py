@@ -13,17 +13,16 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
-def prepare_environment(hw: HwConfig, *, is_on_host: bool = False) -> None:
+def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
     """Check that the device exists and set the variables of `hw`.
 
-    Args:
-        is_on_host: the task uses the host alone, whatever `hw` says: a plan traces there, and data is prepared there.
+    A plan traces on the CPU and needs no device.
 
     Raises:
         ConfigError: as of `require_device`.
         RuntimeError: torch_xla is already imported, so the variables would have no effect.
     """
-    if is_on_host:
+    if is_planned:
         os.environ.update({"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "1"})
         return
     if hw.device == "tpu":

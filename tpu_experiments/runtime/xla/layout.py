@@ -90,11 +90,11 @@ def gathered(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu()
     (shards,) = torch_xla._XLAC._get_local_shards([tensor])
     (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
-    replicate = torch.empty(tensor.shape, dtype=tensor.dtype)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     shards.reverse()
     for replica, indices in places:
         shard, _ = shards.pop()  # frees it once copied: memory holds the tensor and the remaining shards
         if replica == 0:  # the other replicas are equal; what a shard has beyond the tensor's edge is padding
             inside = ... if indices is ... else tuple(slice(0, part.stop - part.start) for part in indices)
-            replicate[indices if indices is ... else tuple(indices)] = shard[inside]
-    return replicate
+            whole[indices if indices is ... else tuple(indices)] = shard[inside]
+    return whole

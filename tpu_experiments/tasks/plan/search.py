@@ -42,9 +42,8 @@ def case_of(config: Config, *overrides: str) -> Case:
     if config.task.explore != "none":
         config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
     if is_open(config):
-        from tpu_experiments.tasks.open_settings import (
-            with_open_settings,  # imports tokenizers and readers, which takes seconds
-        )
+        # Imports tokenizers and readers, which takes seconds.
+        from tpu_experiments.tasks.open_settings import with_open_settings
 
         found = with_open_settings(config, is_lookup=True)
         overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN))
