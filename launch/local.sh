@@ -80,7 +80,7 @@ version_of() {
 assess() {
     state=absent
     if [[ ! -e $venv/pyvenv.cfg ]]; then
-        # Beside a folder of ours lies our lock file, also when venv was killed in its first lines. It is made before
+        # A folder that this script made has our lock file beside it, even if venv was killed at once. It is made before
         # the folder's first file, so it is looked for after them: another run may begin between the two looks.
         [[ -z $(ls -A "$venv" 2>/dev/null) || -e $venv.lock ]] ||
             die "$venv holds files but is no virtual environment;" \

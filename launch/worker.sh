@@ -33,7 +33,7 @@ start() {
     if [[ $(cat "$state/id" 2>/dev/null) == "$id" ]] && { is_running || [[ -e $state/exit ]]; }; then
         return
     fi
-    # Of a slice one VM may have been restarted while the run of before goes on elsewhere.
+    # Of a slice one VM may have been restarted while the earlier run continues on the others.
     ! is_running || sudo systemctl stop "$unit"
     rm -f "$state/exit" "$state/stop"
     printf '%s\0' "$@" >"$state/words"

@@ -62,7 +62,7 @@ def rows_of(sweep: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_stopped_sweep_saves_says_what_is_left_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_sweep_saves_says_what_is_left_and_resumes(tmp_path: Path) -> None:
     with started(tmp_path) as process:
         point = wait_for_training(process, tmp_path)
         process.terminate()

@@ -183,7 +183,7 @@ def drive(driver: Driver) -> int:
     except KeyboardInterrupt:
         name, record = driver.record.name, driver.record
         if record.goal != "gone":
-            driver.say(f"the run goes on, and costs: logs name={name}, stop name={name}, down name={name}")
+            driver.say(f"the run continues and costs money: logs name={name}, stop name={name}, down name={name}")
             return STOPPED
         driver.say(f"NOT finished: python launch/tpu.py down name={name} (or {by_hand(driver)})")
         return FAILED
@@ -308,5 +308,5 @@ def stop(world: World, words: list[str], overrides: list[str]) -> int:
         raise LaunchError(
             f"name={driver.record.name}; no answer: {error}; `down` deletes the machine.", code=FAILED
         ) from None
-    world.say("the run has saved and ended; `run` with the same words goes on, `down` deletes the machine")
+    world.say("the run has saved and ended; `run` with the same words resumes it, `down` deletes the machine")
     return 0

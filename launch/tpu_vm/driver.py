@@ -279,7 +279,7 @@ class Driver:
         except RemoteError as error:
             self.abandon("failed", f"the run could not be started: {error}")
         else:
-            line = "the run is started" if not self.record.was_started else "the run goes on"
+            line = "the run is started" if not self.record.was_started else "the run resumes"
             self.save(
                 line, is_started=True, was_started=True, run_state="running", log_offset=0, unreachable_since=None
             )

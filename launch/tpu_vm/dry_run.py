@@ -124,7 +124,7 @@ def dry_world(world: World, words: list[str]) -> World:
         run=pretended,
         clock=DryClock(),
         ask=lambda question: "y",
-        promise=say_plan,
+        plan=say_plan,
         files=NoFiles(),
         store=MemoryStore,
         new_id=lambda: "000000",

@@ -111,7 +111,7 @@ def _local(file: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Estimate:
     """Estimate read from plan.json."""
 
     fits: bool
@@ -132,7 +132,7 @@ class Promise:
 class Planner(Protocol):
     """Protocol that plans a run before anything is rented; None where nothing was planned."""
 
-    def __call__(self, overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> Promise | None:
+    def __call__(self, overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> Estimate | None:
         """Return the estimate of the run."""
 
 
@@ -143,7 +143,7 @@ def plan_words(overrides: tuple[str, ...], *, results: Path) -> list[str]:
     return [sys.executable, str(ROOT / "run.py"), "task=plan", *kept, f"output_dir={folder}"]
 
 
-def promise(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> Promise:
+def estimated(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> Estimate:
     """Plan in a child process, since a plan imports torch, which the launcher must not.
 
     Raises:
@@ -165,10 +165,10 @@ def promise(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: P
     return found[0] if not is_sweep(overrides) else _together(found, at_once=points_at_once(overrides))
 
 
-def _read(file: Path, *, spot: bool) -> Promise:
+def _read(file: Path, *, spot: bool) -> Estimate:
     content = json.loads(file.read_text(encoding="utf-8"))
     usd = (content.get("usd") or {}).get("spot" if spot else "on_demand")
-    found = Promise(bool(content.get("fits")), content.get("hours"), usd, str(content.get("method")))
+    found = Estimate(bool(content.get("fits")), content.get("hours"), usd, str(content.get("method")))
     if not found.fits:
         raise LaunchError(
             f"plan=first; the run does not fit; {file.with_suffix('.md')} has what would; nothing was rented."
@@ -176,8 +176,8 @@ def _read(file: Path, *, spot: bool) -> Promise:
     return found
 
 
-def _together(points: list[Promise], *, at_once: int) -> Promise:
+def _together(points: list[Estimate], *, at_once: int) -> Estimate:
     """Sum the plans of a sweep's points; no price, since the points may share the machine."""
     hours = [point.hours for point in points if point.hours is not None]
     whole = sum(hours) / at_once if len(hours) == len(points) else None
-    return Promise(True, whole, None, f"{points[0].method}, {len(points)} points")
+    return Estimate(True, whole, None, f"{points[0].method}, {len(points)} points")

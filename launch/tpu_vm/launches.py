@@ -15,7 +15,7 @@ from launch.tpu_vm import code_sync, gcloud, rights
 from launch.tpu_vm.cloud import Cloud
 from launch.tpu_vm.driver import Driver
 from launch.tpu_vm.errors import LaunchError
-from launch.tpu_vm.job import Job, Promise, is_sweep, job_of
+from launch.tpu_vm.job import Estimate, Job, is_sweep, job_of
 from launch.tpu_vm.money import HOUR, Limits
 from launch.tpu_vm.settings import Settings, require_name, settings_of
 from launch.tpu_vm.slices import Slice, load_slice
@@ -80,7 +80,7 @@ def with_job(record: Record, job: Job, *, then: str) -> Record:
     if record.goal == "run" and not record.done and record.overrides != job.overrides:
         was = " ".join(record.overrides)
         raise LaunchError(
-            f"name={record.name}; it goes on with `{was}`; stop it first, or give that, or another name=."
+            f"name={record.name}; it is running `{was}`; stop it first, give the same words, or another name=."
         )
     if record.goal == "run" and not record.done:
         return replace(record, then=then)
@@ -110,7 +110,7 @@ def agree(
     """
     words = f"{slice_.accelerator_type}{' spot' if settings.spot else ''}, up to ${limits.usd_per_hour:.2f}/h"
     if job is not None and is_planned and settings.plan == "first":
-        found = world.promise(job.overrides, run_name=job.name, spot=settings.spot, results=Path(settings.results))
+        found = world.plan(job.overrides, run_name=job.name, spot=settings.spot, results=Path(settings.results))
         if found is not None:
             check_price(found, settings, limits, say=world.say)
     warning = rights.look_ahead(world.run, settings, project)
@@ -120,7 +120,7 @@ def agree(
     world.confirm(f"rent {words}; at most {cap}?", settings)
 
 
-def check_price(found: Promise, settings: Settings, limits: Limits, *, say: Callable[[str], None]) -> None:
+def check_price(found: Estimate, settings: Settings, limits: Limits, *, say: Callable[[str], None]) -> None:
     """Print the plan's estimate.
 
     Raises:

@@ -53,7 +53,7 @@ class Verdict:
         else:
             grant = shlex.join(gcloud.grant(project, self.account))
             what = f"{self.account} may not delete the VM it runs on ({self.said.rstrip('.')}); {grant}"
-        return f"{what}; watchdog=warn goes on without"
+        return f"{what}; watchdog=warn continues without it"
 
 
 ORDER = ("granted", "unanswered", "absent", "refused")

@@ -150,7 +150,7 @@ def checked(settings: Settings) -> Settings:
             f"repo={settings.repo}; it is no address git clones; write https://... or git@host:owner/name.git."
         )
     if settings.data_disk and len(settings.zones) > 1:
-        raise LaunchError(f"data_disk={settings.data_disk}; a disk lies in one zone; give that zone alone as zones=.")
+        raise LaunchError(f"data_disk={settings.data_disk}; a disk belongs to one zone; give only that zone as zones=.")
     return settings
 
 

@@ -168,7 +168,7 @@ class World:
     say: Callable[[str], None]
     ask: Callable[[str], str]
     environ: Mapping[str, str]
-    promise: Planner = job.promise
+    plan: Planner = job.estimated
     files: LocalFiles = field(default_factory=LocalFiles)
     store: Callable[[Path, str], Store] = Store
     new_id: Callable[[], str] = new_id

@@ -73,7 +73,7 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_passed_over(tmp_path, caplo
     assert SHARDS[1] in caplog.text
 
 
-def test_a_shard_that_changes_after_it_was_looked_at_is_not_used(tmp_path, caplog):
+def test_a_shard_that_changes_after_it_was_checked_is_not_used(tmp_path, caplog):
     """Its checkpoint was verified in this process; the tensor's own checksum tells."""
     save(tmp_path, 1)
     target = save(tmp_path, 2)

@@ -51,7 +51,7 @@ def test_torn_ones_go_and_foreign_ones_stay(tmp_path, caplog):
     assert "optimizer.pt" in caplog.text
 
 
-def test_what_cannot_be_removed_is_told_and_left(tmp_path, caplog, monkeypatch):
+def test_what_cannot_be_removed_is_reported_and_left(tmp_path, caplog, monkeypatch):
     target = tmp_path / "step_00000001"
     (target / COMMIT / "in the way").mkdir(parents=True)
 

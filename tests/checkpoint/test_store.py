@@ -147,7 +147,7 @@ def test_a_checkpoint_is_read_whole_once_in_a_process(tmp_path, caplog):
     assert "another SHA-256" in caplog.text
 
 
-def test_sizes_are_looked_at_before_any_file_is_read(tmp_path, caplog):
+def test_sizes_are_checked_before_any_file_is_read(tmp_path, caplog):
     target = Path(save(str(tmp_path), 3))
     damage_truncate(target)
     (target / "optimizer.safetensors").unlink()

@@ -51,7 +51,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stored_run_goes_on_to_the_bytes_it_ended_with(kind: str, tmp_path: Path) -> None:
+def test_a_stored_run_resumes_to_the_bytes_it_ended_with(kind: str, tmp_path: Path) -> None:
     words, exported, sha256 = KINDS[kind]
     shutil.copytree(RUNS / kind, tmp_path / kind)
     shutil.copytree(RUNS / "prepared", tmp_path / "prepared")

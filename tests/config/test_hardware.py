@@ -52,7 +52,7 @@ def test_a_generation_has_one_datasheet(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLOUD)
-def test_a_price_lies_in_its_range_and_has_a_date_and_a_source(name: str) -> None:
+def test_a_price_is_in_its_range_and_has_a_date_and_a_source(name: str) -> None:
     price = machine(name).price
     assert price is not None
     assert price.usd_per_chip_hour_spot is not None

@@ -175,7 +175,7 @@ def test_no_writer_of_a_config_writes_one(tmp_path: Path) -> None:
     assert config.hw.env["HF_TOKEN"] == "topsecret"
 
 
-def test_the_same_run_goes_on_with_another_secret() -> None:
+def test_the_same_run_resumes_with_another_secret() -> None:
     first, then = (composed(f"+trainer.options.api_key={key}") for key in ("one", "two"))
     require_same(json.loads(json.dumps(identity(first))), then, folder="x")
     with pytest.raises(ConfigError, match=r"trainer\.options\.depth=1, now 2"):

@@ -31,7 +31,7 @@ def test_other_keys_can_be_left_to_the_command():
 @pytest.mark.parametrize(
     "text", ["", "model: [", "just words", "model: {name: x}", "{}"], ids=["empty", "cut", "words", "part", "nothing"]
 )
-def test_a_damaged_file_is_told_in_a_sentence(text):
+def test_a_damaged_file_is_reported_in_a_sentence(text):
     with pytest.raises(ConfigError, match=r"place\.yaml; it is not what this program writes"):
         config_of_run(composed("task=evaluate"), text=text, place="place.yaml")
 

@@ -81,7 +81,7 @@ def test_late_epochs_do_not_make_the_order_of_the_first_again():
 
 @settings(deadline=None)
 @given(st.integers(1, 40), st.sampled_from([8, 16, 24]), st.integers(0, 2**32), st.data())
-def test_a_run_that_goes_on_with_half_the_processes_takes_the_next_rows(count, global_rows, seed, data):
+def test_a_run_that_resumes_with_half_the_processes_takes_the_next_rows(count, global_rows, seed, data):
     """8 processes up to some step, then 4: every row of the epochs once, in the order of a run of one process."""
     epochs = data.draw(st.sampled_from([1, 2, 0.5, 1.25]))
     rows = stage([numbered(count)], seed=seed)

@@ -46,7 +46,7 @@ def test_threads_of_a_question_are_in_one_split(threads, tmp_path, tokenizer):
     assert not audit_findings([manifest])
 
 
-def test_split_by_document_is_told(threads, tmp_path, tokenizer):
+def test_split_by_document_is_reported(threads, tmp_path, tokenizer):
     source = prepared({"a": chat_source(threads, split_by="document")}, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
     (finding,) = [f for f in audit_findings([manifest_of(source)]) if "evaluation" in f.message]
     assert finding.severity == "warning"

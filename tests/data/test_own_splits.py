@@ -214,7 +214,7 @@ def test_near_copies_of_own_files_leave_train(tmp_path, make, held):
     assert manifest_of(source)["documents_reported"] == {"held_out_copy": 2}
 
 
-def test_a_shared_question_is_told_with_what_helps(tmp_path, make):
+def test_a_shared_question_is_reported_with_what_helps(tmp_path, make):
     def rows(first, count):
         return [{"data": [f"întrebarea {i}", f"răspunsul {first}"]} for i in range(count)]
 

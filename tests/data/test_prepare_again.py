@@ -17,7 +17,7 @@ SAMPLE = ("model=tiny", "data=sample_text")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_preparation_that_was_cut_short_goes_on(tmp_path, tokenizer, monkeypatch, workers):
+def test_a_preparation_that_was_cut_short_resumes(tmp_path, tokenizer, monkeypatch, workers):
     monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 16)
     path = texts(tmp_path / "a.jsonl", 100)
 
@@ -89,7 +89,7 @@ def test_variables_of_the_machine_reach_a_preparation(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer):
+def test_killed_anywhere_it_resumes_to_the_same_bytes(tmp_path, tokenizer):
     """SIGKILL after ever longer times, until one start gets to its end."""
     path = texts(tmp_path / "a.jsonl", 12_000)
     command = [sys.executable, "run.py", "task=prepare", *SAMPLE, f"data.sample_text.path={path}"]

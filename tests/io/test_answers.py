@@ -124,7 +124,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_is_never_answered_is_told_and_given_up(operation, server, caplog):
+def test_what_is_never_answered_is_reported_and_given_up(operation, server, caplog):
     with pytest.raises(NoAnswer, match=rf"{operation}: no answer for \d+ s"):
         OPERATIONS[operation]()
     lines = [text for text in caplog.messages if text.startswith("waiting for gs://bkt/runs")]

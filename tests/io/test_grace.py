@@ -58,7 +58,7 @@ def test_without_a_request_everything_is_waited_for(asked):
     assert pause(0.02)
 
 
-def test_a_request_cuts_nothing_while_the_work_goes_on(asked):
+def test_a_request_cuts_nothing_while_the_work_continues(asked):
     Grace(1.0, requested_at=asked).install()
     asked.before(LONG)
     assert until_deadline(lambda: 3) == 3
@@ -86,7 +86,7 @@ def test_after_a_long_step_there_is_some_time_all_the_same(asked):
     assert until_deadline(lambda: 3) == 3
 
 
-def test_what_has_a_substitute_is_cut_while_the_work_goes_on(asked, hanging):
+def test_what_has_a_substitute_is_cut_while_the_work_continues(asked, hanging):
     Grace(LONG, requested_at=asked).install()
     asked.before(retry.PATIENCE_SECONDS - 0.02)
     with with_substitute(), pytest.raises(TimeoutError):

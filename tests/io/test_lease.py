@@ -35,7 +35,7 @@ def write(folder: str, owner: Owner) -> None:
     paths.write_text_atomic(paths.join(folder, lease.NAME), lease._text(owner))
 
 
-def test_the_second_is_refused_and_told_by_whom(folder):
+def test_the_second_is_refused_and_names_the_first(folder):
     refuse_if_held(folder, name="x")
     assert paths.list_names(folder) == []
     first = made(folder).acquire()
@@ -116,7 +116,7 @@ def test_a_number_given_to_another_process_since_is_no_owner(tmp_path):
     refuse_if_held(str(tmp_path), name="x")
 
 
-def test_it_is_renewed_and_a_lost_one_is_told(folder, caplog):
+def test_it_is_renewed_and_a_lost_one_is_reported(folder, caplog):
     told = threading.Event()
     mine = Lease(folder, name="x", on_lost=told.set, renew_seconds=0.02).acquire()
     while (owner := lease.read(folder)) is None or owner.renewals < 2:

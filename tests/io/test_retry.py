@@ -82,7 +82,7 @@ def test_a_transient_error_is_waited_out_with_growing_waits():
 @pytest.mark.parametrize(
     "error", [error for error, kind in KINDS if kind != "transient"], ids=lambda value: str(value)[:30]
 )
-def test_another_error_is_told_at_once(error):
+def test_another_error_is_reported_at_once(error):
     assert tries(error, place="memory://x") == (1, [])
 
 

@@ -63,7 +63,7 @@ def test_without_an_outage_it_is_not_there(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_outage_is_told_once_and_what_it_kept_arrives_newest_first(monkeypatch, caplog):
+def test_an_outage_is_reported_once_and_what_it_kept_arrives_newest_first(monkeypatch, caplog):
     place = made()
     place.save(writer(2))
     monkeypatch.setattr(FaultyFileSystem, "down", True)

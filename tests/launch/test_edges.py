@@ -58,7 +58,7 @@ def tree(tmp_path: Path) -> Path:
         ("something new", None, "unknown"),
     ],
 )
-def test_failures_are_told_apart(text: str, code: int | None, kind: str) -> None:
+def test_failures_are_distinguished(text: str, code: int | None, kind: str) -> None:
     assert kind_of(text, code=code) == kind
 
 

@@ -147,7 +147,7 @@ def test_results_hold_no_links_and_are_whole(tmp_path: Path) -> None:
         (["-m", "hydra/sweeper=optuna"], True, False),
     ],
 )
-def test_a_sweep_is_told_by_the_words_of_its_command(words: list[str], sweep: bool, grid: bool) -> None:
+def test_a_sweep_is_recognised_by_the_words_of_its_command(words: list[str], sweep: bool, grid: bool) -> None:
     assert (is_sweep(words), is_grid(words)) == (sweep, grid)
     job = job_of([*words, "output_dir=gs://bkt/runs"], SETTINGS, local_file=Path("none"))
     assert job.folder == ("gs://bkt/runs/sweeps/ranks" if sweep else "gs://bkt/runs/ranks")

@@ -44,7 +44,7 @@ def test_ctrl_c_in_run_leaves_the_run_alone(launcher: Launcher) -> None:
     assert launcher("run", "name=ro1", run=RUN) == 75
     (machine,) = launcher.cloud.machines.values()
     assert machine.ended is None
-    assert "the run goes on, and costs" in launcher.said[-1]
+    assert "the run continues and costs money" in launcher.said[-1]
     assert launcher("run", "name=ro1", run=RUN) == 0
     assert machine.run_id.endswith("-1-1")
 
@@ -54,7 +54,7 @@ def test_another_run_on_a_busy_machine_is_refused(launcher: Launcher, capsys: py
     launcher.cloud.trouble = {len(launcher.cloud.calls) + 12: "interrupt"}
     launcher("run", "name=ro1", run=RUN)
     assert launcher("run", "name=ro1", run=[*RUN, "seed=2"]) == 2
-    assert "it goes on with" in capsys.readouterr().err
+    assert "it is running" in capsys.readouterr().err
     assert launcher("up", "hw=v5e8", "name=ro1") == 2
     assert "has rented hw=v6e8" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What a plan promises, read from the files that a run.py of a few lines writes where the real one does."""
+"""Estimates of a plan, read from the files that a run.py of a few lines writes where the real one does."""
 
 from pathlib import Path
 
@@ -35,18 +35,18 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "outputs"
 
 
-def promised(results: Path, *overrides: str, spot: bool = True) -> job.Promise:
-    return job.promise((*overrides, *ONE), run_name="ranks", spot=spot, results=results)
+def estimate(results: Path, *overrides: str, spot: bool = True) -> job.Estimate:
+    return job.estimated((*overrides, *ONE), run_name="ranks", spot=spot, results=results)
 
 
-def test_a_run_is_promised_what_its_plan_says(results: Path) -> None:
-    assert promised(results) == job.Promise(True, 1.5, 2.0, "compiled")
-    assert promised(results, spot=False).usd == 4.0
+def test_an_estimate_is_what_the_plan_says(results: Path) -> None:
+    assert estimate(results) == job.Estimate(True, 1.5, 2.0, "compiled")
+    assert estimate(results, spot=False).usd == 4.0
 
 
 def test_a_sweep_takes_the_hours_of_its_points_and_the_price_of_the_machine(results: Path) -> None:
-    assert promised(results, "-m", "lora.r=8,16,32") == job.Promise(True, 4.5, None, "compiled, 3 points")
-    shared = promised(results, "-m", "lora.r=8,16,32,64", "sweeping.points_at_once=4")
+    assert estimate(results, "-m", "lora.r=8,16,32") == job.Estimate(True, 4.5, None, "compiled, 3 points")
+    shared = estimate(results, "-m", "lora.r=8,16,32,64", "sweeping.points_at_once=4")
     assert shared.hours == 1.5
     said: list[str] = []
     check_price(shared, Settings(), LIMITS, say=said.append)
@@ -56,10 +56,10 @@ def test_a_sweep_takes_the_hours_of_its_points_and_the_price_of_the_machine(resu
 
 
 def test_points_of_an_earlier_plan_are_not_counted(results: Path) -> None:
-    promised(results, "-m", "lora.r=8,16,32")
-    assert promised(results, "-m", "lora.r=8").hours == 1.5
+    estimate(results, "-m", "lora.r=8,16,32")
+    assert estimate(results, "-m", "lora.r=8").hours == 1.5
 
 
 def test_a_point_that_does_not_fit_rents_nothing(results: Path) -> None:
     with pytest.raises(LaunchError, match="does not fit"):
-        promised(results, "-m", "lora.r=8,77")
+        estimate(results, "-m", "lora.r=8,77")

@@ -66,7 +66,7 @@ def test_a_missing_quota_stops_at_once_with_one_sentence(launcher: Launcher) -> 
     assert not launcher.cloud.machines
 
 
-def test_a_reclaimed_machine_is_replaced_and_the_run_goes_on(launcher: Launcher) -> None:
+def test_a_reclaimed_machine_is_replaced_and_the_run_resumes(launcher: Launcher) -> None:
     launcher.cloud.work = 7200.0
     launcher.cloud.fates = [Fate(lives=3000.0), Fate(lives=2000.0)]
     assert launcher.train() == 0

@@ -58,7 +58,7 @@ def test_a_worker_that_does_not_answer_is_not_passed_over() -> None:
         vm_that_answers(Completed(255, err="ssh: timed out")).look(TARGET, 0)
 
 
-def test_a_command_that_fails_on_one_worker_is_told_from_ssh_that_failed() -> None:
+def test_a_command_that_fails_on_one_worker_is_distinguished_from_a_failed_ssh() -> None:
     vm_that_answers(Completed(0, "tpuexp-code=0\n" * 4)).remote(TARGET, "true")
     with pytest.raises(RemoteError, match="no space left"):
         vm_that_answers(Completed(0, "no space left\ntpuexp-code=1\n" + "tpuexp-code=0\n" * 3)).remote(TARGET, "x")

@@ -104,7 +104,7 @@ def test_the_right_is_asked_for_as_long_as_a_new_role_takes(google: Google, tmp_
     assert (tmp_path / "slept").read_text() == "10\n10\n10\n"
 
 
-def test_who_may_not_is_told_what_is_missing(google: Google, tmp_path: Path) -> None:
+def test_the_missing_right_is_named(google: Google, tmp_path: Path) -> None:
     google.codes = [403]
     verdict = verdict_of(check(google, tmp_path))
     assert (verdict.kind, verdict.account, verdict.said) == ("refused", ACCOUNT, DENIED)

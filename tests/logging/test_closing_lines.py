@@ -43,7 +43,7 @@ def result(output_dir: Path) -> dict[str, Any]:
     return finished(*TOY, output_dir=output_dir)
 
 
-def test_a_finished_run_is_told_without_torch(result: dict[str, Any], output_dir: Path) -> None:
+def test_a_finished_run_is_reported_without_torch(result: dict[str, Any], output_dir: Path) -> None:
     command = [sys.executable, "-c", LOADED, *TOY, f"output_dir={output_dir}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("finished toy")
@@ -95,7 +95,7 @@ def test_losses_that_are_not_finite_are_shown_as_a_dash(result: dict[str, Any]) 
     assert f"  held-out loss   {result['eval_loss_before']:.4f} -> -  (perplexity -)" in lines.splitlines()
 
 
-def test_what_comes_next_goes_on_from_this_run(result: dict[str, Any]) -> None:
+def test_what_comes_next_starts_from_this_run(result: dict[str, Any]) -> None:
     words = ["model=qwen05b", "data=uk_law", "hw=v5e8", "name=toy", "lora.r=4", "output_dir=gs://lab/runs"]
     on_tpu = summary({**result, "hw": "v5e8"}, folder=RunFolder("gs://lab/runs", "toy"), arguments=words)
     sweep = "model=qwen05b data=uk_law hw=v5e8 output_dir=gs://lab/runs name=toy_ranks lora.r=8,16,32"

@@ -65,7 +65,7 @@ def test_a_model_is_not_better_than_itself():
     assert found.share_better == 0.0
 
 
-def test_what_cannot_be_told_is_left_out():
+def test_what_cannot_be_known_is_left_out():
     nothing = sums(4, seed=0) * np.array([1.0, 0.0, 400.0, 1.0, 1.0])
     (found,) = compared_by_source({"a": nothing}, None, resampling=HOW).values()
     assert set(found.base) == {"loss", "accuracy"}  # no bytes, and exp of 1,200

@@ -53,7 +53,7 @@ def test_masks_of_other_layers_projections_steps_and_rows_have_nothing_in_common
     assert ((rows @ rows.T / rows.shape[1]).fill_diagonal_(0.0) * math.sqrt(rows.shape[1])).abs().max() < 5
 
 
-def test_a_row_has_its_mask_wherever_it_lies():
+def test_a_row_has_its_mask_wherever_it_is():
     """Alone, among others, in a shorter batch, with its tokens flattened, and with the layer's number in a tensor."""
     both, keep = words(5, rows=2), 0.5
     mask = random_mask(torch.empty(2, 64, 32), both, layer=7, site=SITE, keep=keep)

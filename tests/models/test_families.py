@@ -212,7 +212,7 @@ def test_flash_is_refused_where_it_would_leave_something_out(one, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "model_type", "why"), REFUSED)
-def test_what_is_refused_is_told_so(name, model_type, why, tmp_path):
+def test_what_is_refused_says_so(name, model_type, why, tmp_path):
     Family(name, model_type).config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(model_type)):
         require_isolation(source_of(Family(name, model_type, "eager"), tmp_path), is_packed=False)

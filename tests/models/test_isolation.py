@@ -97,7 +97,7 @@ def test_what_passed_is_not_checked_again(empty_cache, monkeypatch, caplog):
     assert "was not checked" in caplog.text
 
 
-def test_a_copy_that_stays_wide_is_told_and_not_built(monkeypatch, caplog):
+def test_a_copy_that_stays_wide_is_reported_and_not_built(monkeypatch, caplog):
     monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", lambda config: config)
     with caplog.at_level(logging.WARNING):
         require_isolation(source_of("llama"), is_packed=True)

@@ -18,7 +18,7 @@ def test_one_bit_of_an_adapter_is_seen():
     assert fingerprint(tensor) != before
 
 
-def test_of_a_large_tensor_evenly_spaced_elements_are_looked_at():
+def test_of_a_large_tensor_evenly_spaced_elements_are_checked():
     tensor = torch.zeros(5 * MAX_ELEMENTS)
     before = fingerprint(tensor)
     tensor[1::5] = 1

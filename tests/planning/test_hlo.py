@@ -50,7 +50,7 @@ def test_pallas_kernels_are_named_and_measured() -> None:
     assert 0 < (kernel.flops or 0) - 4 * 2 * 4 * 1024 * 1024 * 128 < 0.01 * 4 * 2 * 4 * 1024 * 1024 * 128
 
 
-def test_random_numbers_and_moves_to_the_host_have_no_cycles_and_are_told() -> None:
+def test_random_numbers_and_moves_to_the_host_have_no_cycles_and_are_reported() -> None:
     stack, part = "bf16[2,8,64]{2,1,0:T(8,128)(2,1)S(5)}", "bf16[1,8,64]{2,1,0:T(8,128)(2,1)}"
     lines = (
         "%bits = u32[4,8]{1,0} rng-bit-generator(%state), algorithm=rng_default",

@@ -36,7 +36,7 @@ def test_keys_may_lie_along_the_lanes() -> None:
 
 
 @pytest.mark.parametrize("kernel", [Kernel("tpu_custom_call", 1, None, 1e6, ROWS), Kernel("attention", 1, None, 1e6)])
-def test_what_cannot_be_told_is_said(kernel: Kernel) -> None:
+def test_what_cannot_be_known_is_said(kernel: Kernel) -> None:
     (known,), (note,) = with_flops([kernel])
     assert known.flops is None
     assert note.endswith("its FLOPs are unknown; only the time of its bytes is in the estimate")

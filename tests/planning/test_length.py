@@ -76,7 +76,7 @@ def test_without_a_time_or_steps_there_is_no_length() -> None:
 
 
 @pytest.mark.parametrize(("seq_len", "computed"), [(128, None), (1024, None), (100, 128), (1000, 1024), (8, 128)])
-def test_rows_that_a_tpu_computes_more_for_are_told(seq_len: int, computed: int | None) -> None:
+def test_rows_that_a_tpu_computes_more_for_are_reported(seq_len: int, computed: int | None) -> None:
     told = uneven_rows(resolve_stages(composed("curriculum=ro_two_stage", "hw=v5e8", f"trainer.seq_len={seq_len}")))
     if computed is None:
         assert told == []

@@ -61,7 +61,7 @@ def product(left: str, right: str, result: str, *, contracted: tuple[str, str] =
         ("bf16[8,32,1024,128]", "bf16[128,128]", "bf16[8,32,1024,128]", "attention"),  # queries turned
     ],
 )
-def test_a_product_is_told_by_its_edges(left: str, right: str, result: str, expected: str) -> None:
+def test_a_product_is_recognised_by_its_edges(left: str, right: str, result: str, expected: str) -> None:
     assert product(left, right, result, contracted=(str(left.count(",")), "1")) == expected
 
 
@@ -112,7 +112,7 @@ ADAPTER = "f32[32,16,4096]"
         ("ROOT m = bf16[4096,4096] all-gather(%p0)", "bf16[512,4096]", "bf16[4096,4096]", "collectives"),
     ],
 )  # fmt: skip
-def test_a_pass_over_memory_is_told_by_its_arrays(inner: str, operands: str, result: str, expected: str) -> None:
+def test_a_pass_over_memory_is_recognised_by_its_arrays(inner: str, operands: str, result: str, expected: str) -> None:
     assert part(inner, operands=operands, result=result) == expected
 
 

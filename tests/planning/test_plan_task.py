@@ -70,7 +70,7 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     assert (folder / "plans" / "p" / "plan.svg").read_text().startswith("<svg")
 
 
-def test_the_parts_of_the_step_are_told(planned: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_parts_of_the_step_are_reported(planned: tuple[Path, dict[str, Any], str]) -> None:
     _, found, printed = planned
     parts = found["estimated_step_by_part"]
     assert tuple(parts) == PARTS

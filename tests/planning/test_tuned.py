@@ -185,7 +185,7 @@ def test_a_shipped_line_holds_for_the_command_that_it_is_of(each) -> None:
     assert best.tokens_per_second >= each.tokens_per_second
 
 
-def test_less_than_half_of_a_known_speed_is_told(known, caplog) -> None:
+def test_less_than_half_of_a_known_speed_is_reported(known, caplog) -> None:
     config = settled_of(*HEADLINE, "tuned=off")
     assert table.tuned_notes(config, 6_000.0) == []
     [note] = table.tuned_notes(config, 5_999.0)

@@ -47,7 +47,7 @@ def test_names_and_numbers_of_instructions_do_not_count():
     assert changed_values(program(), renamed) == ""
 
 
-def test_a_constant_that_became_an_input_is_told():
+def test_a_constant_that_became_an_input_is_reported():
     lines = program().splitlines()
     outside = "\n".join("  %p1.2 = f32[] parameter(1)" if "constant(2)" in line else line for line in lines)
     assert changed_values(program(), outside) == "f32[] constant(2) is gone; an input f32[] is new"

@@ -55,7 +55,7 @@ def test_every_call_is_traced_where_that_is_asked_for():
         ("aaaaabbbbb", "ttt...tttt", Change("a to b", 3)),
     ],
 )
-def test_a_program_that_changed_is_traced_from_then_on_and_told_once(graphs, traced, told):
+def test_a_program_that_changed_is_traced_from_then_on_and_reported_once(graphs, traced, told):
     assert calls_of(graphs, every=5) == (traced, [told])
 
 

@@ -38,7 +38,7 @@ def test_a_bar_separates_alternatives(name):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 @pytest.mark.parametrize("name", ["layers.0.q_proj.weight", "model.layers.0:2:1.q_proj.weight", "norm.weight"])
-def test_optimizer_state_lies_as_its_parameter_does(make_config, optimizer, name):
+def test_optimizer_state_is_sharded_like_its_parameter(make_config, optimizer, name):
     settings = asdict(make_config(f"optim={optimizer}").optim)
     make = locate(settings.pop("_target_"), key="optim")
     slots = make(**{key: value for key, value in settings.items() if key not in {"lr", "clip_norm"}})

@@ -184,7 +184,7 @@ def test_a_held_tensor_that_is_given_its_own_value_keeps_the_program_traced():
     assert compiles.counters().compiles_after_warmup == 0
 
 
-def test_a_number_that_changes_from_the_first_calls_on_is_told_and_right(caplog):
+def test_a_number_that_changes_from_the_first_calls_on_is_reported_and_right(caplog):
     def losses(lab: Lab) -> list[list[float]]:
         found = []
         for index in range(6):

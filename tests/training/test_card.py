@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     return folder / "carded", finished(*SETTINGS, output_dir=folder)
 
 
-def test_the_same_page_lies_in_the_run_and_beside_the_adapter(run):
+def test_the_same_page_is_in_the_run_and_beside_the_adapter(run):
     folder, result = run
     text = (folder / "README.md").read_text()
     assert (folder / "adapter" / "README.md").read_text() == text

@@ -114,7 +114,7 @@ def test_what_the_second_stage_does_not_train_stays(staged):
 
 
 @pytest.mark.parametrize("back", [0, 2, 4], ids=["at_the_end", "before_the_exit", "at_the_best"])
-def test_a_run_that_goes_on_ends_the_same(staged, tmp_path, back):
+def test_a_run_that_resumes_ends_the_same(staged, tmp_path, back):
     whole, first = staged
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "staged"

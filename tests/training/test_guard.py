@@ -97,7 +97,7 @@ def reading(first: int, *losses: float):
     return read_reports([pending(first + i, loss, [loss, 1.0]) for i, loss in enumerate(losses)])
 
 
-def test_a_streak_that_goes_on_is_rolled_back_and_one_that_ended_is_not(caplog):
+def test_a_streak_that_continues_is_rolled_back_and_one_that_ended_is_not(caplog):
     guard, known = Guard(GuardConfig(max_skipped=2), process=(0, 1)), progress(9)
     for each in (reading(10, 2.0, math.nan, math.inf), reading(13, math.nan, math.nan, 2.0)):
         guard.observe(each, known)

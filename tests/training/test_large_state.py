@@ -132,7 +132,7 @@ def test_an_untrained_model_is_not_saved(run):
     assert latest_step(run.folder) == 0
 
 
-def test_adapters_whose_halves_are_in_two_files_are_looked_at_together(tmp_path):
+def test_adapters_whose_halves_are_in_two_files_are_checked_together(tmp_path):
     adapters = built(composed("hw.runtime=eager", "model=qwen05b", "debug=smoke", "lora=all_linear_r8"), RUNTIME)
     run = Run(adapters, str(tmp_path), max_copy_gib=0.0, max_shard_gib=1e-9)
     run.train()

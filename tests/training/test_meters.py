@@ -67,7 +67,7 @@ def waited(meters: Meters, clock: list[float], seconds: float) -> None:
     assert next(meters.timed(batches())) == 1
 
 
-def test_a_step_is_split_and_its_share_of_the_peak_told(made, clock):
+def test_a_step_is_split_and_its_share_of_the_peak_reported(made, clock):
     device, meters = made
     waited(meters, clock, 0.25)
     device.trace += 1.5
@@ -134,7 +134,7 @@ def test_means_are_over_all_measured_steps(made, clock):
     ("trace", "wait", "said"),
     [(3.9, 0.1, []), (4.2, 0.1, ["tracing-bound"]), (0.9, 0.6, ["input-bound"]), (4.2, 0.6, ["tracing", "input"])],
 )
-def test_a_step_that_waits_for_the_host_is_told_once(made, clock, caplog, trace, wait, said):
+def test_a_step_that_waits_for_the_host_is_reported_once(made, clock, caplog, trace, wait, said):
     device, meters = made
     with caplog.at_level(logging.WARNING):
         for step in (10, 20, 30):
@@ -194,7 +194,7 @@ def test_the_meters_of_a_run(tmp_path, runtime):
 
 
 @pytest.mark.xla
-def test_records_of_single_steps_tell_the_time_of_the_device(tmp_path):
+def test_records_of_single_steps_have_the_time_of_the_device(tmp_path):
     """Records that nobody waits for tell the time of handing over, a thousandth of it, and one of them all the rest."""
     finished(*COMMON, "trainer.log_every_steps=1", "trainer.max_stage_steps=20", output_dir=tmp_path)
     seconds = [record["perf/step_seconds"] for record in records(tmp_path) if "perf/step_seconds" in record]
@@ -203,7 +203,7 @@ def test_records_of_single_steps_tell_the_time_of_the_device(tmp_path):
 
 
 @pytest.mark.xla
-def test_with_a_datasheet_the_share_of_the_peak_is_told(tmp_path):
+def test_with_a_datasheet_the_share_of_the_peak_is_reported(tmp_path):
     (tmp_path / "conf" / "hw").mkdir(parents=True)
     (tmp_path / "conf" / "hw" / "cpu_with_peak.yaml").write_text(CPU_WITH_PEAK)
     hw = ("--config-dir", str(tmp_path / "conf"), "hw=cpu_with_peak")

@@ -55,7 +55,7 @@ def checkpoints(output_dir: Path) -> list[str]:
     return sorted(path.parent.name for path in output_dir.glob("*/checkpoints/*/COMMIT.json"))
 
 
-def test_a_python_number_that_changes_stops_the_run_which_goes_on_when_let(tmp_path):
+def test_a_python_number_that_changes_stops_the_run_which_resumes_when_allowed(tmp_path):
     out, own = tmp_path / "out", "trainer._target_=careless_lab.Growing"
     message = error_of(run(*COMMON, own, output_dir=out))
     assert "stopped after step 2: train was compiled again at its call 2 though its inputs are as before" in message

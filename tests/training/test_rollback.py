@@ -142,7 +142,7 @@ def test_tensorboard_shows_one_curve(rolled_back):
 
 
 @pytest.mark.parametrize("step", [6, 10], ids=["before_the_next_checkpoint", "after_it"])
-def test_a_run_killed_after_a_rollback_goes_on_in_the_same_way(rolled_back, path_to_trainer, tmp_path, step):
+def test_a_run_killed_after_a_rollback_resumes_in_the_same_way(rolled_back, path_to_trainer, tmp_path, step):
     whole, overrides, _ = rolled_back
     shutil.copytree(whole / "troubled", tmp_path / "troubled")
     folder = tmp_path / "troubled"

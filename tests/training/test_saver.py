@@ -112,7 +112,7 @@ def test_what_is_saved_is_what_was_when_it_was_asked_for(run):
     assert not any(torch.equal(run.parameters[name], t) for name, t in before.items())
 
 
-def test_the_first_and_the_last_of_a_stage_answer_and_all_are_looked_at(run):
+def test_the_first_and_the_last_of_a_stage_answer_and_all_are_checked(run):
     run.train()
     for step, how in {1: {}, 2: {}, 3: {"is_interval": False, "ends_stage": True}, 4: {"is_interval": False}}.items():
         run.save(step, **how)

@@ -44,7 +44,7 @@ def test_the_tokens_are_the_weights_share(staged):
     assert num_steps == -(-2 * rows.num_rows // 8), "an epoch has as many rows as both together"
 
 
-def test_a_run_goes_on_with_the_same_rows_on_other_processes(staged):
+def test_a_run_resumes_with_the_same_rows_on_other_processes(staged):
     whole = batches(staged)
     rest = batches(staged, first=17)
     assert [info for info, _ in rest] == [info for info, _ in whole][17:]

@@ -4,7 +4,7 @@
                     config.yaml     resolved config of the latest start
                     result.json     written last, by loggers/result.py
 
-A record that cannot be read, as after a power cut, is kept beside its file, so that the run goes on."""
+A record that cannot be read, as after a power cut, is kept beside its file, so that the run can continue."""
 
 import json
 import logging

@@ -8,11 +8,11 @@ folder of `set_spill_folder`.
 `Spool.save` writes to the place a checkpoint belongs to. When that fails as storage fails (storage/retry.py), it
 writes to `<cache>/spool/<key>` instead, says so once, and a thread tries the place again from then on: the newest
 checkpoint first, its commit marker last. The next start of the run on this machine delivers what a dead process left.
-The run's records go the same way, before the marker: who goes on from a checkpoint does not write those up to it
-again. The save of a request to stop goes here first and to its place from here.
+The run's records go the same way, before the marker: a run that resumes from a checkpoint does not write the records
+before it again. The save of a request to stop goes here first and to its place from here.
 
 A full disk is another matter: what retention may remove is removed at once and the save repeated; if that is not
-enough the run goes on without this checkpoint, and `LIMIT` such saves in a row end it."""
+enough the run continues without this checkpoint, and `LIMIT` such saves in a row end it."""
 
 import contextlib
 import hashlib

@@ -63,7 +63,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
 
 
 def start_of(config: Config, folder: RunFolder) -> StartPoint | None:
-    """What a new run starts from; None where it goes on from a checkpoint of its own, which has it all.
+    """What a new run starts from; None where it resumes from its own checkpoint, which has everything.
 
     Raises:
         ConfigError: there is nothing at `start.run`, or it does not go with the run.

@@ -135,7 +135,7 @@ def test_nothing_leads_out(name: str) -> None:
         rendered(ESCAPES[name], messages=[{"role": "user", "content": "?"}], add_generation_prompt=False, more={})
 
 
-def test_time_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop of few steps, each of which takes long."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.02)
     slow = "{% for i in range(9999) %}{% set x = range(5000)|sort|list|length %}{% endfor %}"

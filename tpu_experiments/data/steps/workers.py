@@ -43,7 +43,7 @@ def usable_cores() -> int:
 def start_server() -> None:
     """Start the fork server that workers are forked from, unless it runs.
 
-    It imports `PRELOADED`, which takes 3 s, while this process goes on.
+    It imports `PRELOADED`, which takes 3 s, while this process continues.
     """
     # This process is not forked: the threads of the tokenizer and of torch would be copied in an arbitrary state. The
     # server has no such threads; it imports once what every worker of this run needs, and the forks share it.
