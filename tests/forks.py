@@ -51,9 +51,11 @@ PRELOADED = (
 )
 READ_AT_IMPORT = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|DATASETS|ARROW|XDG|OMP|KMP|GOMP|OPENBLAS|MKL|GCSFS|MPL|TORCH|PYTORCH|CUDA|USE|LD|LC)_"
-    r"|HOME$|LANG$|TMPDIR$|PYTHON"
+    r"|HOME$|LANG$|TMPDIR$|PYTHON(?!PATH$)"
 )
 """Variables that a preloaded library or the interpreter reads when it starts; commands may differ in all others."""
+ENVIRONMENT = dict(os.environ)
+"""As it was when the tests began; the first command may be that of a test that has changed it."""
 LIMIT = 1 << 20
 """Bytes of a request: arguments and environment."""
 
@@ -136,10 +138,10 @@ class Server:
 
     def __init__(self) -> None:
         self.codes: dict[int, int] = {}
-        self._environment = dict(os.environ)
+        self._environment = ENVIRONMENT
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(command, cwd=REPOSITORY, env=self._environment, pass_fds=[theirs.fileno()])
         theirs.close()
         assert self._socket.recv(LIMIT), "the server could not import what it preloads"
         atexit.register(self.close)
@@ -293,6 +295,7 @@ def become(request: Mapping[str, Any], outputs: Sequence[int]) -> list[str]:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return list(request["command"])
 
 

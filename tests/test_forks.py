@@ -49,6 +49,29 @@ def test_one_with_another_environment_is_an_ordinary_process(tmp_path: Path) -> 
     assert process.communicate()[0] == "False\n"
 
 
+def test_modules_of_pythonpath_are_found_and_those_of_the_server_are_not(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text("import sys; import mine; print('torch' in sys.modules, any('tests' in p for p in sys.path[:2]))")
+    done = forks.run([str(script)], env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.stdout == "True False\n", done.stderr
+
+
+def test_the_environment_of_the_first_test_is_not_that_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(forks, "_server", None)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with forks.start(["-c", "pass"]) as process:
+        assert isinstance(process, subprocess.Popen)
+    monkeypatch.delenv("HF_HOME")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    with forks.start([str(script)]) as process:
+        assert isinstance(process, forks.Fork)
+    assert forks._server is not None
+    forks._server.close()
+
+
 def test_it_is_killed_like_any_other(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time; print('begun', flush=True); time.sleep(60)")
