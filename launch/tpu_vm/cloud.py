@@ -13,7 +13,7 @@ from launch.tpu_vm.gcloud import LABEL, Target
 from launch.tpu_vm.rules import Seen
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.slices import Slice, hw_of, load_slice
-from launch.tpu_vm.world import Run
+from launch.tpu_vm.world import Completed, Run
 
 TRIES = 6
 
@@ -39,15 +39,20 @@ class Cloud:
         Raises:
             CloudError: classified; for a transient or unknown failure only after six tries with 62 s of waiting in all.
         """
-        for attempt in range(TRIES):
-            done = self._run(words, timeout=timeout)
-            if done.code == 0:
-                return done.out
-            kind = kind_of(done.err)
-            if kind not in ("transient", "unknown") or attempt == TRIES - 1:
-                raise CloudError(kind, in_one_line(done.err) or f"exit code {done.code}")
+        done = self.ask(words, timeout=timeout)
+        if done.code:
+            raise CloudError(kind_of(done.err), in_one_line(done.err) or f"exit code {done.code}")
+        return done.out
+
+    def ask(self, words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
+        """Run a gcloud command, again while its failure is transient or unknown, and return how it ended."""
+        done = self._run(words, stdin=stdin, timeout=timeout)
+        for attempt in range(TRIES - 1):
+            if done.code == 0 or kind_of(done.err) not in ("transient", "unknown"):
+                break
             self._sleep(2.0 * 2**attempt)
-        raise AssertionError("unreachable")
+            done = self._run(words, stdin=stdin, timeout=timeout)
+        return done
 
     def look(self, target: Target) -> Seen:
         """Return the state of the queued resource and, where it is ACTIVE, of its node."""

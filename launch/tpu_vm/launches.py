@@ -124,7 +124,7 @@ def agree(world: World, settings: Settings, slice_: Slice, record: Record, job: 
     """
     if settings.code == "archive":
         world.files.check_archive()
-    missing = rights.look_ahead(world.run, settings, record.project)
+    missing = rights.look_ahead(Cloud(world.run, sleep=world.clock.sleep).ask, settings, record.project)
     if missing and settings.watchdog == "required":
         raise LaunchError(
             f"watchdog=required; {missing}. If this launcher dies, nobody else would end the machine; give that role, "
@@ -158,14 +158,16 @@ def check_price(found: Estimate, settings: Settings, limits: Limits, *, say: Cal
     if found.usd is None and found.hours is not None:
         found = replace(found, usd=found.hours * limits.usd_per_hour)
     say(found.sentence)
-    if settings.max_usd is None and found.hours is not None:
-        highest = max(found.usd or 0.0, found.hours * limits.usd_per_hour)  # in the dearest zone, as the limit counts
-        max_usd = math.ceil(HEADROOM * highest * 100) / 100
-        say(f"max_usd={max_usd:.2f}, {HEADROOM:g} times the planned hours at the highest price of the zones")
-        return max_usd
-    if found.usd is not None and found.usd > settings.max_usd:
-        raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
-    return None
+    if settings.max_usd is not None:
+        if found.usd is not None and found.usd > settings.max_usd:
+            raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
+        return None
+    if found.hours is None:
+        return None
+    highest = max(found.usd or 0.0, found.hours * limits.usd_per_hour)  # in the dearest zone, as the limit counts
+    max_usd = math.ceil(HEADROOM * highest * 100) / 100
+    say(f"max_usd={max_usd:.2f}, {HEADROOM:g} times the planned hours at the highest price of the zones")
+    return max_usd
 
 
 def offer_key(world: World, settings: Settings) -> None:

@@ -1,7 +1,6 @@
 """Whatever cloud, network, laptop and user do: nothing is billed unnamed, lost, or ended unasked.
 
-A simulation of both ends on one clock. `python -m tests.launch.test_random_clouds COUNT [FIRST]` draws more seeds than the
-test does.
+A simulation of both ends on one clock. More seeds: `python -m tests.launch.test_random_clouds COUNT [FIRST]`.
 """
 
 import random
