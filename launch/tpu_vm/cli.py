@@ -132,7 +132,20 @@ def _launch(
     *,
     then: str,
 ) -> int:
-    """Find or create the launch's record and drive it to its goal."""
+    """Find or create the launch's record and drive it to its goal, as the only launcher of its name."""
+    with launches.locked(world, settings):
+        return _launch_locked(world, settings, env_file, words, overrides, then=then)
+
+
+def _launch_locked(
+    world: World,
+    settings: Settings,
+    env_file: dict[str, str],
+    words: list[str],
+    overrides: list[str] | None,
+    *,
+    then: str,
+) -> int:
     record = world.store(launches.folder_of(settings), settings.name).load()
     is_new = record is None or (record.done and (record.goal == "gone" or overrides is None))
     if record is not None and not is_new:
@@ -142,21 +155,21 @@ def _launch(
     slice_ = load_slice(settings.hw)
     if record is not None and not record.done and record.goal == "gone":
         world.say(f"ending the launch before ({record.outcome}); give the command again to begin anew")
-        return _end_it(known_driver(world, [*words, f"name={settings.name}"]), world)
+        return _end_it(known_driver(world, [*words, f"name={settings.name}"]))
     job = None if overrides is None else launches.job_for(overrides, settings)
     if job is not None:
         check_outlives(job, settings, num_workers=slice_.num_workers)
     if record is None or is_new:
         project = launches.project_of(world, settings)
-        record = launches.fresh(world, settings, slice_, project=project, words=tuple(words))
-        limits = launches.limits_of(settings, slice_, zone=record.zone)
-        launches.agree(world, settings, slice_, limits, job, project=project, is_planned=then == "gone")
+        record = launches.fresh(world, settings, slice_, project=project, words=tuple(words), then=then)
+        record = launches.agree(world, settings, slice_, record, job)
+    elif not record.done:
+        world.say(f"continuing the launch of {record.resource} ({record.zone})")
     if job is not None:
         record = launches.with_job(record, job, then=then)
     launches.offer_key(world, settings)
     secrets = launches.secrets_of(world, settings, env_file)
-    with launches.locked(world, settings):
-        return drive(launches.driver_of(world, record, settings, secrets=secrets))
+    return drive(launches.driver_of(world, record, settings, secrets=secrets))
 
 
 def _continued(settings: Settings, record: Record) -> Settings:
@@ -177,7 +190,7 @@ def drive(driver: Driver) -> int:
 
     On failure, the command that finishes the job is printed.
     """
-    driver.store.save(driver.record)
+    driver.save(fetch_failures=0)
     try:
         record = driver.run()
     except KeyboardInterrupt:
@@ -190,6 +203,9 @@ def drive(driver: Driver) -> int:
     except CloudError as error:
         driver.say(f"NOT deleted, and it may cost: {error}; {by_hand(driver)}")
         return FAILED
+    if driver.left:
+        driver.say(left_behind(driver))
+        return FAILED
     if record.goal == "gone":
         driver.say(f"nothing of {record.name} is left; it cost {record.hours_before:.1f} h, ${record.usd_before:.2f}")
     else:
@@ -197,6 +213,23 @@ def drive(driver: Driver) -> int:
             f"{record.resource} in {record.zone} stays, and costs until: python launch/tpu.py down name={record.name}"
         )
     return EXIT_CODES.get(record.outcome, FAILED)
+
+
+def left_behind(driver: Driver) -> str:
+    """Return what is left and costs, what bounds it, and the commands that continue and end it."""
+    record, name = driver.record, driver.record.name
+    if record.created_at is None:
+        return f"{driver.left}; nothing is rented; give the same command again"
+    what = (
+        "it has the only copy of the results; the same command again fetches them and deletes it"
+        if record.outcome and not record.is_fetched
+        else "the same command again continues"
+    )
+    return (
+        f"NOT deleted: {record.resource} in {record.zone}: {driver.left}; {what}; it costs "
+        f"${driver.limits.usd_per_hour:.2f}/h until its limit (${driver.limits.most_usd:.2f} in all); stop it with: "
+        f"python launch/tpu.py down name={name} (or {by_hand(driver)})"
+    )
 
 
 def by_hand(driver: Driver) -> str:
@@ -210,17 +243,17 @@ def down(world: World, words: list[str], overrides: list[str]) -> int:
     require_name(settings)
     if world.store(launches.folder_of(settings), settings.name).load() is None:
         return delete_foreign(world, settings)
-    driver = known_driver(world, words)
-    code = _end_it(driver, world)
+    with launches.locked(world, settings):
+        driver = known_driver(world, words)
+        code = _end_it(driver)
     return 0 if driver.record.done else code
 
 
-def _end_it(driver: Driver, world: World) -> int:
+def _end_it(driver: Driver) -> int:
     """Fetch the results and delete the machine; return the exit code of the launch's outcome."""
-    with launches.locked(world, driver.settings):
-        outcome = driver.record.outcome or "down"
-        driver.save(goal="gone", done=False, outcome=outcome, reason=driver.record.reason or "down was asked for")
-        return drive(driver)
+    outcome = driver.record.outcome or "down"
+    driver.save(goal="gone", done=False, outcome=outcome, reason=driver.record.reason or "down was asked for")
+    return drive(driver)
 
 
 def delete_foreign(world: World, settings: Settings) -> int:
@@ -266,7 +299,7 @@ def logs(world: World, words: list[str], overrides: list[str]) -> int:
 
 
 def status(world: World, words: list[str], overrides: list[str]) -> int:
-    """List everything that costs money, in all zones where conf/hw offers a slice."""
+    """List everything that costs money, in all zones or in `zones=`."""
     settings, _ = settings_of(words)
     project = launches.project_of(world, settings)
     items, problems = everything(world, settings, project)
@@ -280,13 +313,8 @@ def status(world: World, words: list[str], overrides: list[str]) -> int:
 
 
 def everything(world: World, settings: Settings, project: str) -> tuple[list[Remaining], list[str]]:
-    """Return what costs money in `zones=`, else in the zones of conf/hw and of known launches, and failed listings."""
-    zones = list(settings.zones)
-    if not zones:
-        zones = [zone for hw in rentable() for zone in load_slice(hw).zones]
-        stored = (Store(file.parent, file.stem).load() for file in launches.folder_of(settings).glob("*.json"))
-        zones += [zone for record in stored if record is not None for zone in record.zones]
-    return remaining(Cloud(world.run, sleep=world.clock.sleep), settings, project=project, zones=zones)
+    """Return what costs money in `zones=`, else in all zones, and a sentence for each listing that failed."""
+    return remaining(Cloud(world.run, sleep=world.clock.sleep), settings, project=project, zones=settings.zones)
 
 
 def login(world: World, words: list[str], overrides: list[str]) -> int:

@@ -1,10 +1,11 @@
 """Call the Cloud TPU API through gcloud, for one launch's resource and for the list of all that costs money."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from launch.tpu_vm import gcloud
 from launch.tpu_vm.errors import FAILED, Kind, LaunchError, advice_for, in_one_line, kind_of
@@ -12,7 +13,7 @@ from launch.tpu_vm.gcloud import LABEL, Target
 from launch.tpu_vm.rules import Seen
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.slices import Slice, hw_of, load_slice
-from launch.tpu_vm.world import Run
+from launch.tpu_vm.world import Completed, Run
 
 TRIES = 6
 
@@ -38,15 +39,20 @@ class Cloud:
         Raises:
             CloudError: classified; for a transient or unknown failure only after six tries with 62 s of waiting in all.
         """
-        for attempt in range(TRIES):
-            done = self._run(words, timeout=timeout)
-            if done.code == 0:
-                return done.out
-            kind = kind_of(done.err)
-            if kind not in ("transient", "unknown") or attempt == TRIES - 1:
-                raise CloudError(kind, in_one_line(done.err) or f"exit code {done.code}")
+        done = self.ask(words, timeout=timeout)
+        if done.code:
+            raise CloudError(kind_of(done.err), in_one_line(done.err) or f"exit code {done.code}")
+        return done.out
+
+    def ask(self, words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
+        """Run a gcloud command, again while its failure is transient or unknown, and return how it ended."""
+        done = self._run(words, stdin=stdin, timeout=timeout)
+        for attempt in range(TRIES - 1):
+            if done.code == 0 or kind_of(done.err) not in ("transient", "unknown"):
+                break
             self._sleep(2.0 * 2**attempt)
-        raise AssertionError("unreachable")
+            done = self._run(words, stdin=stdin, timeout=timeout)
+        return done
 
     def look(self, target: Target) -> Seen:
         """Return the state of the queued resource and, where it is ACTIVE, of its node."""
@@ -78,21 +84,23 @@ class Cloud:
             if error.kind != "exists":
                 raise
 
-    def delete(self, target: Target) -> bool:
-        """Delete the resource with its node; return False where the API refuses in its present state."""
+    def delete(self, target: Target) -> Literal["accepted", "absent", "refused"]:
+        """Delete the resource with its node; `refused` is a state in which the API deletes nothing."""
         try:
             self.call(gcloud.delete(target), timeout=300.0)
         except CloudError as error:
             if error.kind == "undeletable":
-                return False
-            if error.kind != "absent":
-                raise
-        return True
+                return "refused"
+            if error.kind == "absent":
+                return "absent"
+            raise
+        return "accepted"
 
 
 def as_launch_error(error: CloudError) -> LaunchError:
     """Turn an API failure into one sentence for the user, with what to do."""
-    advice = f" {advice_for(str(error))}." if error.kind == "structural" else " Try again later."
+    is_fixable = error.kind in ("structural", "credentials", "zone")
+    advice = f" {advice_for(str(error))}." if is_fixable else " Try again later."
     return LaunchError(f"{str(error).rstrip('.')};{advice}", code=FAILED)
 
 
@@ -119,32 +127,41 @@ class Remaining:
 
 
 def remaining(
-    cloud: Cloud, settings: Settings, *, project: str, zones: Iterable[str]
+    cloud: Cloud, settings: Settings, *, project: str, zones: Iterable[str] = ()
 ) -> tuple[list[Remaining], list[str]]:
-    """Return everything found, and a sentence for each listing that failed."""
-    targets = [Target(settings, project, zone, "-") for zone in dict.fromkeys(zones)]
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        found = list(pool.map(lambda target: _in_zone(cloud, target), targets))
-    return [item for items, _ in found for item in items], [problem for _, problems in found for problem in problems]
+    """Return everything found in all zones, or in `zones`, and a sentence for each listing that failed.
 
-
-def _in_zone(cloud: Cloud, target: Target) -> tuple[list[Remaining], list[str]]:
-    items: list[Remaining] = []
-    problems: list[str] = []
-    for kind, words, read in (
+    The four kinds are listed at the same time, each over all zones in one call.
+    """
+    target = Target(settings, project, "-", "-")
+    listings = (
         ("queued resources", gcloud.listing(target, "queued-resources"), _resource),
         ("nodes", gcloud.listing(target, "tpu-vm"), _node),
         ("VMs", gcloud.list_loaders(target), _vm),
         ("disks", gcloud.list_disks(target), _disk),
-    ):
+    )
+    problems: list[str] = []
+
+    def listed(kind: str, words: list[str], read: Callable[[dict[str, Any], str], Remaining]) -> list[Remaining]:
         try:
             rows = json.loads(cloud.call(words) or "[]")
         except CloudError as error:
-            problems.append(f"{target.zone}: the {kind} were not listed: {error}")
-            continue
-        items += [read(row, target.zone) for row in rows]
-    nodes_of_resources = {item.name for item in items if item.kind == "queued resource"}
-    return [item for item in items if item.kind != "node" or item.name not in nodes_of_resources], problems
+            problems.append(f"the {kind} were not listed: {error}")
+            return []
+        return [read(row, _zone(row)) for row in rows]
+
+    with ThreadPoolExecutor(max_workers=len(listings)) as pool:
+        items = [item for found in pool.map(lambda listing: listed(*listing), listings) for item in found]
+    of_resources = {(item.zone, item.name) for item in items if item.kind == "queued resource"}
+    items = [item for item in items if item.kind != "node" or (item.zone, item.name) not in of_resources]
+    wanted = set(zones)
+    return [item for item in items if not wanted or item.zone in wanted], problems
+
+
+def _zone(row: dict[str, Any]) -> str:
+    """Return the zone of a listed resource: of its full name, or of the address of its zone."""
+    match = re.search(r"(?:locations|zones)/([^/]+)", f"{row.get('name', '')} {row.get('zone', '')}")
+    return match[1].strip() if match else "?"
 
 
 def _resource(row: dict[str, Any], zone: str) -> Remaining:

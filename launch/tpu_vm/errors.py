@@ -28,7 +28,10 @@ class LaunchError(Exception):
         self.code = code
 
 
-Kind = Literal["absent", "exists", "undeletable", "transient", "structural", "capacity", "unknown"]
+Kind = Literal[
+    "absent", "exists", "undeletable", "transient", "zone", "credentials", "structural", "capacity", "unknown"
+]
+"""`zone`: this zone cannot serve the request (quota, type), another may. `credentials`: gcloud has to log in again."""
 
 # Order matters: rate limits and stock-outs also contain RESOURCE_EXHAUSTED, which by itself means a quota.
 _PATTERNS: tuple[tuple[Kind, str], ...] = (
@@ -36,15 +39,14 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ("exists", r"ALREADY_EXISTS|already exists"),
     ("undeletable", r"not supported when state is|cannot be deleted|state is PROVISIONING"),
     ("transient", r"RATE_LIMIT_EXCEEDED|per minute|Too Many Requests"),
-    ("structural", r"Limit: 0|[Qq]uota|QUOTA_EXCEEDED|IN_USE_ADDRESSES"),
+    ("zone", r"Limit: 0|[Qq]uota|QUOTA_EXCEEDED|IN_USE_ADDRESSES"),
+    ("zone", r"(?i)accelerator[ _-]?type.*(location|zone|not (found|available|supported)|unavailable)"),
     ("capacity", r"no more capacity|STOCKOUT|enough resources|out of capacity|code: 8\b|capacity (is )?(un)?available"),
+    ("credentials", r"active account|UNAUTHENTICATED|[Rr]eauthentication|gcloud auth login|invalid_grant"),
     ("structural", r"PERMISSION_DENIED|[Bb]illing|not have permission|does not have access|SERVICE_DISABLED"),
-    (
-        "structural",
-        r"has not been used in project|active account|UNAUTHENTICATED|[Rr]eauthentication|gcloud auth login",
-    ),
+    ("structural", r"has not been used in project"),
     ("structural", r"INVALID_ARGUMENT|unrecognized arguments|Invalid choice|required property \[project\]"),
-    ("structural", r"RESOURCE_EXHAUSTED"),
+    ("zone", r"RESOURCE_EXHAUSTED"),
     ("transient", r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|ABORTED|HTTPError 5\d\d|[Tt]imed? ?out|[Cc]onnection|ssh"),
 )
 # What to do about a structural failure, by its text.
@@ -54,9 +56,10 @@ _ADVICE: tuple[tuple[str, str], ...] = (
         r"Limit: 0|[Qq]uota|RESOURCE_EXHAUSTED",
         "ask for TPU quota of this kind in this zone (console: IAM, Quotas), or use another zones=",
     ),
+    (r"(?i)accelerator[ _-]?type", "this type is not offered to your project in this zone; use another zones="),
     (r"[Bb]illing", "switch billing on for the project"),
     (r"SERVICE_DISABLED|has not been used in project", "gcloud services enable tpu.googleapis.com"),
-    (r"active account|UNAUTHENTICATED|[Rr]eauthentication|gcloud auth login", "gcloud auth login"),
+    (r"active account|UNAUTHENTICATED|[Rr]eauthentication|gcloud auth login|invalid_grant", "gcloud auth login"),
     (r"required property \[project\]", "give project=, or gcloud config set project ID"),
     (
         r"PERMISSION_DENIED|permission|access",

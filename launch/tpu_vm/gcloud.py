@@ -98,7 +98,7 @@ def delete_node(target: Target) -> list[str]:
 
 
 def listing(target: Target, kind: str) -> list[str]:
-    """List all `queued-resources` or all `tpu-vm` of a zone."""
+    """List all `queued-resources` or all `tpu-vm` of a zone; the zone `-` is every zone."""
     return ["gcloud", "compute", "tpus", kind, "list", *target.place, "--format=json"]
 
 
@@ -244,5 +244,5 @@ def list_disks(target: Target) -> list[str]:
 
 def _labelled(target: Target, kind: str) -> list[str]:
     account = [f"--account={target.settings.account}"] if target.settings.account else []
-    place = [f"--project={target.project}", f"--zones={target.zone}", *account]
+    place = [f"--project={target.project}", *([f"--zones={target.zone}"] if target.zone != "-" else []), *account]
     return ["gcloud", "compute", kind, "list", *place, f"--filter=labels.{LABEL}:*", "--format=json"]

@@ -4,6 +4,7 @@
 """
 
 import fcntl
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from launch.tpu_vm import code_sync, gcloud, rights
 from launch.tpu_vm.cloud import Cloud
 from launch.tpu_vm.driver import Driver
 from launch.tpu_vm.errors import LaunchError
-from launch.tpu_vm.job import Estimate, Job, is_sweep, job_of
+from launch.tpu_vm.job import Estimate, Job, is_sweep, job_of, values_of
 from launch.tpu_vm.money import HOUR, Limits
 from launch.tpu_vm.settings import Settings, require_name, settings_of
 from launch.tpu_vm.slices import Slice, load_slice
@@ -24,6 +25,10 @@ from launch.tpu_vm.vm import Vm
 from launch.tpu_vm.world import World
 
 WATCHDOG = "launch/watchdog.sh"
+UNSEEN_SECONDS = 2700.0
+"""Time that a machine without a run can be used before it counts as idle: its boot and a set-up of at most 40 min."""
+HEADROOM = 1.5
+"""Limit in dollars where none is given, in planned costs: room for reclaims and for a wrong estimate."""
 
 
 def folder_of(settings: Settings) -> Path:
@@ -51,14 +56,20 @@ def secrets_of(world: World, settings: Settings, env_file: Mapping[str, str]) ->
     return {name: value for name, value in found.items() if value}
 
 
-def limits_of(settings: Settings, slice_: Slice, *, zone: str) -> Limits:
-    """Return the launch's limits with hours and minutes converted to seconds."""
-    price = slice_.usd_per_hour(spot=settings.spot, zone=zone, override=settings.usd_per_chip_hour)
+def limits_of(settings: Settings, slice_: Slice, record: Record) -> Limits:
+    """Return the launch's limits in seconds, at the highest price of its zones."""
+    price = max(
+        slice_.usd_per_hour(spot=settings.spot, zone=zone, override=settings.usd_per_chip_hour) for zone in record.zones
+    )
+    max_usd = record.max_usd if settings.max_usd is None else settings.max_usd
     hours, minutes = settings.queue_hours, settings.zone_minutes
-    return Limits(price, settings.max_usd, settings.max_hours, hours * HOUR, minutes * 60)
+    unseen = settings.idle_minutes * 60 + UNSEEN_SECONDS if settings.watchdog == "required" else math.inf
+    return Limits(price, max_usd, settings.max_hours, hours * HOUR, minutes * 60, unseen_seconds=unseen)
 
 
-def fresh(world: World, settings: Settings, slice_: Slice, *, project: str, words: tuple[str, ...]) -> Record:
+def fresh(
+    world: World, settings: Settings, slice_: Slice, *, project: str, words: tuple[str, ...], then: str
+) -> Record:
     """Return the record of a launch that has not started."""
     return Record(
         name=settings.name,
@@ -68,6 +79,7 @@ def fresh(world: World, settings: Settings, slice_: Slice, *, project: str, word
         project=project,
         zones=settings.zones or slice_.zones,
         words=words,
+        then=then,
     )
 
 
@@ -100,28 +112,45 @@ def with_job(record: Record, job: Job, *, then: str) -> Record:
     )
 
 
-def agree(
-    world: World, settings: Settings, slice_: Slice, limits: Limits, job: Job | None, *, project: str, is_planned: bool
-) -> None:
-    """Plan the run and ask for confirmation before anything is rented.
+def agree(world: World, settings: Settings, slice_: Slice, record: Record, job: Job | None) -> Record:
+    """Check, plan and price a launch, and ask for confirmation, before anything is rented.
+
+    Returns:
+        The record with the limit of dollars that follows from the plan, where none was given.
 
     Raises:
-        LaunchError: it does not fit, costs more than `max_usd`, or the user declines.
+        LaunchError: the code cannot be sent, the VM could not delete itself, the run does not fit or costs more than
+            `max_usd`, or the user declines.
     """
-    words = f"{slice_.accelerator_type}{' spot' if settings.spot else ''}, up to ${limits.usd_per_hour:.2f}/h"
-    if job is not None and is_planned and settings.plan == "first":
+    if settings.code == "archive":
+        world.files.check_archive()
+    missing = rights.look_ahead(Cloud(world.run, sleep=world.clock.sleep).ask, settings, record.project)
+    if missing and settings.watchdog == "required":
+        raise LaunchError(
+            f"watchdog=required; {missing}. If this launcher dies, nobody else would end the machine; give that role, "
+            "or rent all the same with watchdog=warn."
+        )
+    if missing:
+        world.say(f"warning: {missing}")
+    if job is not None and not job.is_remote:
+        world.say(
+            f"warning: output_dir={values_of(job.overrides)['output_dir']}; the machine has the only copy of the "
+            "checkpoints, and of the results until they are fetched; a limit or a failure of the machine loses them; "
+            "with output_dir=gs://... after -- nothing is lost"
+        )
+    limits = limits_of(settings, slice_, record)
+    if job is not None and record.then == "gone" and settings.plan == "first":
         found = world.plan(job.overrides, run_name=job.name, spot=settings.spot, results=Path(settings.results))
         if found is not None:
-            check_price(found, settings, limits, say=world.say)
-    warning = rights.look_ahead(world.run, settings, project)
-    if warning:
-        world.say(f"warning: {warning}")
-    cap = f"{settings.max_hours:g} h" + ("" if settings.max_usd is None else f" and ${settings.max_usd:g}")
-    world.confirm(f"rent {words}; at most {cap}?", settings)
+            record = replace(record, max_usd=check_price(found, settings, limits, say=world.say))
+            limits = limits_of(settings, slice_, record)
+    words = f"{slice_.accelerator_type}{' spot' if settings.spot else ''}, up to ${limits.usd_per_hour:.2f}/h"
+    world.confirm(f"rent {words}; at most {limits.max_hours:g} h and ${limits.most_usd:.2f}?", settings)
+    return record
 
 
-def check_price(found: Estimate, settings: Settings, limits: Limits, *, say: Callable[[str], None]) -> None:
-    """Print the plan's estimate.
+def check_price(found: Estimate, settings: Settings, limits: Limits, *, say: Callable[[str], None]) -> float | None:
+    """Print the plan's estimate; return the limit in dollars that follows from it, None where one was given.
 
     Raises:
         LaunchError: the estimate exceeds `max_usd`.
@@ -129,8 +158,16 @@ def check_price(found: Estimate, settings: Settings, limits: Limits, *, say: Cal
     if found.usd is None and found.hours is not None:
         found = replace(found, usd=found.hours * limits.usd_per_hour)
     say(found.sentence)
-    if found.usd is not None and settings.max_usd is not None and found.usd > settings.max_usd:
-        raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
+    if settings.max_usd is not None:
+        if found.usd is not None and found.usd > settings.max_usd:
+            raise LaunchError(f"max_usd={settings.max_usd:g}; the plan says ${found.usd:.2f}; raise it, or train less.")
+        return None
+    if found.hours is None:
+        return None
+    highest = max(found.usd or 0.0, found.hours * limits.usd_per_hour)  # in the dearest zone, as the limit counts
+    max_usd = math.ceil(HEADROOM * highest * 100) / 100
+    say(f"max_usd={max_usd:.2f}, {HEADROOM:g} times the planned hours at the highest price of the zones")
+    return max_usd
 
 
 def offer_key(world: World, settings: Settings) -> None:
@@ -166,7 +203,7 @@ def driver_of(world: World, record: Record, settings: Settings, *, secrets: dict
         vm=vm,
         settings=settings,
         slice_=slice_,
-        limits=limits_of(settings, slice_, zone=record.zone),
+        limits=limits_of(settings, slice_, record),
         clock=world.clock,
         say=world.say,
         secrets=secrets,

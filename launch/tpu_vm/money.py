@@ -19,8 +19,14 @@ class Limits:
     queue_seconds: float
     zone_seconds: float
     max_machines: int = 50
-    unreachable_seconds: float = 1200.0
-    """Time without an answer after which a READY machine is replaced."""
+    unseen_seconds: float = float("inf")
+    """Longest time that a machine without a run can have cost unseen."""
+
+    @property
+    def most_usd(self) -> float:
+        """Return the most that the launch may cost, in dollars."""
+        by_hours = self.max_hours * self.usd_per_hour
+        return by_hours if self.max_usd is None else min(by_hours, self.max_usd)
 
 
 def hours_used(record: Record, *, now: float) -> float:
@@ -54,8 +60,21 @@ def began(record: Record, *, now: float) -> Record:
     return replace(record, ready_at=record.idle_at or record.created_at or now, machines=record.machines + 1)
 
 
+def unseen(record: Record, *, now: float, limits: Limits) -> Record:
+    """Count a machine that came and went while nobody looked, as on a laptop that slept.
+
+    It had no run, so its watchdog has ended it after its idle time at the latest.
+    """
+    if record.ready_at is not None or record.created_at is None:
+        return record
+    free_at = record.idle_at or record.created_at
+    return replace(record, ready_at=max(free_at, now - limits.unseen_seconds), machines=record.machines + 1)
+
+
 def ended(record: Record, *, now: float, limits: Limits) -> Record:
-    """Add the deleted machine's cost to the totals and reset its state."""
+    """Add the cost of a machine that is gone to the totals and reset its state."""
+    if not record.is_absence_expected:
+        record = unseen(record, now=now, limits=limits)
     return replace(
         record.before_start(),
         usd_before=usd_used(record, now=now, limits=limits),
@@ -67,7 +86,11 @@ def ended(record: Record, *, now: float, limits: Limits) -> Record:
         is_preempted=False,
         is_stop_asked=False,
         attempts=0,
-        unreachable_since=None,
+        is_absence_expected=False,
+        absences=0,
+        silences=0,
+        heartbeat="",
+        still=0,
     )
 
 

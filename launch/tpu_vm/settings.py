@@ -37,7 +37,7 @@ class Settings:
     network: Literal["external", "internal"] = "external"
     """`internal`: no external address (needed from 16 VMs on; needs Cloud NAT), ssh through IAP."""
     max_usd: float | None = None
-    """Maximum cost of the TPU, over all its machines."""
+    """Maximum cost of the TPU, over all its machines; null is 1.5 times the planned cost."""
     max_hours: float = 24.0
     """Maximum hours that a TPU is held, over all its machines."""
     queue_hours: float = 6.0
@@ -47,7 +47,9 @@ class Settings:
     idle_minutes: float = 30.0
     """The VM deletes itself after this time without a run, a login or this launcher."""
     watchdog: Literal["required", "warn"] = "required"
-    """If the VM reports that it cannot delete itself: `required` gives it back at once, `warn` continues."""
+    """`required`: rents only where the VM is shown to be allowed to delete itself. `warn`: continues without."""
+    fetch: Literal["required", "skip"] = "required"
+    """`skip` lets `down` delete a machine whose results, of which it has the only copy, cannot be fetched."""
     usd_per_chip_hour: float | None = None
     """Price of a chip-hour in dollars; null uses the dated one of conf/hw."""
     plan: Literal["first", "skip"] = "first"

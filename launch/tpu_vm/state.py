@@ -36,8 +36,10 @@ class Record:
     """`ready`: a machine that is set up. `run`: the run has ended. `gone`: everything is deleted."""
     then: str = "keep"
     """`keep` the machine when the goal is reached, or delete it (`gone`)."""
+    max_usd: float | None = None
+    """Limit in dollars that the plan set where none was given."""
     outcome: str = ""
-    """finished, failed, stopped, interrupted, budget, capacity, refused or down; empty while in progress."""
+    """finished, failed, stopped, interrupted, budget, capacity, refused, lost or down; empty while in progress."""
     reason: str = ""
     """The outcome in one sentence."""
     done: bool = False
@@ -46,7 +48,9 @@ class Record:
     rounds: int = 0
     """Number of times that every zone was without capacity."""
     round_at: float | None = None
-    """Time at which the last such round ended."""
+    """Time at which the last such round ended; None once a zone was asked again."""
+    blocked: tuple[str, ...] = ()
+    """Zones that cannot serve this project (quota, type of machine), each with the reason: `ZONE: REASON`."""
     queued_at: float | None = None
     """Time at which the wait for capacity began, over all zones; None while there is a machine."""
     created_at: float | None = None
@@ -68,6 +72,10 @@ class Record:
     """Whether the run was started on any machine."""
     is_moving: bool = False
     """Whether the resource is being deleted to try the next zone."""
+    is_absence_expected: bool = False
+    """Whether the present resource was deleted or never created, so that its absence needs no second look."""
+    absences: int = 0
+    """Consecutive times that the API did not know the present resource or its node."""
     is_preempted: bool = False
     """Whether the machine has reported its preemption."""
     is_stop_asked: bool = False
@@ -83,7 +91,14 @@ class Record:
     """Bytes of the present machine's log already printed."""
     is_fetched: bool = False
     fetch_failures: int = 0
-    unreachable_since: float | None = None
+    silences: int = 0
+    """Consecutive times that the present machine did not answer over ssh, while the API said that it is READY."""
+    heartbeat: str = ""
+    """Lease of the run in the bucket, last seen while the machine was silent."""
+    still: int = 0
+    """Consecutive times that the bucket answered and the lease was the same."""
+    silent_machines: int = 0
+    """Machines in a row that were given back since they did not answer, with no run started."""
     setup_failures: int = 0
     history: tuple[str, ...] = ()
     """Log of the launch, newest line last."""
@@ -102,6 +117,21 @@ class Record:
     def zone(self) -> str:
         """Return the zone where the resource is or will be."""
         return self.zones[self.zone_index % len(self.zones)]
+
+    @property
+    def open_zones(self) -> tuple[str, ...]:
+        """Return the zones that are not blocked."""
+        blocked = {reason.split(":", 1)[0] for reason in self.blocked}
+        return tuple(zone for zone in self.zones if zone not in blocked)
+
+    def in_next_zone(self, *, now: float) -> "Record":
+        """Return the record in the next open zone; after the last one a round without capacity has ended."""
+        index = self.zone_index + 1
+        while self.open_zones and self.zones[index % len(self.zones)] not in self.open_zones:
+            index += 1
+        is_round = index // len(self.zones) > self.zone_index // len(self.zones)
+        rounds, round_at = (self.rounds + 1, now) if is_round else (self.rounds, self.round_at)
+        return replace(self, zone_index=index, rounds=rounds, round_at=round_at)
 
     def before_start(self) -> "Record":
         """Return the record with nothing of a run on the present machine: no start, state, ending or log."""

@@ -103,6 +103,8 @@ RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "adap
 SWEEP_FILES = r"[^/]+/(result\.json|test_results\.json|README\.md|config\.yaml|adapter/.*)|sweep\.json|leaderboard\..*"
 SWEEP_FILES += r"|(tensorboard|logs)/.*"
 """Files of a sweep to fetch, the same that launch/worker.sh packs; each point has a folder of its own."""
+LEASE = ".lease.json"
+"""File that a run renews in its folder (tpu_experiments/storage/lease.py)."""
 
 
 class Bucket:
@@ -142,6 +144,13 @@ class Bucket:
         done = self._run(gcloud.bucket_read(f"{record.run_folder}/sweep.json"))
         rows = json.loads(done.out or "{}").get("points", []) if done.code == 0 else []
         return bool(rows) and all(row.get("status") in ("finished", "pruned") for row in rows)
+
+    def heartbeat(self, record: Record) -> str | None:
+        """Return the run's lease, which changes every 20 s while the run lives; None where the bucket shows none."""
+        if is_sweep(record.overrides):  # each of its points has a lease of its own
+            return None
+        done = self._run(gcloud.bucket_read(f"{record.run_folder}/{LEASE}"))
+        return done.out if done.code == 0 and done.out else None
 
     def _copied(self, address: str, into: Path) -> bool:
         done = self._run(gcloud.bucket_copy(address, str(into)), timeout=COPY_SECONDS)
@@ -323,6 +332,14 @@ class Vm:
     def is_finished(self, record: Record) -> bool:
         """Return whether the bucket has all the results of the run."""
         return record.is_remote and self._bucket.is_finished(record)
+
+    def heartbeat(self, record: Record) -> str | None:
+        """Return the lease that the run renews in the bucket, or None where none is seen."""
+        return self._bucket.heartbeat(record) if record.is_remote else None
+
+    def release(self, target: Target) -> None:
+        """Tell the VM that its results are fetched, so that its watchdog no longer keeps it for them."""
+        self.remote(target, f"{WORKER} fetched")
 
     def fetch_logs(self, target: Target, into: Path) -> None:
         """Save the output of each worker's run as `logs/worker-N.log`."""

@@ -109,6 +109,14 @@ class LocalFiles:
         """Pack the working tree into one file; return a description with count and size."""
         return code_sync.archive(file)
 
+    def check_archive(self) -> None:
+        """Check that the working tree can be sent.
+
+        Raises:
+            LaunchError: it is no git checkout, or too large.
+        """
+        code_sync.working_tree()
+
     def make_dirs(self, folder: Path) -> None:
         """Create the folder and its parents."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,14 @@
 """A Cloud TPU API, its machines and a bucket, in memory and on a simulated clock, behind gcloud's command lines.
 
 Failure texts are those that gcloud prints for the real API (reference: field reports and the API's documentation).
-Money runs while a node is READY, as Google bills it, whatever the launcher believes.
+Money runs while a node is READY, as Google bills it, whatever the launcher believes. A machine deletes itself only as
+launch/watchdog.sh does: where its account may, after its limit, or unused and with no result that is nowhere else.
 """
 
+import io
 import json
 import re
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +19,21 @@ STOCKOUT = (
     "(see https://cloud.google.com/tpu/docs/regions) [EID: 0x1]"
 )
 QUOTA = "Quota limit 'TPUV6EPreemptiblePerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone {zone}."
+TYPE_DENIED = (
+    "PERMISSION_DENIED: Cloud TPU received a bad request. User does not have permission to submit requests for "
+    'accelerator type "v6e-8" in location "{zone}" [EID: 0x2]'
+)
 NOT_FOUND = "ERROR: (gcloud.compute.tpus.{what}) NOT_FOUND: Resource '{name}' was not found"
+OFFLINE = "ERROR: gcloud crashed (TransportError): HTTPSConnectionPool(oauth2.googleapis.com): Connection refused"
+LOGGED_OUT = "ERROR: (gcloud) There was a problem refreshing auth tokens: Reauthentication failed. gcloud auth login"
 UNAVAILABLE = "ERROR: (gcloud.compute.tpus.x) UNAVAILABLE: The service is currently unavailable."
 PROVISIONING = "ERROR: (gcloud) FAILED_PRECONDITION: DeleteQueuedResource is not supported when state is PROVISIONING"
 MEMBER = "serviceAccount:123-compute@developer.gserviceaccount.com"
 POLICY = json.dumps({"bindings": [{"role": "roles/editor", "members": [MEMBER]}]})
 SSH_LOST = "ssh: connect to host 10.0.0.2 port 22: Connection timed out\nERROR: (gcloud.compute.tpus.tpu-vm.ssh) 255"
+
+
+NEVER = float("inf")
 
 
 class SimulatedClock:
@@ -49,6 +61,8 @@ class Fate:
     """Seconds from READY to the reclaim."""
     silent: bool = False
     """sshd never answers."""
+    dies: float = NEVER
+    """Seconds from READY to a crash that the API does not show: the node stays READY, sshd and the run are gone."""
 
 
 @dataclass
@@ -59,7 +73,7 @@ class Machine:
     fate: Fate
     metadata: dict[str, str]
     words: list[str]
-    deleted_at: float | None = None
+    may_delete_itself: bool = True
     run_id: str = ""
     started_at: float = 0.0
     run_words: str = ""
@@ -68,6 +82,11 @@ class Machine:
     stop_asked: bool = False
     secrets: list[str] = field(default_factory=list)
     is_set_up: bool = False
+    work: float = NEVER
+    ended_at: float = 0.0
+    heard_at: float = 0.0
+    """Last word of the launcher."""
+    is_fetched: bool = False
 
     @property
     def ready_at(self) -> float:
@@ -75,9 +94,28 @@ class Machine:
 
     @property
     def lost_at(self) -> float:
-        """The reclaim, or the VM's own watchdog."""
-        reclaim = float("inf") if self.fate.lives is None else self.ready_at + self.fate.lives
-        return min(reclaim, self.ready_at + float(self.metadata["tpuexp-seconds"]))
+        """The reclaim."""
+        return NEVER if self.fate.lives is None else self.ready_at + self.fate.lives
+
+    @property
+    def dead_at(self) -> float:
+        """The reclaim or the crash: from then on nothing on the machine runs."""
+        return min(self.lost_at, self.ready_at + self.fate.dies)
+
+    @property
+    def is_only_copy(self) -> bool:
+        """Whether its results are on its disk alone."""
+        return bool(self.run_id) and "output_dir=gs://" not in self.run_words and not self.is_fetched
+
+    @property
+    def deletes_itself_at(self) -> float:
+        if not self.may_delete_itself:
+            return NEVER
+        limit = self.ready_at + float(self.metadata["tpuexp-seconds"])
+        run_end = self.ended_at or (self.started_at + max(0.0, self.work - self.done_before) if self.run_id else 0.0)
+        unused = max(self.ready_at, self.heard_at, run_end) + float(self.metadata["tpuexp-idle-seconds"])
+        found = limit if self.is_only_copy else min(limit, unused)
+        return found if found < self.dead_at else NEVER
 
     def state(self, now: float) -> str:
         if self.fate.failure and now >= self.asked_at + self.fate.queued:
@@ -105,7 +143,13 @@ class FakeCloud:
         self.calls: list[list[str]] = []
         self.stdins: list[str] = []
         self.trouble: dict[int, str] = {}
-        """By number of the call: refuse, refuse_after, kill, kill_after."""
+        """By number of the call: refuse, refuse_after, kill, kill_after, interrupt, absent, sleep."""
+        self.windows: list[tuple[str, float, float]] = []
+        """Kind (offline, logged_out, no_ssh, full_disk), beginning and end on the clock."""
+        self.deleted_running: list[str] = []
+        """Machines that the launcher deleted while their run was alive and not asked to stop."""
+        self.deleted_copies: list[str] = []
+        """Machines that were deleted with the only copy of a result, before their limit."""
         self.billed = 0.0
         """Seconds of READY machines that are gone."""
         self.setup_code = 0
@@ -121,6 +165,15 @@ class FakeCloud:
         trouble = self.trouble.get(len(self.calls), "")
         if trouble == "kill":
             raise Killed
+        if trouble == "sleep":  # the laptop's lid is closed
+            self.clock.sleep(30_000.0)
+        self.end_by_themselves()
+        if self.is_in("offline") or self.is_in("logged_out"):
+            return Completed(1, err=OFFLINE if self.is_in("offline") else LOGGED_OUT)
+        if self.is_in("no_ssh") and ("ssh" in words or "scp" in words):
+            return Completed(255, err=SSH_LOST)
+        if trouble == "absent" and "describe" in words and "tpus" in words:
+            return Completed(1, err=NOT_FOUND.format(what="x", name=words[5]))
         if trouble == "refuse":
             return Completed(1, err=SSH_LOST if "ssh" in words else UNAVAILABLE)
         done = self.answer([word for word in words if word != "alpha"], stdin)
@@ -129,6 +182,24 @@ class FakeCloud:
         if trouble == "interrupt":
             raise KeyboardInterrupt
         return Completed(1, err=UNAVAILABLE) if trouble == "refuse_after" else done
+
+    def is_in(self, kind: str) -> bool:
+        return any(kind == name and begin <= self.clock.now() < end for name, begin, end in self.windows)
+
+    def end_by_themselves(self) -> None:
+        """Delete the machines whose watchdog has done so by now."""
+        now = self.clock.now()
+        for machine in [one for one in self.machines.values() if one.deletes_itself_at <= now]:
+            self.billed += machine.deletes_itself_at - machine.ready_at
+            self.progress(machine, until=machine.deletes_itself_at)
+            self.note_copy(machine, at=machine.deletes_itself_at)
+            del self.machines[machine.zone, machine.name]
+
+    def note_copy(self, machine: Machine, *, at: float) -> None:
+        is_at_limit = at >= machine.ready_at + float(machine.metadata["tpuexp-seconds"]) - 600.0
+        has_result = machine.ended == 0 and at < machine.dead_at
+        if machine.is_only_copy and has_result and not is_at_limit:
+            self.deleted_copies.append(machine.name)
 
     def answer(self, words: list[str], stdin: str) -> Completed:
         verb = " ".join(words[1:5] if words[1] == "compute" else words[1:3])
@@ -152,11 +223,25 @@ class FakeCloud:
         state = machine.state(self.clock.now())
         if verb == "tpu-vm describe":
             return Completed(0, '{"state": "READY"}') if state == "ACTIVE" else Completed(1, err="NOT_FOUND: node")
-        if state != "ACTIVE" or machine.fate.silent:
+        if state != "ACTIVE" or machine.fate.silent or self.clock.now() >= machine.dead_at:
             return Completed(255, err=SSH_LOST)
         if "scp" in words:
-            return Completed(0)
+            return self.copied(machine, words)
         return self.ssh(machine, words, stdin)
+
+    def copied(self, machine: Machine, words: list[str]) -> Completed:
+        """The code on its way there, or results on their way here as a tar file."""
+        source, target = [word for word in words[words.index("scp") + 1 :] if not word.startswith("-")][:2]
+        if not source.startswith(f"{machine.name}:"):
+            return Completed(0)
+        self.progress(machine)
+        with tarfile.open(target, "w:gz") as tar:
+            if machine.ended == 0:
+                entry = tarfile.TarInfo("result.json")
+                entry.size = 2
+                tar.addfile(entry, io.BytesIO(b"{}"))
+        machine.is_fetched = machine.ended == 0
+        return Completed(0)
 
     def project(self, words: list[str]) -> Completed:
         if "describe" in words:
@@ -175,7 +260,8 @@ class FakeCloud:
         flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
         metadata = dict(pair.split("=", 1) for pair in flags["metadata"].split(","))
         fate = self.fates.pop(0) if self.fates else Fate()
-        new = Machine(words[5], zone_of(words), self.clock.now(), fate, metadata, words)
+        may = self.watchdog.startswith("granted")
+        new = Machine(words[5], zone_of(words), self.clock.now(), fate, metadata, words, may, work=self.work)
         self.machines[new.zone, new.name] = new
         self.all_machines.append(new)
         return Completed(0, "{}")
@@ -192,6 +278,10 @@ class FakeCloud:
         if state == "PROVISIONING":
             return Completed(1, err=PROVISIONING)
         self.bill(machine)
+        self.note_copy(machine, at=self.clock.now())
+        is_alive = state == "ACTIVE" and self.clock.now() < machine.dead_at
+        if is_alive and machine.run_id and machine.ended is None and not machine.stop_asked:
+            self.deleted_running.append(machine.name)
         del self.machines[machine.zone, machine.name]
         return Completed(0)
 
@@ -209,7 +299,7 @@ class FakeCloud:
     def listing(self, words: list[str]) -> list[dict[str, object]]:
         zone, rows = zone_of(words), []
         for machine in self.machines.values():
-            if machine.zone == zone and "queued-resources" in words:
+            if zone in (machine.zone, "-") and "queued-resources" in words:
                 node = {"acceleratorType": "v6e-8", "labels": {"tpu-experiments": "ro1"}}
                 rows.append(self.described(machine) | {"spot": {}, "tpu": {"nodeSpec": [{"node": node}]}})
         return rows
@@ -218,25 +308,42 @@ class FakeCloud:
         for machine in self.machines.values():
             self.progress(machine)
         address = next(word for word in words if word.startswith("gs://"))
+        if address.endswith(".lease.json"):
+            return self.lease(address)
         if address not in self.bucket:
             return Completed(1, err="ERROR: (gcloud.storage.cp) The following URLs matched no objects or files")
         if "cp" in words:
             (Path(words[-1]) / address.rsplit("/", 1)[1]).write_text("{}")
         return Completed(0)
 
-    def progress(self, machine: Machine) -> None:
+    def lease(self, address: str) -> Completed:
+        """What the run that lives has last written, every 20 s; of a dead one, for ever the same."""
+        folder = address.removesuffix("/.lease.json")
+        runs = [one for one in self.all_machines if one.run_id and folder in self.folder_of(one)]
+        if not runs:
+            return Completed(1, err="ERROR: (gcloud.storage.cat) The following URLs matched no objects or files")
+        machine = runs[-1]
+        until = min(self.clock.now(), machine.dead_at, machine.ended_at or NEVER)
+        return Completed(0, f"{machine.run_id} {until // 20:.0f}")
+
+    @staticmethod
+    def folder_of(machine: Machine) -> str:
+        found = dict(word.split("=", 1) for word in machine.run_words.split() if "=" in word)
+        return f"{found.get('output_dir')}/{found.get('name')}"
+
+    def progress(self, machine: Machine, *, until: float = NEVER) -> None:
         """The run as far as it has come; what is after its last checkpoint is lost with the machine."""
         if not machine.run_id or machine.ended is not None:
             return
-        until = min(self.clock.now(), machine.lost_at)
+        until = min(until, self.clock.now(), machine.dead_at)
         done = machine.done_before + until - machine.started_at
         if machine.stop_asked or done >= self.work:
             self.checkpoint = min(done, self.work)
             machine.ended = 75 if machine.stop_asked and done < self.work else self.code
-            folder = re.search(r"output_dir=(\S+)", machine.run_words)
-            name = re.search(r" name=(\S+)", machine.run_words)
-            if done >= self.work and folder and name and self.code == 0:
-                self.bucket |= {f"{folder[1]}/{name[1]}/{part}" for part in ("result.json", "README.md", "adapter")}
+            machine.ended_at = min(until, machine.started_at + max(0.0, self.work - machine.done_before))
+            folder = self.folder_of(machine)
+            if done >= self.work and folder.startswith("gs://") and self.code == 0:
+                self.bucket |= {f"{folder}/{part}" for part in ("result.json", "README.md", "adapter")}
         else:
             self.checkpoint = max(self.checkpoint, done // 300 * 300)
 
@@ -244,6 +351,7 @@ class FakeCloud:
         command = next(word for word in words if word.startswith("--command="))
         count = self.num_workers if "--worker=all" in words else 1
         code = 0
+        machine.heard_at = self.clock.now()
         if "watchdog.sh check" in command:
             return Completed(0, f"tpuexp-watchdog={self.watchdog}\n\ntpuexp-code=0\n" * count)
         if "worker.sh look" in command:
@@ -265,6 +373,7 @@ class FakeCloud:
         if machine.run_id == run_id:
             return
         machine.run_id, machine.run_words, machine.ended, machine.stop_asked = run_id, run_words, None, False
+        machine.is_fetched, machine.ended_at = False, 0.0
         machine.started_at, machine.done_before = self.clock.now(), self.checkpoint
 
     def look(self, machine: Machine, count: int) -> Completed:
@@ -284,4 +393,4 @@ class Killed(BaseException):
 
 
 def zone_of(words: list[str]) -> str:
-    return next(word.split("=")[1] for word in words if word.startswith(("--zone=", "--zones=")))
+    return next((word.split("=")[1] for word in words if word.startswith(("--zone=", "--zones="))), "-")

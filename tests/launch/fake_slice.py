@@ -1,7 +1,7 @@
 """A slice in the fake cloud whose workers do not end alike."""
 
 from launch.tpu_vm.world import Completed
-from tests.launch.fake_cloud import FakeCloud, Machine, SimulatedClock
+from tests.launch.fake_cloud import NEVER, FakeCloud, Machine, SimulatedClock
 
 OTHERS_SECONDS = 5.0
 """After the first failure the others see that it is gone, and end with 1."""
@@ -32,9 +32,9 @@ class FakeSlice(FakeCloud):
             self.stopped_after.append(self.clock.now() - machine.started_at)
         return super().ssh(machine, words, stdin)
 
-    def progress(self, machine: Machine) -> None:
+    def progress(self, machine: Machine, *, until: float = NEVER) -> None:
         if self.first_failure(machine) is None:
-            super().progress(machine)
+            super().progress(machine, until=until)
 
     def first_failure(self, machine: Machine) -> float | None:
         since = self.clock.now() - machine.started_at

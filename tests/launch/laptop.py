@@ -24,7 +24,12 @@ def gone():
     sys.exit(1)
 def at(home):
     return subprocess.Popen(["bash", "-c", flag("--command")], cwd=home, env=os.environ | {{"HOME": str(home)}})
-if "storage" in words:
+if words[:2] == ["projects", "describe"]:
+    print(1)
+elif words[:2] == ["projects", "get-iam-policy"]:
+    member = "serviceAccount:1-compute@developer.gserviceaccount.com"
+    print(json.dumps({{"bindings": [{{"role": "roles/tpu.admin", "members": [member]}}]}}))
+elif "storage" in words:
     source = bucket(words[-2] if "cp" in words else words[-1])
     if not source.exists():
         print("The following URLs matched no objects or files", file=sys.stderr)

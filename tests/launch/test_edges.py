@@ -16,7 +16,17 @@ from launch.tpu_vm.money import Limits, began, ended, hours_used, seconds_left, 
 from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.state import Record, Store
 from launch.tpu_vm.world import TIMED_OUT, run
-from tests.launch.fake_cloud import NOT_FOUND, PROVISIONING, QUOTA, SSH_LOST, STOCKOUT, UNAVAILABLE
+from tests.launch.fake_cloud import (
+    LOGGED_OUT,
+    NOT_FOUND,
+    OFFLINE,
+    PROVISIONING,
+    QUOTA,
+    SSH_LOST,
+    STOCKOUT,
+    TYPE_DENIED,
+    UNAVAILABLE,
+)
 
 RECORD = Record(name="ro1", launch_id="abc123", hw="v6e8", spot=True, project="p", zones=("z-a", "z-b"))
 
@@ -45,7 +55,7 @@ def tree(tmp_path: Path) -> Path:
     ("text", "code", "kind"),
     [
         (STOCKOUT, None, "capacity"),
-        (QUOTA, 8, "structural"),
+        (QUOTA, 8, "zone"),
         (NOT_FOUND.format(what="x", name="y"), None, "absent"),
         (UNAVAILABLE, None, "transient"),
         (PROVISIONING, None, "undeletable"),
@@ -53,7 +63,11 @@ def tree(tmp_path: Path) -> Path:
         ("RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Write requests' per minute", None, "transient"),
         ("code: 8 GCE_STOCKOUT: the zone does not have enough resources available", None, "capacity"),
         ("PERMISSION_DENIED: Permission 'tpu.nodes.create' denied on 'x' (or it may not exist)", None, "structural"),
-        ("You do not currently have an active account selected.", None, "structural"),
+        ("You do not currently have an active account selected.", None, "credentials"),
+        (LOGGED_OUT, None, "credentials"),
+        (OFFLINE, None, "transient"),
+        (TYPE_DENIED, None, "zone"),
+        ('INVALID_ARGUMENT: Accelerator type "v6e-8" is not available in zone us-x', None, "zone"),
         ("", 8, "capacity"),
         ("something new", None, "unknown"),
     ],

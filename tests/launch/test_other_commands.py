@@ -86,7 +86,7 @@ def test_status_shows_what_costs_and_down_asks_before_it_deletes_what_it_did_not
 
 def test_renting_is_asked_for(launcher: Launcher) -> None:
     assert launcher("up", *MACHINE, "yes=false", "max_usd=9") == 2
-    assert launcher.said[-1].startswith("rent v6e-8, up to $25.92/h; at most 24 h and $9?")
+    assert launcher.said[-1].startswith("rent v6e-8, up to $25.92/h; at most 24 h and $9.00?")
     assert not launcher.cloud.machines
 
 
@@ -133,7 +133,7 @@ def test_a_plan_that_does_not_fit_or_costs_too_much_rents_nothing(
     content = content.replace("true", "false")
     assert launcher.train("plan=first", "max_usd=600") == 2
     assert "does not fit" in capsys.readouterr().err
-    assert not launcher.cloud.calls
+    assert not launcher.cloud.all_machines
 
 
 def test_shards_go_to_a_bucket_or_to_a_disk_whose_loader_is_always_deleted(launcher: Launcher) -> None:

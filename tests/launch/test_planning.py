@@ -50,7 +50,10 @@ def test_a_sweep_takes_the_hours_of_its_points_and_the_price_of_the_machine(resu
     assert shared.hours == 1.5
     said: list[str] = []
     check_price(shared, Settings(), LIMITS, say=said.append)
-    assert said == ["planned (compiled, 4 points): it fits, 1.5 h, $18.00"]
+    assert said == [
+        "planned (compiled, 4 points): it fits, 1.5 h, $18.00",
+        "max_usd=27.00, 1.5 times the planned hours at the highest price of the zones",
+    ]
     with pytest.raises(LaunchError, match=r"max_usd=10; the plan says \$18.00"):
         check_price(shared, Settings(max_usd=10.0), LIMITS, say=said.append)
 

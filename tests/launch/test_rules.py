@@ -16,6 +16,8 @@ UP = replace(ASKED, ready_at=1200.0, queued_at=None, machines=1, is_set_up=True)
 TRAINING = replace(UP, is_started=True, was_started=True, run_state="running", attempts=1, run_folder="gs://bkt/r")
 ENDED = replace(TRAINING, run_state="exited", exit_code=0)
 LEAVING = replace(TRAINING, goal="gone", outcome="interrupted", reason="Ctrl-C")
+KEPT = replace(LEAVING, run_folder="outputs/r", outcome="finished")
+MISSING = {"absences": 3}
 READY, GONE = Seen("ACTIVE", "READY"), Seen("ABSENT")
 NOW = 2000.0
 
@@ -28,10 +30,14 @@ NOW = 2000.0
         (ASKED, Seen("WAITING_FOR_RESOURCES"), "wait"),
         (ASKED, Seen("PROVISIONING"), "wait"),
         (ASKED, Seen("FAILED", message=STOCKOUT), "next_zone"),
-        (ASKED, Seen("FAILED", message=QUOTA), "close"),
+        (ASKED, Seen("FAILED", message=QUOTA), "next_zone"),
+        (ASKED, Seen("FAILED", message="PERMISSION_DENIED: Permission 'tpu.nodes.create' denied"), "close"),
+        (replace(NEW, blocked=("z-a: quota", "z-b: quota")), GONE, "close"),
         (ASKED, Seen("FAILED", code=8), "next_zone"),
         (replace(ASKED, created_at=1950.0), GONE, "wait"),
-        (ASKED, GONE, "delete"),
+        (replace(ASKED, absences=2), GONE, "wait"),
+        (replace(ASKED, absences=3), GONE, "delete"),
+        (replace(ASKED, is_absence_expected=True), GONE, "delete"),
         (replace(ASKED, created_at=0.0), Seen("WAITING_FOR_RESOURCES"), "next_zone"),
         (replace(ASKED, created_at=0.0), Seen("PROVISIONING"), "wait"),
         (replace(ASKED, queued_at=-30_000.0), Seen("WAITING_FOR_RESOURCES"), "close"),
@@ -44,11 +50,17 @@ NOW = 2000.0
         (TRAINING, Seen("SUSPENDED"), "delete"),
         (TRAINING, Seen("SUSPENDING"), "wait"),
         (TRAINING, Seen("ACTIVE", "PREEMPTED"), "delete"),
-        (TRAINING, Seen("ACTIVE", "ABSENT"), "delete"),
-        (replace(TRAINING, is_preempted=True), READY, "wait"),
-        (replace(TRAINING, is_preempted=True, unreachable_since=700.0), READY, "delete"),
-        (replace(TRAINING, unreachable_since=1900.0), READY, "look"),
-        (replace(TRAINING, unreachable_since=700.0), READY, "delete"),
+        (replace(TRAINING, absences=1), Seen("ACTIVE", "ABSENT"), "wait"),
+        (replace(TRAINING, absences=3), Seen("ACTIVE", "ABSENT"), "delete"),
+        (replace(TRAINING, is_preempted=True), READY, "look"),
+        (replace(TRAINING, is_preempted=True, silences=30), READY, "delete"),
+        (replace(UP, is_set_up=False, silences=11), READY, "set_up"),
+        (replace(UP, is_set_up=False, silences=12), READY, "delete"),
+        (replace(UP, is_set_up=False, silences=12, silent_machines=1), READY, "close"),
+        (replace(UP, then="keep", silences=500), READY, "start"),
+        (replace(TRAINING, silences=500), READY, "look"),
+        (replace(TRAINING, silences=500, still=14), READY, "look"),
+        (replace(TRAINING, silences=30, still=15), READY, "delete"),
         (replace(TRAINING, run_state="lost"), READY, "start"),
         (replace(TRAINING, usd_before=58.0), READY, "close"),
         (replace(TRAINING, hours_before=23.9), READY, "close"),
@@ -66,9 +78,14 @@ NOW = 2000.0
         (LEAVING, Seen("PROVISIONING"), "wait"),
         (LEAVING, Seen("WAITING_FOR_RESOURCES"), "delete"),
         (LEAVING, Seen("FAILED", message=QUOTA), "delete"),
-        (LEAVING, GONE, "fetch"),
-        (replace(LEAVING, run_folder="outputs/r"), GONE, "end"),
-        (replace(LEAVING, is_fetched=True), GONE, "end"),
+        (replace(LEAVING, absences=1), GONE, "wait"),
+        (replace(LEAVING, **MISSING), GONE, "fetch"),
+        (replace(LEAVING, run_folder="outputs/r", **MISSING), GONE, "end"),
+        (replace(LEAVING, is_fetched=True, **MISSING), GONE, "end"),
+        (replace(KEPT, fetch_failures=3), READY, "fetch"),
+        (replace(KEPT, fetch_failures=4), READY, "leave"),
+        (KEPT, Seen("ACTIVE", "REPAIRING"), "wait"),
+        (replace(KEPT, outcome="budget"), Seen("ACTIVE", "REPAIRING"), "delete"),
     ],
 )
 def test_one_look_leads_to_one_action(record: Record, seen: Seen, kind: str) -> None:
@@ -80,7 +97,15 @@ def test_after_a_round_of_all_zones_there_is_a_pause_that_doubles() -> None:
     assert decide(tried, GONE, now=NOW, limits=LIMITS).seconds == 120.0
     assert decide(replace(tried, rounds=9), GONE, now=NOW, limits=LIMITS).seconds == 900.0
     assert decide(tried, GONE, now=NOW + 121, limits=LIMITS).kind == "create"
-    assert decide(replace(tried, zone_index=3), GONE, now=NOW, limits=LIMITS).kind == "create"
+    assert decide(replace(tried, round_at=None), GONE, now=NOW, limits=LIMITS).kind == "create"
+
+
+def test_a_blocked_zone_is_skipped_and_the_rounds_are_counted_without_it() -> None:
+    record = replace(NEW, zones=("z-a", "z-b", "z-c"), blocked=("z-b: no quota",))
+    second = record.in_next_zone(now=NOW)
+    assert (second.zone, second.rounds, second.round_at) == ("z-c", 0, None)
+    third = second.in_next_zone(now=NOW)
+    assert (third.zone, third.rounds, third.round_at) == ("z-a", 1, NOW)
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(0, "finished"), (1, "failed"), (2, "failed"), (137, "failed")])

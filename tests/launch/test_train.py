@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.tpu_vm.vm import Vm
 from launch.tpu_vm.world import Completed
-from tests.launch.fake_cloud import QUOTA, STOCKOUT, FakeCloud, Fate, Killed, SimulatedClock
+from tests.launch.fake_cloud import QUOTA, STOCKOUT, TYPE_DENIED, FakeCloud, Fate, Killed, SimulatedClock
 from tests.launch.launcher import SECRETS, Launcher
 
 
@@ -58,11 +59,20 @@ def test_every_zone_out_of_capacity_is_tried_again_and_given_up_after_queue_hour
     assert launcher.cloud.billed_seconds == 0
 
 
-def test_a_missing_quota_stops_at_once_with_one_sentence(launcher: Launcher) -> None:
-    launcher.cloud.fates = [Fate(failure=QUOTA)]
+@pytest.mark.parametrize("failure", [QUOTA, TYPE_DENIED])
+def test_a_zone_without_quota_or_without_the_type_leads_to_the_next(launcher: Launcher, failure: str) -> None:
+    launcher.cloud.fates = [Fate(failure=failure), Fate(failure=STOCKOUT), Fate(failure=STOCKOUT)]
+    assert launcher.train() == 0
+    assert zones_asked(launcher) == ["z-a", "z-b", "z-c", "z-b"], "z-a is not asked again"
+    assert not launcher.cloud.machines
+
+
+def test_no_quota_in_any_zone_ends_with_the_reason_of_each(launcher: Launcher) -> None:
+    launcher.cloud.fates = [Fate(failure=QUOTA) for _ in range(9)]
     assert launcher.train() == 1
-    assert zones_asked(launcher) == ["z-a"]
-    assert "ask for TPU quota" in launcher.record().reason
+    assert zones_asked(launcher) == ["z-a", "z-b", "z-c"]
+    assert launcher.record().outcome == "refused"
+    assert launcher.record().reason.count("ask for TPU quota") == 3
     assert not launcher.cloud.machines
 
 
@@ -82,6 +92,132 @@ def test_a_machine_that_never_answers_is_replaced(launcher: Launcher) -> None:
     launcher.cloud.fates = [Fate(silent=True)]
     assert launcher.train() == 0
     assert len(launcher.cloud.all_machines) == 2
+    assert not launcher.cloud.machines
+
+
+def test_two_machines_that_never_answer_end_the_launch(launcher: Launcher) -> None:
+    """A blocked port: fifty machines in turn would cost $251."""
+    launcher.cloud.fates = [Fate(silent=True) for _ in range(50)]
+    assert launcher.train() == 1
+    assert len(launcher.cloud.all_machines) == 2
+    assert "tcp:22" in launcher.record().reason
+    assert launcher.cloud.billed_seconds < 3600
+    assert not launcher.cloud.machines
+
+
+def windows(launcher: Launcher, *kinds: str, after: float, seconds: float) -> None:
+    begin = launcher.cloud.clock.now() + after
+    launcher.cloud.windows = [(kind, begin, begin + seconds) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", ["offline", "logged_out", "no_ssh"])
+@pytest.mark.parametrize("hours", [1, 9])
+def test_an_outage_of_the_laptop_leaves_the_run_alone(launcher: Launcher, kind: str, hours: int) -> None:
+    launcher.cloud.work = 12 * 3600.0
+    windows(launcher, kind, after=3000.0, seconds=hours * 3600.0)
+    assert launcher.train("poll_seconds=120") == 0
+    assert len(launcher.cloud.all_machines) == 1
+    assert launcher.cloud.deleted_running == []
+    assert (launcher.folder / "ro1" / "result.json").is_file()
+    assert not launcher.cloud.machines
+
+
+def test_a_run_that_ends_while_ssh_is_blocked_is_found_in_the_bucket(launcher: Launcher) -> None:
+    windows(launcher, "no_ssh", after=1500.0, seconds=1e6)
+    assert launcher.train() == 0
+    assert len(launcher.cloud.all_machines) == 1
+    assert launcher.cloud.billed_seconds < launcher.cloud.work + 1800
+    assert not launcher.cloud.machines
+
+
+def test_a_machine_that_died_unseen_is_replaced_on_the_evidence_of_the_bucket(launcher: Launcher) -> None:
+    launcher.cloud.fates = [Fate(dies=1200.0)]
+    assert launcher.train() == 0
+    assert len(launcher.cloud.all_machines) == 2
+    assert any("renews its lease in the bucket no more" in line for line in launcher.said)
+    assert not launcher.cloud.machines
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_answer_that_the_machine_is_not_known_is_asked_again(launcher: Launcher, times: int) -> None:
+    launcher.cloud.trouble = {call: "absent" for call in range(60, 60 + 2 * times)}
+    assert launcher.train() == 0
+    assert len(launcher.cloud.all_machines) == 1
+    assert launcher.cloud.deleted_running == []
+
+
+LOCAL = ["--", "experiment=mistral7b_ro", "output_dir=outputs"]
+
+
+def test_the_only_copy_of_a_result_keeps_its_machine_until_it_is_fetched(launcher: Launcher) -> None:
+    """The disk here is full at the run's end; the same command fetches it when there is room."""
+    windows(launcher, "full_disk", after=3800.0, seconds=20_000.0)
+    assert launcher.train("spot=false", run=LOCAL) == 1
+    (machine,) = launcher.cloud.machines.values()
+    assert launcher.said[-1].startswith(f"NOT deleted: {machine.name} in z-a")
+    assert "only copy of the results; the same command again fetches them" in launcher.said[-1]
+    assert "gcloud compute tpus queued-resources delete" in launcher.said[-1]
+    launcher.cloud.clock.sleep(20_000.0)
+    assert launcher.train("spot=false", run=LOCAL) == 0
+    assert (launcher.folder / "ro1" / "result.json").is_file()
+    assert not launcher.cloud.machines
+    assert launcher.cloud.deleted_copies == []
+
+
+def test_down_keeps_the_only_copy_unless_it_is_told_to_lose_it(launcher: Launcher) -> None:
+    windows(launcher, "full_disk", after=3800.0, seconds=1e6)
+    assert launcher.train("spot=false", run=LOCAL) == 1
+    assert launcher("down", "name=ro1") == 1
+    assert launcher.cloud.machines
+    assert launcher("down", "name=ro1", "fetch=skip") == 0
+    assert not launcher.cloud.machines
+
+
+def test_the_limit_of_money_ends_even_the_only_copy(launcher: Launcher) -> None:
+    windows(launcher, "full_disk", after=3800.0, seconds=1e6)
+    assert launcher.train("spot=false", "max_hours=2", run=LOCAL) == 1
+    launcher.cloud.clock.sleep(4000.0)
+    launcher.train("spot=false", "max_hours=2", run=LOCAL)
+    assert not launcher.cloud.machines
+
+
+def test_an_error_of_the_launcher_itself_leaves_the_run_and_says_what_costs(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Vm.look
+    calls = []
+
+    def failing(self: Vm, *words: object) -> object:
+        calls.append(words)
+        if len(calls) == 5:
+            raise ValueError("a defect")
+        return look(self, *words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Vm, "look", failing)
+    assert launcher.train() == 1
+    (machine,) = launcher.cloud.machines.values()
+    assert launcher.said[-1].startswith(f"NOT deleted: {machine.name} in z-a: ValueError: a defect; the same command")
+    assert launcher.train() == 0
+    assert len(launcher.cloud.all_machines) == 1
+    assert launcher.cloud.deleted_running == []
+
+
+def test_a_full_disk_rents_nothing_and_does_not_end_a_run(launcher: Launcher) -> None:
+    windows(launcher, "full_disk", after=0.0, seconds=100.0)
+    assert launcher.train() == 1
+    assert not launcher.cloud.all_machines
+    assert launcher.said[-1].endswith("nothing is rented; give the same command again")
+    windows(launcher, "full_disk", after=2000.0, seconds=1000.0)
+    assert launcher.train() == 0
+    assert len(launcher.cloud.all_machines) == 1
+
+
+def test_the_plan_sets_the_limit_of_dollars(launcher: Launcher) -> None:
+    launcher.cloud.work = 1e9
+    assert launcher.train("plan=first", "usd_per_chip_hour=1.5", "max_hours=999", planned=2.0) == 1
+    assert "max_usd=36.00, 1.5 times the planned hours at the highest price of the zones" in launcher.said
+    assert launcher.record().max_usd == 36.0
+    assert 30.0 < launcher.record().usd_before <= 36.0
     assert not launcher.cloud.machines
 
 

@@ -169,28 +169,37 @@ def test_who_says_so_goes_on_with_a_warning(launcher: Launcher, said: str) -> No
     assert any(line.startswith("warning: ") and "watchdog" in line for line in launcher.said)
 
 
-def warnings(launcher: Launcher, *words: str) -> list[str]:
-    assert launcher.train(*words) == 0
-    asked = next(index for index, call in enumerate(launcher.cloud.calls) if "create" in call)
-    assert any("get-iam-policy" in call for call in launcher.cloud.calls[:asked])
-    return [line for line in launcher.said if line.startswith("warning: ")]
-
-
-def test_the_policy_is_read_before_anything_is_rented(launcher: Launcher) -> None:
-    assert warnings(launcher) == []
-    (warning,) = warnings(launcher, "service_account=other@p.iam")
-    assert "gives other@p.iam no role" in warning
-    assert "--member=serviceAccount:other@p.iam --role=roles/tpu.admin" in warning
+def test_the_policy_is_read_before_anything_is_rented(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.train("service_account=other@p.iam") == 2
+    refusal = capsys.readouterr().err
+    assert "gives other@p.iam no role" in refusal
+    assert "--member=serviceAccount:other@p.iam --role=" in refusal
+    assert "watchdog=warn" in refusal
+    assert not launcher.cloud.all_machines
+    assert launcher.train("service_account=other@p.iam", "watchdog=warn") == 0
+    assert any(line.startswith("warning: ") and "no role" in line for line in launcher.said)
 
 
 def test_a_role_under_a_condition_or_of_another_name_is_no_right(launcher: Launcher) -> None:
     weak: list[dict[str, object]] = [{"role": "roles/tpu.viewer", "members": [MEMBER]}]
     weak += [{"role": "roles/tpu.admin", "members": [MEMBER], "condition": {"expression": "false"}}]
     launcher.cloud.policy = json.dumps({"bindings": weak})
-    assert len(warnings(launcher)) == 1
+    assert launcher.train() == 2
+    assert not launcher.cloud.all_machines
 
 
-def test_a_policy_that_may_not_be_read_is_said_and_stops_nothing(launcher: Launcher) -> None:
+def test_a_policy_that_may_not_be_read_is_no_proof(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     launcher.cloud.policy = None
-    (warning,) = warnings(launcher)
-    assert "not known yet" in warning
+    assert launcher.train() == 2
+    assert "not known" in capsys.readouterr().err
+    assert not launcher.cloud.all_machines
+    assert launcher.train("watchdog=warn") == 0
+
+
+def test_a_machine_that_could_not_delete_itself_is_bounded_by_the_launcher_alone(launcher: Launcher) -> None:
+    """Without its watchdog the fake VM lives on after its limit, as a real one does."""
+    launcher.cloud.watchdog = "refused account=vm@p code=403 no"
+    launcher.cloud.work = 1e9
+    assert launcher.train("watchdog=warn", "max_hours=2") == 1
+    assert launcher.cloud.billed_seconds < 2 * 3600
+    assert not launcher.cloud.machines
