@@ -72,6 +72,23 @@ def test_lock_file(make_config, monkeypatch, lock, expected, words):
 
 
 @pytest.mark.parametrize(
+    ("memlock", "expected", "words"),
+    [
+        (devices.Memlock(None), "ok", "unlimited"),
+        (devices.Memlock(64 * GIB), "ok", "69 GB may be locked"),
+        (devices.Memlock(8 * 2**20), "failed", "8,192 KiB of memory may be locked (RLIMIT_MEMLOCK)"),
+        (devices.Memlock(8 * 2**20), "failed", "| systemd: -p LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; GKE"),
+        (devices.Memlock(8 * 2**20, is_exempt=True), "ok", "this user's rights pass that limit"),
+        (devices.Memlock(8 * 2**20, is_notebook=True), "warning", "nothing to be done on a notebook service"),
+    ],
+)
+def test_locked_memory(make_config, memlock, expected, words):
+    verdict, said = verdict_of(devices.judge_memlock(memlock, make_config(*TPU)))
+    assert (verdict, words in said) == (expected, True)
+    assert devices.judge_memlock(memlock, make_config()).verdict == "ok"  # a CPU locks none
+
+
+@pytest.mark.parametrize(
     ("storage", "expected", "words"),
     [
         (places.Storage("gs://bkt/runs", 0.08, 0.03, "overwrites"), "ok", "append overwrites, which no run does there"),

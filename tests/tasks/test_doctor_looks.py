@@ -54,6 +54,28 @@ def test_who_has_locked_a_file(tmp_path):
     assert (seen.is_there, seen.owner, seen.is_writable, seen.holder) == (True, os.geteuid(), True, os.getpid())
 
 
+LOOK = (
+    "from pathlib import Path; from tpu_experiments.tasks.doctor.devices import inspect_memlock;"
+    "from tpu_experiments.runtime.processes.env import raise_memlock; import resource;"
+    "lock = resource.RLIMIT_MEMLOCK; resource.setrlimit(lock, (65536, 131072)); raise_memlock();"
+    "print(inspect_memlock(Path('status')), resource.getrlimit(lock))"
+)
+
+
+def test_the_limit_of_locked_memory_and_who_passes_it(tmp_path):
+    """In a child that lowers its own limit; a run raises it as far as its rights go."""
+    dropped = "setpriv --inh-caps=-all --bounding-set=-all --reuid=65534 --clear-groups" if os.geteuid() == 0 else ""
+    command = [*dropped.split(), sys.executable, "-c", LOOK]
+    for rights, is_exempt in (("0", False), ("4000", True), ("1000000", True)):
+        (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{rights:0>16}\n")
+        env = os.environ | {"PYTHONPATH": str(devices.REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+        tmp_path.chmod(0o755)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        seen = devices.Memlock(131072, is_exempt)
+        assert done.stdout.strip() == f"{seen} (131072, 131072)"
+
+
 def test_devices_start_in_a_child(make_config):
     config = make_config("hw.parallel=spmd", "hw.num_devices=2")
     seen = devices.inspect_devices(config, DoctorTaskConfig("doctor", device_timeout_seconds=120))

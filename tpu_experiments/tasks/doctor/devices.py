@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,15 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.runtime.processes.env import num_pci_chips, variables
-from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, warning
+from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, shown_gb, warning
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 REPOSITORY = Path(__file__).parents[3]
+MEMLOCK_BYTES = 64 * 2**30
+"""Locked memory below which a run may hang or fail: what public TPU containers are given (Marin, torchprime)."""
+CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24  # linux/capability.h: locks memory without a limit; passes a hard limit
+NOTEBOOKS = ("KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
+"""Variables of the services whose machines cannot be set up by their users."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,47 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
     if probed.total != 2.0:
         return failed(f"{seen}, and 1 + 1 is {probed.total} there", "the device computes wrongly: take another machine")
     return ok(seen)
+
+
+@dataclass(frozen=True)
+class Memlock:
+    """How much memory a run here may lock."""
+
+    limit: int | None
+    """Bytes; None without a limit."""
+    is_exempt: bool = False
+    """Whether this user's rights pass the limit."""
+    is_notebook: bool = False
+    """Whether it is a notebook service's machine, whose limits nobody can change."""
+
+
+def inspect_memlock(status: Path = Path("/proc/self/status")) -> Memlock:
+    """Read the hard limit, to which a run raises its own, and this process's capabilities."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    lines = status.read_text().splitlines() if status.exists() else []
+    effective = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    is_exempt = bool(effective >> CAP_IPC_LOCK & 1 or effective >> CAP_SYS_RESOURCE & 1)
+    is_notebook = any(os.environ.get(name) for name in NOTEBOOKS)
+    return Memlock(None if hard == resource.RLIM_INFINITY else hard, is_exempt, is_notebook)
+
+
+def judge_memlock(memlock: Memlock, config: Config) -> Finding:
+    """Judge whether libtpu may lock the memory that chips read and write by themselves (DMA)."""
+    if config.hw.device != "tpu":
+        return ok("no limit matters to this hardware")
+    if memlock.limit is None or memlock.limit >= MEMLOCK_BYTES:
+        return ok("unlimited" if memlock.limit is None else f"{shown_gb(memlock.limit)} may be locked")
+    seen = f"{memlock.limit // 1024:,} KiB of memory may be locked (RLIMIT_MEMLOCK)"
+    if memlock.is_exempt:
+        return ok(f"{seen}, and this user's rights pass that limit")
+    seen += ", and libtpu locks memory for DMA"
+    if memlock.is_notebook:
+        return warning(seen, "nothing to be done on a notebook service; if the run hangs, take another machine")
+    remedy = (
+        "systemd: -p LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; GKE: the capability SYS_RESOURCE; on the VM: "
+        "`* - memlock unlimited` in /etc/security/limits.conf and a new login"
+    )
+    return failed(seen, remedy)
 
 
 def inspect_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
