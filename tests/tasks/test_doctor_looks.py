@@ -107,6 +107,37 @@ def test_a_place_that_refuses(make_config, tmp_path):
     assert places.judge_output_dir(seen, config).verdict == "failed"
 
 
+def test_a_place_that_takes_no_file_is_ok_for_no_check(make_config, tmp_path, monkeypatch):
+    """Root may write to /proc, says os.access, and cannot."""
+    config = make_config("experiment=mistral7b_ro", "output_dir=/proc/nope", "name=x")
+    for inspect, judge in (
+        (places.inspect_compile_cache, places.judge_compile_cache),
+        (places.inspect_disk, places.judge_disk),
+        (places.inspect_output_dir, places.judge_output_dir),
+        (places.inspect_run, places.judge_run),
+    ):
+        assert judge(inspect(config), config).verdict == "failed", inspect.__name__
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/proc/hub")
+    here = make_config("experiment=mistral7b_ro", f"output_dir={tmp_path}", "name=x")
+    finding = places.judge_disk(places.inspect_disk(here), here)
+    assert (finding.verdict, finding.seen.split(" takes")[0]) == ("failed", "the download: /proc")
+    assert places.judge_compile_cache(places.inspect_compile_cache(here), here).verdict == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_that_dies_says_of_what(make_config, tmp_path, monkeypatch):
+    """libtpu prints the cause, then a stack trace, and aborts."""
+    dying = tmp_path / "python"
+    dying.write_text(
+        "#!/bin/sh\necho 'WARNING: Logging before InitGoogle()' >&2\n"
+        "echo 'F0000 tpu.cc:1] Check failed: ports > 0' >&2\necho '    @ 0x7f (unknown)' >&2\nkill -ABRT $$\n"
+    )
+    dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
+    found = devices.probe(make_config("experiment=mistral7b_ro").hw, timeout_seconds=60)
+    assert found.error == "their process died of SIGABRT: F0000 tpu.cc:1] Check failed: ports > 0"
+
+
 def test_the_run_folder(make_config, tmp_path):
     config = make_config("task=doctor", f"output_dir={tmp_path}")
     assert places.judge_run(places.inspect_run(config), config).seen.endswith("is new")
