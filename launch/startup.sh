@@ -25,7 +25,7 @@ absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s' "$PWD/$1" ;; esac
 lock=$(absolute "${TPU_EXPERIMENTS_LOCK:-$here/requirements.lock}")
 venv=$(absolute "${TPU_EXPERIMENTS_VENV:-$root/.venv}")
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/tpu_experiments
-checks=versions,variables,runtime_version,lock_file,devices,disk,compile_cache
+checks=versions,variables,runtime_version,lock_file,memlock,devices,disk,compile_cache
 overrides=() command=()
 
 inside() { bash "$here/local.sh" "$@"; }

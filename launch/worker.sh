@@ -13,6 +13,7 @@ state=${TPUEXP_STATE:-$HOME/.tpu_experiments}
 unit=tpuexp-run
 # Of one look; a log that grows faster is caught up with in the next.
 max_log_bytes=262144
+inside=(bash launch/local.sh python)
 # A checkpoint to a bucket; the machine itself is gone 30 s after a spot reclaim, whatever stands here.
 stop_seconds=110
 mkdir -p "$state"
@@ -40,16 +41,18 @@ start() {
     : >"$state/log"
     printf '%s' "$id" >"$state/id"
     # KillMode=mixed: SIGTERM to the first process, which hands it on, SIGKILL to the rest after the time. After= the
-    # network, so that at a shutdown the run is stopped while it can still reach its bucket.
+    # network, so that at a shutdown the run is stopped while it can still reach its bucket. The limits are those that a
+    # login has on Google's images (limits.conf), which no unit gets: libtpu locks memory for DMA, and systemd gives 8 MiB.
     sudo systemd-run --quiet --collect --unit="$unit" --uid="$(id -u)" --gid="$(id -g)" \
         -p KillMode=mixed -p TimeoutStopSec=$stop_seconds -p After=network-online.target \
+        -p LimitMEMLOCK=infinity -p LimitNOFILE=100000 \
         -p WorkingDirectory="$PWD" -p Environment=HOME="$HOME" -p Environment=TPUEXP_STATE="$state" \
         bash "$PWD/launch/worker.sh" unit
 }
 
 # The unit: run.py with the secrets in its environment and nowhere else; its exit code is kept.
 unit() {
-    local words=() where=() runner=() word code='' last child trapped=''
+    local words=() where=() runner=() word code=0 child='' trapped='' stopped='' told=''
     [[ ! -e $state/words ]] || mapfile -d '' -t words <"$state/words"
     if [[ -e $state/secrets ]]; then
         set -a
@@ -58,26 +61,54 @@ unit() {
         set +a
     fi
     if [[ -n ${TPUEXP_PYTHON:-} ]]; then
-        runner=("$TPUEXP_PYTHON")
+        inside=("$TPUEXP_PYTHON") runner=("$TPUEXP_PYTHON")
     else
         # Programs that were compiled go to the run's bucket, from where the next machine has them.
         for word in "${words[@]}"; do
             [[ $word != hw=* && $word != output_dir=* ]] || where+=("$word")
         done
-        runner=(bash launch/local.sh python -m launch.on_vm run "${where[@]}" -- python)
+        runner=("${inside[@]}" -m launch.on_vm run "${where[@]}" -- python)
     fi
-    "${runner[@]}" run.py "${words[@]}" >>"$state/log" 2>&1 &
+    trap stop_child TERM INT
+    probe || code=$?
+    if [[ -n $stopped ]]; then
+        code=75 # before anything was trained
+    elif ((!code)); then
+        follow "${runner[@]}" run.py "${words[@]}" || code=$?
+    fi
+    printf '%s\n' "$code" >"$state/exit.new"
+    mv -f "$state/exit.new" "$state/exit"
+}
+
+# startup.sh has started the devices from a login; this starts them as the run will, with the limits of its unit. Of a
+# sweep side by side the run's hw= is one chip, so the machine is asked which it is.
+probe() {
+    local hw
+    hw=$("${inside[@]}" -m launch.on_vm hw 2>>"$state/log") || return 0 # a type that conf/hw lacks: startup.sh was given hw=
+    [[ $hw != cpu && -z $stopped ]] || return 0
+    follow "${inside[@]}" run.py task=doctor 'task.checks=[memlock,devices]' "hw=$hw" trainer.global_batch_rows=256
+}
+
+stop_child() {
+    trapped=yes stopped=yes
+    [[ -z $child ]] || { told=yes && kill -TERM "$child" 2>/dev/null; } || true
+}
+
+# Runs a command with its output in the log, hands it the unit's signal to stop, and returns its exit code.
+follow() {
+    local code='' last
+    "$@" >>"$state/log" 2>&1 &
     child=$!
-    trap 'trapped=yes; kill -TERM $child 2>/dev/null || true' TERM INT
-    # A signal ends `wait` with 143, which is not the run's code: it is asked again (127: it was told before).
+    [[ -z $stopped || -n $told ]] || stop_child # the signal came before there was a child
+    # A signal ends `wait` with 143, which is not the command's code: it is asked again (127: it was told before).
     while true; do
         trapped='' last=$code code=0
-        wait $child || code=$?
+        wait "$child" || code=$?
         [[ $code != 127 || -z $last ]] || code=$last
         [[ -n $trapped ]] || break
     done
-    printf '%s\n' "$code" >"$state/exit.new"
-    mv -f "$state/exit.new" "$state/exit"
+    child=''
+    return "$code"
 }
 
 look() {

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub on loopback: one data set's files over the endpoints that its clients ask for.
+"""A stand-in for the Hugging Face Hub on loopback: one repository's files over the endpoints that its clients ask for.
 
 with HubServer(folder) as hub: subprocess.run(..., env=os.environ | hub.environment(tmp_path))
 """
@@ -20,7 +20,7 @@ PIECE_BYTES = 2**20
 
 
 class HubServer:
-    """Serves the files below a folder as the data set `org/set` at one commit."""
+    """Serves the files below a folder as the data set, and as the model, `org/set` at one commit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,10 +75,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(f"{self.command} {self.path}")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(url.path)
-        about = re.fullmatch(rf"/api/datasets/{REPOSITORY}(?:/revision/[^/]+)?", path)
-        listed = re.fullmatch(rf"/api/datasets/{REPOSITORY}/tree/([^/]+)/?(.*)", path)
-        asked = re.fullmatch(rf"/api/datasets/{REPOSITORY}/paths-info/[^/]+", path)
-        content = re.fullmatch(rf"/datasets/{REPOSITORY}/resolve/([^/]+)/(.+)", path)
+        about = re.fullmatch(rf"/api/(?:datasets|models)/{REPOSITORY}(?:/revision/[^/]+)?", path)
+        listed = re.fullmatch(rf"/api/(?:datasets|models)/{REPOSITORY}/tree/([^/]+)/?(.*)", path)
+        asked = re.fullmatch(rf"/api/(?:datasets|models)/{REPOSITORY}/paths-info/[^/]+", path)
+        content = re.fullmatch(rf"/(?:datasets/)?{REPOSITORY}/resolve/([^/]+)/(.+)", path)
         if about:
             self._json({"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self._names()]})
         elif listed:

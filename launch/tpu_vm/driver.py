@@ -90,6 +90,8 @@ class Driver:
     progress: Progress = field(default_factory=Progress)
     left: str = ""
     """Why the machine is left as it is, for the user to decide; empty where it is not."""
+    has_logs: bool = False
+    """Whether the workers' logs were fetched."""
     unsaved: str = ""
     """Last error in writing the record, which is printed once."""
 
@@ -234,9 +236,25 @@ class Driver:
         if seen.state == "ABSENT":
             self.settle()
             return
+        if seen.node == "READY" and self.record.is_started and self.record.silences == 0:
+            with suppress(UnreachableError, RemoteError, OSError):
+                self.stop_and_keep_logs()
         if action.why and not self.record.is_moving:
             self.save(f"deleting {self.record.resource}: {action.why}")
         self.delete()
+
+    def stop_and_keep_logs(self) -> None:
+        """Stop what still runs, so that it saves, and fetch the workers' logs, which no bucket has.
+
+        Raises:
+            UnreachableError, RemoteError, OSError: the machine does not answer, or the disk here is full.
+        """
+        if self.record.run_state != "exited":
+            self.vm.stop(self.target)
+            self.save(run_state="exited")
+        if not self.has_logs:
+            self.vm.fetch_logs(self.target, self.results)
+            self.has_logs = True
 
     def delete(self) -> None:
         """Delete the resource; an accepted deletion makes its absence certain."""
@@ -391,11 +409,8 @@ class Driver:
         """
         is_there = seen.state == "ACTIVE" and seen.node == "READY"
         try:
-            if is_there and self.record.run_state != "exited":
-                self.vm.stop(self.target)
-                self.save(run_state="exited")
             if is_there:
-                self.vm.fetch_logs(self.target, self.results)
+                self.stop_and_keep_logs()
             names = self.vm.fetch(self.target, self.record, self.results)
         except (UnreachableError, RemoteError, OSError) as error:
             failures = self.record.fetch_failures + 1

@@ -110,9 +110,17 @@ def ssh(target: Target, command: str, *, worker: str = "all") -> list[str]:
 
 
 def shell(target: Target, *, worker: str) -> list[str]:
-    """Open a login shell on a worker."""
+    """Open a login shell on a worker, with the VM's `ports` on this machine's localhost."""
     words = [*_tpu_vm(target), "ssh", target.resource, *target.place, f"--worker={worker}"]
-    return words + _tunnel(target, worker=worker)
+    words += _tunnel(target, worker=worker)
+    forwards = [word for port in target.settings.ports for word in ("-L", _forward(port))]
+    return [*words, "--", *forwards] if forwards else words
+
+
+def _forward(port: str) -> str:
+    """Return ssh's -L for `6006`, or for `16006:6006`, where the first is this machine's."""
+    here, _, there = port.partition(":")
+    return f"localhost:{here}:localhost:{there or here}"
 
 
 def copy_to(target: Target, local: str, remote: str) -> list[str]:
@@ -187,10 +195,28 @@ def policy(project_id: str, settings: Settings) -> list[str]:
     return ["gcloud", "projects", "get-iam-policy", project_id, *account, "--format=json", "--quiet"]
 
 
+DELETER = "tpuexpDeleter"
+"""Role of a project that holds tpu.nodes.delete and nothing else; roles/tpu.admin would let the VM create TPUs too."""
+PERMISSION = "tpu.nodes.delete"
+
+
+def create_role(project_id: str) -> list[str]:
+    """Create the role to delete TPUs; shown to the user, since the launcher itself creates and grants no role."""
+    return ["gcloud", "iam", "roles", "create", DELETER, f"--project={project_id}", f"--permissions={PERMISSION}"]
+
+
 def grant(project_id: str, service_account: str) -> list[str]:
-    """Grant the role to delete TPUs; shown to the user, since the launcher itself grants no role."""
+    """Grant that role; shown to the user."""
     words = ["gcloud", "projects", "add-iam-policy-binding", project_id, f"--member=serviceAccount:{service_account}"]
-    return [*words, "--role=roles/tpu.admin", "--condition=None"]
+    return [*words, f"--role=projects/{project_id}/roles/{DELETER}", "--condition=None"]
+
+
+def role(name: str, settings: Settings) -> list[str]:
+    """Print the permissions of a project's or an organisation's own role, `projects/ID/roles/NAME`."""
+    account = [f"--account={settings.account}"] if settings.account else []
+    kind, owner, _, last = name.split("/")
+    where = f"--{kind.removesuffix('s')}={owner}"
+    return ["gcloud", "iam", "roles", "describe", last, where, *account, "--format=json", "--quiet"]
 
 
 def create_disk(target: Target, disk_type: str) -> list[str]:

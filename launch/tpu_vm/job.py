@@ -82,19 +82,27 @@ def name_for(overrides: list[str], hw: str) -> str:
 
 
 def check_outlives(job: Job, settings: Settings, *, num_workers: int) -> None:
-    """Refuse jobs whose only copy of the results could be lost, and sweeps on several hosts.
+    """Refuse jobs whose only copy of the results could be lost or that start from what no VM has, and sweeps on slices.
 
     Raises:
-        LaunchError: a spot or multi-host machine without a remote `output_dir`, or a multi-host sweep.
+        LaunchError: a spot or multi-host machine without a remote `output_dir` or with a local `start.run`, or a
+            multi-host sweep.
     """
     if is_sweep(job.overrides) and num_workers > 1:
         raise LaunchError(
             f"hw={settings.hw} with a sweep; each of its {num_workers} VMs would run all of it into one folder; use "
             "one host, as hw=v6e8."
         )
+    is_new_disk = settings.spot or num_workers > 1
+    start = values_of(job.overrides).get("start.run", "")
+    if is_new_disk and start.startswith(f"{settings.results.rstrip('/')}/"):
+        raise LaunchError(
+            f"start.run={start}; it is a folder of this machine, and the VM has none of it; copy it (gcloud storage cp "
+            f"--recursive {start} gs://bucket/runs/) and give start.run=gs://bucket/runs/{Path(start).name}."
+        )
     if job.is_remote:
         return
-    if settings.spot or num_workers > 1:
+    if is_new_disk:
         why = (
             "spot machine is taken away with its disk" if settings.spot else "slice of several VMs has a disk for each"
         )

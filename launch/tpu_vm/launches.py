@@ -127,8 +127,8 @@ def agree(world: World, settings: Settings, slice_: Slice, record: Record, job: 
     missing = rights.look_ahead(Cloud(world.run, sleep=world.clock.sleep).ask, settings, record.project)
     if missing and settings.watchdog == "required":
         raise LaunchError(
-            f"watchdog=required; {missing}. If this launcher dies, nobody else would end the machine; give that role, "
-            "or rent all the same with watchdog=warn."
+            f"watchdog=required; {missing}; if this launcher died, nobody would end the machine. If a folder or a group "
+            "gives the right, or to rent all the same: watchdog=warn."
         )
     if missing:
         world.say(f"warning: {missing}")

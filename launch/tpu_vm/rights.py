@@ -51,9 +51,14 @@ class Verdict:
         elif self.account == "none":
             what = "the VM has no service account, so it cannot delete itself; give service_account="
         else:
-            grant = shlex.join(gcloud.grant(project, self.account))
-            what = f"{self.account} may not delete the VM it runs on ({self.said.rstrip('.')}); {grant}"
+            said = self.said.rstrip(".")
+            what = f"{self.account} may not delete the VM it runs on ({said}); {how_to_grant(project, self.account)}"
         return f"{what}; watchdog=warn continues without it"
+
+
+def how_to_grant(project: str, account: str) -> str:
+    """Return the commands that let an account delete TPUs, and nothing more."""
+    return f"{shlex.join(gcloud.create_role(project))}; {shlex.join(gcloud.grant(project, account))}"
 
 
 ORDER = ("granted", "unanswered", "absent", "refused")
@@ -72,10 +77,10 @@ def verdict_of(text: str) -> Verdict:
 
 
 def look_ahead(run: Run, settings: Settings, project: str) -> str:
-    """Return a warning where the project's policy does not show the permission, else an empty string.
+    """Return what is missing where the project's policy does not show the permission, else an empty string.
 
-    The policy that this user can read lacks what folders, organisations, groups and custom roles grant, so a missing
-    role only warns.
+    Roles of the project's own are asked for their permissions. What folders, organisations and groups grant is not in
+    the policy that this user can read.
     """
     account = settings.service_account
     if not account:  # Compute Engine's default account, named after the project's number
@@ -90,13 +95,23 @@ def look_ahead(run: Run, settings: Settings, project: str) -> str:
         roles = _roles(json.loads(done.out), f"serviceAccount:{account}")
     except ValueError as error:
         return _not_checked(f"gcloud's answer: {error}")
-    if roles & set(SUFFICIENT):
+    if roles & set(SUFFICIENT) or any(_is_sufficient(run, settings, name) for name in sorted(roles - set(SUFFICIENT))):
         return ""
-    grant = shlex.join(gcloud.grant(project, account))
     return (
-        f"the policy of {project} gives {account} no role to delete the VM it runs on; unless a folder, a group or a "
-        f"role of your own does, the machine is given back as soon as it says so: {grant}"
+        f"the policy of {project} gives {account} no role to delete the VM it runs on: "
+        f"{how_to_grant(project, account)}"
     )
+
+
+def _is_sufficient(run: Run, settings: Settings, name: str) -> bool:
+    """Return whether a role of a project's or an organisation's own, as `projects/ID/roles/NAME`, may delete TPUs."""
+    if not re.fullmatch(r"(projects|organizations)/[^/]+/roles/[^/]+", name):
+        return False
+    done = run(gcloud.role(name, settings))
+    try:
+        return done.code == 0 and gcloud.PERMISSION in json.loads(done.out)["includedPermissions"]
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _roles(policy: dict[str, list[dict[str, object]]], member: str) -> set[str]:
@@ -107,4 +122,4 @@ def _roles(policy: dict[str, list[dict[str, object]]], member: str) -> set[str]:
 
 def _not_checked(error: str) -> str:
     why = in_one_line(error, limit=120)
-    return f"not known yet whether the VM may delete itself ({why}); it is asked when it is there"
+    return f"it is not known whether the VM may delete itself, since the project's policy was not read ({why})"

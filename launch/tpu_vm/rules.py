@@ -109,9 +109,10 @@ def decide(record: Record, seen: Seen, *, now: float, limits: Limits) -> Action:
 def _towards_nothing(record: Record, seen: Seen) -> Action:
     if record.was_started and not record.is_fetched:
         is_there = seen.state == "ACTIVE" and not seen.is_lost and record.is_started
-        if (is_there and seen.node == "READY") or (record.is_remote and seen.state == "ABSENT"):
+        has_copy = is_there and not record.is_remote
+        if (has_copy and seen.node == "READY") or (record.is_remote and seen.state == "ABSENT"):
             return _fetch(record)
-        if is_there and not record.is_remote and record.outcome != "budget":
+        if has_copy and record.outcome != "budget":
             return Action("wait", why=f"the node is {seen.node}; its results are fetched before it is deleted")
     if seen.state == "ABSENT":
         return Action("end")

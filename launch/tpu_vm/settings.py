@@ -29,7 +29,7 @@ class Settings:
     account: str = ""
     """Account for gcloud; empty uses the active one."""
     service_account: str = ""
-    """Service account of the VM; needs roles/tpu.admin to delete itself and roles/storage.objectUser on the bucket."""
+    """Service account of the VM; needs tpu.nodes.delete to delete itself and roles/storage.objectUser on the bucket."""
     zones: tuple[str, ...] = ()
     """Zones in the order they are tried; empty uses those of conf/hw."""
     runtime_version: str = ""
@@ -45,7 +45,7 @@ class Settings:
     zone_minutes: float = 30.0
     """Longest wait in one zone while others are left to try."""
     idle_minutes: float = 30.0
-    """The VM deletes itself after this time without a run, a login or this launcher."""
+    """The VM deletes itself after this time without a run, a login or this launcher, on any VM of a slice."""
     watchdog: Literal["required", "warn"] = "required"
     """`required`: rents only where the VM is shown to be allowed to delete itself. `warn`: continues without."""
     fetch: Literal["required", "skip"] = "required"
@@ -82,6 +82,9 @@ class Settings:
     """Time between two checks of the machine."""
     worker: str = "0"
     """Worker that `ssh` logs in to, on a slice of several VMs."""
+    ports: tuple[str, ...] = ("6006", "8888")
+    """Ports of the VM that `ssh` shows on localhost, as TensorBoard's and Jupyter's; 16006:6006 takes another one here,
+    `none` forwards none."""
     yes: bool = False
     """Answer every question with yes."""
 
@@ -151,6 +154,11 @@ def checked(settings: Settings) -> Settings:
         raise LaunchError(
             f"repo={settings.repo}; it is no address git clones; write https://... or git@host:owner/name.git."
         )
+    for port in settings.ports:
+        if not re.fullmatch(r"\d{1,5}(:\d{1,5})?", port) or not all(0 < int(part) < 65536 for part in port.split(":")):
+            raise LaunchError(
+                f"ports={','.join(settings.ports)}; {port} is no port; write 6006, or 16006:6006 (here:VM), or none."
+            )
     if settings.data_disk and len(settings.zones) > 1:
         raise LaunchError(f"data_disk={settings.data_disk}; a disk belongs to one zone; give only that zone as zones=.")
     return settings
@@ -166,6 +174,8 @@ def _value(key: str, text: str, kind: Any) -> Any:
             raise LaunchError(f"{key}={text}; it is one of: {', '.join(get_args(kind))}.")
         return text
     if get_origin(kind) is tuple:
+        if text in ("null", "none"):
+            return ()
         return tuple(part.strip() for part in text.strip("[]()").split(",") if part.strip())
     if kind is bool:
         if text.lower() not in ("true", "false", "1", "0", "yes", "no"):

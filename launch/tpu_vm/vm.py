@@ -99,8 +99,12 @@ def _of(workers: Sequence[Worker], number: int, what: str) -> str:
 
 
 COPY_SECONDS = 900.0
-RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "adapter")
-SWEEP_FILES = r"[^/]+/(result\.json|test_results\.json|README\.md|config\.yaml|adapter/.*)|sweep\.json|leaderboard\..*"
+MODEL_SECONDS = 7200.0
+"""Time to copy a whole model (lora=none): 15 GB of a 7B take an hour at 4 MB/s."""
+RESULTS = ("result.json", "test_results.json", "README.md", "config.yaml", "run.log", "adapter", "model")
+"""Files and folders of a run to fetch, the same that launch/worker.sh packs; a run has an adapter or a model."""
+SWEEP_FILES = r"[^/]+/(result\.json|test_results\.json|README\.md|config\.yaml|run\.log|(adapter|model)/.*)"
+SWEEP_FILES += r"|sweep\.json|leaderboard\..*"
 SWEEP_FILES += r"|(tensorboard|logs)/.*"
 """Files of a sweep to fetch, the same that launch/worker.sh packs; each point has a folder of its own."""
 LEASE = ".lease.json"
@@ -126,7 +130,7 @@ class Bucket:
         if there.code and kind_of(there.err) == "absent":
             return []
         words = gcloud.bucket_part(record.run_folder, str(into), kept=SWEEP_FILES)
-        done = self._run(words, timeout=COPY_SECONDS)
+        done = self._run(words, timeout=MODEL_SECONDS)
         if done.code:
             raise UnreachableError(in_one_line(done.err))
         return self._files.names(into)
@@ -153,7 +157,7 @@ class Bucket:
         return done.out if done.code == 0 and done.out else None
 
     def _copied(self, address: str, into: Path) -> bool:
-        done = self._run(gcloud.bucket_copy(address, str(into)), timeout=COPY_SECONDS)
+        done = self._run(gcloud.bucket_copy(address, str(into)), timeout=MODEL_SECONDS)
         if done.code and kind_of(done.err) != "absent":
             raise UnreachableError(in_one_line(done.err))
         return done.code == 0

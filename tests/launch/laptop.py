@@ -82,6 +82,7 @@ def make_laptop(folder: Path, *, run_py: str, startup: str, num_workers: int = 1
     shutil.copytree(ROOT / "launch", root / "launch", ignore=ignored)
     shutil.copytree(ROOT / "conf" / "hw", root / "conf" / "hw")
     (root / "run.py").write_text(run_py)
+    (root / "launch" / "on_vm.py").write_text("print('cpu')")  # nothing to start before the run
     (root / "launch" / "startup.sh").write_text(startup)
     (root / ".gitignore").write_text("outputs/\n__pycache__/\n")
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.tpu_vm import gcloud
 from launch.tpu_vm.gcloud import Target
-from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.settings import Settings, parse
 from launch.tpu_vm.slices import load_slice, rentable
 
 WATCHDOG = str(Path(__file__).parents[2] / "launch" / "watchdog.sh")
@@ -53,6 +54,7 @@ def every_command() -> dict[str, list[str]]:
         "ssh all iap": gcloud.ssh(full, "true"),
     }
     lines |= {"shell": gcloud.shell(plain, worker="0"), "shell iap": gcloud.shell(full, worker="0")}
+    lines |= {"shell without ports": gcloud.shell(target(replace(PLAIN, ports=())), worker="0")}
     lines |= {"to": gcloud.copy_to(plain, WATCHDOG, "x.gz"), "to iap": gcloud.copy_to(full, WATCHDOG, "x.gz")}
     lines |= {"from": gcloud.copy_from(plain, "x", "/tmp/x"), "from iap": gcloud.copy_from(full, "x", "/tmp/x")}
     lines |= {
@@ -69,7 +71,11 @@ def every_command() -> dict[str, list[str]]:
         "disks": gcloud.list_disks(full),
     }
     lines |= {"number": gcloud.project_number("p", PLAIN), "policy": gcloud.policy("p", FULL)}
-    lines |= {"grant": gcloud.grant("p", "sa@p.iam.gserviceaccount.com")}
+    lines |= {"grant": gcloud.grant("p", "sa@p.iam.gserviceaccount.com"), "new role": gcloud.create_role("p")}
+    lines |= {
+        "role": gcloud.role("projects/p/roles/x", FULL),
+        "role above": gcloud.role("organizations/1/roles/x", PLAIN),
+    }
     lines |= {"part": gcloud.bucket_part("gs://bkt/r", "/tmp", kept="a|b"), "cat": gcloud.bucket_read("gs://bkt/r")}
     lines |= {"bucket cp": gcloud.bucket_copy("gs://bkt/r/adapter", "/tmp"), "ls": gcloud.bucket_look("gs://bkt/r")}
     return lines | {"bucket fill": gcloud.bucket_fill("/tmp", "gs://bkt/prepared")}
@@ -118,6 +124,29 @@ def test_a_slice_is_asked_for_as_the_api_names_it(hw: str) -> None:
     assert f"--accelerator-type={family}-{cores}" in creation(hw, PLAIN)
     assert slice_.chips == int(cores) // (2 if "-" in hw else 1), "v4 and v5p are named by their two cores a chip"
     assert slice_.num_workers == (1 if slice_.chips <= 8 else slice_.chips // 4)
+
+
+def test_a_login_shows_the_ports_of_tensorboard_and_jupyter_here() -> None:
+    words = gcloud.shell(target(PLAIN), worker="0")
+    assert words[words.index("--") :] == [
+        "--",
+        "-L",
+        "localhost:6006:localhost:6006",
+        "-L",
+        "localhost:8888:localhost:8888",
+    ]
+    other = gcloud.shell(target(parse(["ports=16006:6006"], env_file={})), worker="0")
+    assert other[-2:] == ["-L", "localhost:16006:localhost:6006"]
+    assert "--" not in gcloud.shell(target(parse(["ports=none"], env_file={})), worker="0")
+
+
+def test_ssh_gets_the_ports() -> None:
+    """Words behind -- are ssh's own; gcloud's parser takes any, ssh's does not."""
+    words = gcloud.shell(target(PLAIN), worker="0")
+    if shutil.which("ssh") is None:
+        pytest.skip("ssh is not installed")
+    done = subprocess.run(["ssh", "-G", *words[words.index("--") + 1 :], "host"], capture_output=True, text=True)
+    assert done.stdout.count("\nlocalforward ") == 2
 
 
 def test_no_command_holds_a_boolean_of_the_wrong_track() -> None:

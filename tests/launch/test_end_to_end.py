@@ -77,7 +77,7 @@ def test_a_vm_that_may_not_delete_itself_is_given_back(laptop: Path) -> None:
     with started(laptop, seed=0) as process:
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 1, said
-    assert "e2e: refused: vm@p may not delete the VM it runs on (it is denied); gcloud projects add-iam-policy" in said
+    assert "e2e: refused: vm@p may not delete the VM it runs on (it is denied); gcloud iam roles create" in said
     assert "nothing of e2e is left" in said
     assert not (laptop.parent / "resource").exists()
     assert not (laptop.parent / "home" / "ready").exists()

@@ -82,6 +82,10 @@ def test_gke_has_a_pod_for_every_host_of_the_slice(file: Path) -> None:
     assert container["resources"]["limits"]["google.com/tpu"] * job["completions"] == config.hw.num_devices
     assert config.hw.rent is not None
     assert container["resources"]["limits"]["google.com/tpu"] == config.hw.rent.chips_per_host
+    # libtpu locks memory for DMA, which the container's own limit forbids
+    assert container["securityContext"]["capabilities"]["add"] == ["SYS_RESOURCE"]
+    script = container["args"][0]
+    assert -1 < script.index("ulimit -l unlimited") < script.index("launch/startup.sh")
     assert job["parallelism"] == job["completions"]
     if job["completions"] > 1:  # they look for each other by name, and by the number of the pod
         assert content["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}

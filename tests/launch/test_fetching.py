@@ -24,7 +24,15 @@ WORKER = Path(__file__).parents[2] / "launch" / "worker.sh"
 SETTINGS = Settings(name="ranks", hw="v6e8")
 GRID = ("-m", "lora.r=8,16")
 POINTS = ("lora.r=16,optim.lr=0.001", "lora.r=8,optim.lr=0.001")
-OF_A_RUN = ("README.md", "adapter/adapter_config.json", "config.yaml", "result.json", "test_results.json")
+OF_A_RUN = (
+    "README.md",
+    "adapter/adapter_config.json",
+    "config.yaml",
+    "model/model.safetensors",
+    "result.json",
+    "run.log",
+)
+OF_A_RUN += ("test_results.json",)
 OF_A_SWEEP = ("leaderboard.csv", "leaderboard.md", "logs/lora.r=8,optim.lr=0.001.log", "sweep.json", "tensorboard/p/ev")
 STAYS = ("checkpoints/step_1/adapter/x", "identity.json", "metrics.jsonl", "tensorboard/ev")
 FETCHED = sorted([*OF_A_SWEEP, *(f"{point}/{name}" for point in POINTS for name in OF_A_RUN)])
@@ -83,6 +91,18 @@ def test_every_point_of_a_sweep_comes_from_the_bucket(bucket: Path) -> None:
     assert not results.is_finished(record("ranks", "sweep=optuna_lora"))
     assert results.fetch(record("none"), into) == []
     assert not results.is_finished(record("none"))
+
+
+@pytest.mark.parametrize("trained", ["adapter", "model"])
+def test_an_adapter_or_a_model_comes_from_the_bucket(bucket: Path, trained: str) -> None:
+    names = ["README.md", f"{trained}/a.safetensors", f"{trained}/config.json", "result.json"]
+    for name in [*names, "checkpoints/step_1/x"]:
+        gcsfs.GCSFileSystem().pipe(f"bkt/runs/one/{name}", name.encode())
+    into = bucket / "here"
+    into.mkdir()
+    done = replace(record("ranks", "lora=none"), run_folder="gs://bkt/runs/one")
+    assert sorted(real_bucket().fetch(done, into)) == sorted(["README.md", "result.json", trained])
+    assert files_below(into) == names
 
 
 def test_a_sweep_with_a_point_that_failed_is_not_finished(bucket: Path) -> None:

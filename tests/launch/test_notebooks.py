@@ -59,6 +59,31 @@ def test_the_colab_notebook_trains_and_gives_the_adapter(tmp_path: Path, monkeyp
     assert any((output / "gemma3_270m_chat" / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize(("kind", "more"), [("v5p-8", ""), ("v6e-4", "lora.r=8"), ("v5p-8", "hw=v5p-8")])
+def test_colab_says_so_where_it_does_not_know_the_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, more: str
+) -> None:
+    """And does not train the smoke model on a paid TPU."""
+    cells = [cell["source"] for cell in json.loads((REPOSITORY / "launch" / "colab.ipynb").read_text())["cells"]]
+    first, chip = (
+        "".join(next(cell for cell in cells if start in cell[0])) for start in ("import importlib", "MACHINES")
+    )
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
+    monkeypatch.setenv("MORE", more)
+    asked: list[tuple[str, ...]] = []
+    names: dict[str, Any] = {}
+    exec(first, names)
+    names["sh"] = lambda *command: asked.append(command)
+    if "hw=" in more:
+        exec(chip, names)
+        assert asked[0].count(more) == 1
+        assert "debug=smoke" not in asked[0]
+        return
+    with pytest.raises(RuntimeError, match=f"TPU_ACCELERATOR_TYPE={kind}; this notebook knows v5litepod-1, v6e-1"):
+        exec(chip, names)
+    assert asked == []
+
+
 def test_the_kaggle_notebook_makes_its_own_environment(tmp_path: Path) -> None:
     machine = make_machine(tmp_path)
     env = machine.environ(MORE=f"{SHORT} hw.runtime=eager", OUTPUT=str(tmp_path / "runs"), HF_HUB_OFFLINE="1")

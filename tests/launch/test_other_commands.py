@@ -219,3 +219,27 @@ def test_the_dry_run_of_train_is_the_golden_one(launcher: Launcher, monkeypatch:
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text(text, encoding="utf-8")
     assert text.splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("place", ["gs://bucket/runs/first", "gs://bucket/runs/first/adapter", "hf://me/adapter@v1.0"])
+def test_a_run_trains_on_from_an_adapter_in_a_bucket_or_on_the_hub(launcher: Launcher, place: str) -> None:
+    run = [*RUN, f"start.run={place}", "start.take=weights"]
+    assert launcher("train", "--dry-run", "hw=v6e8", "spot=true", "name=ro1", run=run) == 0
+    planned = next(line for line in launcher.said if "task=plan" in line)
+    started = next(line for line in launcher.said if "worker.sh start" in line)
+    assert f" start.run={place} start.take=weights " in planned
+    assert f" start.run={place} start.take=weights " in started
+    assert launcher.train(run=run) == 0
+    assert launcher.record().overrides[2:4] == (f"start.run={place}", "start.take=weights")
+
+
+@pytest.mark.parametrize("place", ["outputs/first", "outputs/first/adapter/"])
+def test_a_run_does_not_start_from_what_its_machine_does_not_have(
+    launcher: Launcher, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(launcher.folder)
+    words = ["train", "hw=v6e8", "spot=true", "name=ro1", "plan=skip", "project=p", "yes=true", "env_file=empty.env"]
+    launcher.env_file()
+    assert main([*words, *RUN, f"start.run={place}"], launcher.world()) == 2
+    assert f"start.run={place}; it is a folder of this machine, and the VM has none of it" in capsys.readouterr().err
+    assert not launcher.cloud.calls

@@ -38,6 +38,11 @@ def test_the_command_line_wins() -> None:
     settings = parsed("spot=false", "zones=[a-b-c]", "max_usd=60", "data_disk=", env=ENV)
     assert (settings.spot, settings.zones, settings.max_usd, settings.data_disk) == (False, ("a-b-c",), 60.0, "")
     assert parsed("max_usd=null").max_usd is None
+    assert (parsed().ports, parsed("ports=none").ports, parsed("ports=[7000]").ports) == (
+        ("6006", "8888"),
+        (),
+        ("7000",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,6 +58,9 @@ def test_the_command_line_wins() -> None:
         ("repo=github", "https://"),
         ("up", "key=value"),
         ("data_disk_gb=1.5", "no number"),
+        ("ports=6006,tensorboard", "tensorboard is no port"),
+        ("ports=0", "0 is no port"),
+        ("ports=6006:99999", "write 6006, or 16006:6006"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(word: str, sentence: str) -> None:

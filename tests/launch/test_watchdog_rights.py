@@ -11,7 +11,10 @@ from threading import Thread
 
 import pytest
 
-from launch.tpu_vm.rights import verdict_of
+from launch.tpu_vm.gcloud import DELETER
+from launch.tpu_vm.rights import look_ahead, verdict_of
+from launch.tpu_vm.settings import Settings
+from launch.tpu_vm.world import Completed
 from tests.launch.fake_cloud import MEMBER, FakeCloud, SimulatedClock
 from tests.launch.launcher import Launcher
 
@@ -109,8 +112,9 @@ def test_the_missing_right_is_named(google: Google, tmp_path: Path) -> None:
     verdict = verdict_of(check(google, tmp_path))
     assert (verdict.kind, verdict.account, verdict.said) == ("refused", ACCOUNT, DENIED)
     assert len(google.asked) == 6
+    create = "gcloud iam roles create tpuexpDeleter --project=p --permissions=tpu.nodes.delete; "
     grant = "gcloud projects add-iam-policy-binding p --member=serviceAccount:vm@p.iam.gserviceaccount.com"
-    assert f"{grant} --role=roles/tpu.admin --condition=None" in verdict.sentence("p")
+    assert f"{create}{grant} --role=projects/p/roles/tpuexpDeleter --condition=None" in verdict.sentence("p")
 
 
 def test_a_vm_without_an_account_may_not(google: Google, tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ def test_the_policy_is_read_before_anything_is_rented(launcher: Launcher, capsys
     assert launcher.train("service_account=other@p.iam") == 2
     refusal = capsys.readouterr().err
     assert "gives other@p.iam no role" in refusal
-    assert "--member=serviceAccount:other@p.iam --role=" in refusal
+    assert "--member=serviceAccount:other@p.iam --role=projects/p/roles/tpuexpDeleter" in refusal
     assert "watchdog=warn" in refusal
     assert not launcher.cloud.all_machines
     assert launcher.train("service_account=other@p.iam", "watchdog=warn") == 0
@@ -186,6 +190,33 @@ def test_a_role_under_a_condition_or_of_another_name_is_no_right(launcher: Launc
     launcher.cloud.policy = json.dumps({"bindings": weak})
     assert launcher.train() == 2
     assert not launcher.cloud.all_machines
+
+
+@pytest.mark.parametrize(
+    ("permissions", "is_enough"),
+    [
+        ('{"includedPermissions": ["tpu.nodes.delete"]}', True),
+        ('{"includedPermissions": ["tpu.nodes.get"]}', False),
+        ("{}", False),
+        ("", False),
+    ],
+)
+def test_a_role_of_ones_own_is_asked_for_what_it_permits(permissions: str, is_enough: bool) -> None:
+    member = "serviceAccount:sa@p.iam"
+    policy = {
+        "bindings": [{"role": f"projects/p/roles/{DELETER}", "members": [member]}, {"role": "x", "members": [member]}]
+    }
+    asked: list[list[str]] = []
+
+    def run(words: list[str], *, stdin: str = "", timeout: float = 120.0) -> Completed:
+        asked.append(words)
+        if "get-iam-policy" in words:
+            return Completed(0, json.dumps(policy))
+        return Completed(0, permissions) if permissions else Completed(1, err="PERMISSION_DENIED")
+
+    settings = Settings(name="r", service_account="sa@p.iam")
+    assert (look_ahead(run, settings, "p") == "") == is_enough
+    assert [words[1:5] for words in asked[1:]] == [["iam", "roles", "describe", DELETER]]
 
 
 def test_a_policy_that_may_not_be_read_is_no_proof(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:

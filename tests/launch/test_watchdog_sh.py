@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ case "$*" in
     *tpuexp-idle-seconds) printf 300 ;;
     *instance/preempted)
         [ "$(cat {folder}/clock)" -lt "$(cat {folder}/preempted_at)" ] && printf FALSE || printf TRUE ;;
+    *worker-network-endpoints) [ -e {folder}/endpoints ] && cat {folder}/endpoints || exit 22 ;;
+    *agent-worker-number) printf 1 ;;
+    *:29502/seconds)
+        [ "$(cat {folder}/clock)" -ge "$(cat {folder}/peer_until)" ] || {{ echo 0; exit; }}
+        [ ! -e {folder}/peer_is_dumb ] || exit 7
+        echo $(($(cat {folder}/clock) - $(cat {folder}/peer_until))) ;;
     *token) printf '{{"access_token":"{token}","expires_in":3599}}' ;;
     *) exit 22 ;;
 esac
@@ -40,7 +47,17 @@ case "$1" in
     stop) echo "$(cat {folder}/clock) $*" >>{folder}/stopped ;;
 esac
 """
+# As logind lists and shows them: of 3 the connection is gone, 4 is a service's.
+LOGINCTL = """
+[ "$(cat {folder}/clock)" -lt "$(cat {folder}/login_until)" ] && state=active || state=closing
+case "$1" in
+    list-sessions) printf '      3 1001 me  -  \\n      4 1002 you -  \\n' ;;
+    show-session) printf 'Remote=yes\\nState=%s\\n\\nRemote=no\\nState=active\\n' $state ;;
+esac
+"""
 FACTS = {"clock": 0, "max": 86400, "works_at": 0, "preempted_at": 10**9, "run_until": 0, "lease_until": 0}
+FACTS |= {"login_until": 0, "peer_until": 0, "hand_until": 0}
+ENDPOINTS = "a:1:10.0.0.4,b:2:10.0.0.5,c:3:10.0.0.6"
 
 
 class Machine:
@@ -51,10 +68,12 @@ class Machine:
         for name, value in (FACTS | facts).items():
             (folder / name).write_text(str(value))
         (folder / "uptime").write_text("0 0")
-        for name, body in (("curl", CURL), ("sleep", SLEEP), ("systemctl", SYSTEMCTL)):
+        for name, body in (("curl", CURL), ("sleep", SLEEP), ("systemctl", SYSTEMCTL), ("loginctl", LOGINCTL)):
             self.fake(name, body.format(folder=folder, token=TOKEN))
         self.fake("date", f"cat {folder}/clock")
         self.fake("who", "true")
+        self.fake("pgrep", f'[ "$(cat {folder}/clock)" -lt "$(cat {folder}/hand_until)" ]')
+        self.fake("systemd-run", f'echo "$*" >{folder}/unit')
 
     def fake(self, name: str, body: str) -> None:
         file = self.folder / "bin" / name
@@ -63,7 +82,7 @@ class Machine:
 
     def watch(self) -> "Machine":
         env = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "TPUEXP_UPTIME": str(self.folder / "uptime")}
-        env |= {"TPUEXP_HOMES": str(self.folder / "home")}
+        env |= {"TPUEXP_HOMES": str(self.folder / "home"), "TPUEXP_HOME": str(self.folder / "lib")}
         done = subprocess.run(["bash", str(WATCHDOG), "watch"], env=env, capture_output=True, text=True, timeout=120)
         self.said = done.stdout + done.stderr
         return self
@@ -90,6 +109,57 @@ def test_a_run_keeps_it_until_it_has_ended(tmp_path: Path) -> None:
 
 def test_a_launcher_that_looks_keeps_it(tmp_path: Path) -> None:
     assert Machine(tmp_path, lease_until=500).watch().deleted_at == pytest.approx(800, abs=20)
+
+
+def test_a_login_without_a_terminal_keeps_it(tmp_path: Path) -> None:
+    """VS Code and tunnels; what such a session left running behind does not."""
+    assert Machine(tmp_path, login_until=600).watch().deleted_at == pytest.approx(900, abs=20)
+
+
+def test_a_run_that_was_started_by_hand_keeps_it(tmp_path: Path) -> None:
+    assert Machine(tmp_path, hand_until=600).watch().deleted_at == pytest.approx(900, abs=20)
+
+
+def test_a_slice_stays_while_one_of_its_machines_is_used(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, peer_until=600)
+    (tmp_path / "endpoints").write_text(ENDPOINTS)
+    assert machine.watch().deleted_at == pytest.approx(900, abs=20)
+    assert machine.said.count("10.0.0.4 of this slice is used") == 1
+    assert "10.0.0.5" not in machine.said, "its own address"
+    unit = machine.lines("unit")[0]
+    assert unit.endswith(f"python3 -m http.server 29502 --bind 10.0.0.5 --directory {tmp_path}/lib/unused")
+    assert "DynamicUser=yes" in unit
+
+
+def test_a_slice_with_a_machine_that_does_not_answer_stays_until_its_deadline(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, max=2000)
+    (tmp_path / "endpoints").write_text(ENDPOINTS)
+    (tmp_path / "peer_is_dumb").touch()
+    assert machine.watch().deleted_at == 2000
+    assert "10.0.0.4 of this slice does not say whether it is used" in machine.said
+
+
+def test_a_machine_tells_the_others_for_how_long_it_was_unused(tmp_path: Path) -> None:
+    """The very command that it gives to systemd, asked by the real curl."""
+    machine = Machine(tmp_path, login_until=100, max=250)
+    (tmp_path / "endpoints").write_text("a:1:127.0.0.2,b:2:127.0.0.3")
+    assert machine.watch().deleted_at == 250
+    command = machine.lines("unit")[0].split(" DynamicUser=yes ")[1].split()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        curl = ["curl", "-sf", "-m", "5", "http://127.0.0.3:29502/seconds"]
+        for _ in range(100):
+            done = subprocess.run(curl, capture_output=True, text=True)
+            if done.returncode == 0:
+                break
+            time.sleep(0.1)
+        server.terminate()
+    assert int(done.stdout) == pytest.approx(160, abs=20)
+
+
+def test_who_logs_in_while_a_deletion_is_refused_keeps_the_machine(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, works_at=600)
+    machine.fake("who", f'[ "$(cat {tmp_path}/clock)" -lt 500 ] || [ "$(cat {tmp_path}/clock)" -gt 700 ] || echo me')
+    assert machine.watch().deleted_at == pytest.approx(1000, abs=20)
 
 
 def test_the_deadline_ends_even_a_run_which_is_stopped_first(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """launch/worker.sh, run for real in a folder with fakes of sudo, systemctl and curl; shellcheck on both scripts."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,13 @@ from launch.tpu_vm.vm import MAX_LOG_BYTES, STATUS_LINE
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 RUN_PY = """
-import os, signal, sys, time
+import os, resource, signal, sys, time
+if "task=doctor" in sys.argv:
+    print("doctor", sys.argv[1:], resource.getrlimit(resource.RLIMIT_MEMLOCK)[1], flush=True)
+    if os.path.exists("slow_devices"):
+        time.sleep(60)
+    sys.exit(int(os.path.exists("no_devices")))
+print("limits", *(resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)))
 print("words", sys.argv[1:], flush=True)
 print("token", os.environ.get("HF_TOKEN"), flush=True)
 def stopped(number, frame):
@@ -27,6 +34,23 @@ if "wait" in sys.argv:
     print("training", flush=True)
     time.sleep(60)
 sys.exit(3 if "fail" in sys.argv else 0)
+"""
+
+
+# As systemd: a unit has the limits of its properties, and without one a low default, whatever the caller's are.
+SYSTEMD_RUN = """
+memlock=64 nofile=512
+while [ "$1" != bash ]; do
+    echo "$1" >>{folder}/unit
+    case $1 in
+        LimitMEMLOCK=infinity) memlock= ;;
+        LimitNOFILE=*) nofile=${{1#*=}} ;;
+    esac
+    shift
+done
+[ -z "$memlock" ] || ulimit -l $memlock
+[ $nofile -gt $(ulimit -Hn) ] || ulimit -n $nofile
+"$@" >/dev/null 2>&1 & echo $! >{folder}/pid
 """
 
 
@@ -42,11 +66,17 @@ class Vm:
         self.fake("sudo", 'exec "$@"')
         self.fake("curl", "exit 22")
         pid = folder / "pid"
-        self.fake("systemd-run", f'while [ "$1" != bash ]; do shift; done; "$@" >/dev/null 2>&1 & echo $! >{pid}')
+        (self.root / "launch" / "__init__.py").touch()
+        self.is_machine("cpu")
+        self.fake("systemd-run", SYSTEMD_RUN.format(folder=folder))
         # `stop` waits until the unit has ended, as systemd's does; a child of init cannot be waited for.
         stop = f"kill -TERM $(cat {pid}); while kill -0 $(cat {pid}) 2>/dev/null; do sleep 0.05; done"
         alive = f'[ -e {pid} ] && kill -0 "$(cat {pid})" 2>/dev/null'
         self.fake("systemctl", f"case $1 in is-active) {alive} ;; stop) {stop} ;; esac")
+
+    def is_machine(self, hw: str) -> None:
+        """Has on_vm.py find this machine in conf/hw."""
+        (self.root / "launch" / "on_vm.py").write_text(f"print({hw!r})")
 
     def fake(self, name: str, body: str) -> None:
         file = self.bin / name
@@ -91,6 +121,51 @@ def test_a_run_gets_its_words_and_secrets_and_leaves_its_code(vm: Vm) -> None:
     assert "words ['name=x y', 'fail', 'data=[a,b]']" in text
     assert "token it's secret" in text
     assert int(facts[5]) == len(text.encode())
+
+
+def test_the_unit_has_the_limits_of_a_login(vm: Vm) -> None:
+    """systemd gives a unit 8 MiB of locked memory, with which libtpu fails or hangs."""
+    vm("start", "a-1-1")
+    _, text = vm.until("exited")
+    memlock, nofile = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    allowed = 100_000 if nofile == -1 else min(100_000, nofile)
+    assert f"limits {memlock} {allowed}\n" in text
+    properties = (vm.root.parent / "unit").read_text().splitlines()
+    assert {"LimitMEMLOCK=infinity", "LimitNOFILE=100000", "KillMode=mixed", "TimeoutStopSec=110"} <= set(properties)
+
+
+def test_the_devices_are_started_in_the_unit_before_the_run(vm: Vm) -> None:
+    vm.is_machine("v6e8")
+    vm("start", "a-1-1", "hw=v6e1", "sweeping.points_at_once=8", "fail")
+    facts, text = vm.until("exited")
+    looked, _, rest = text.partition("\n")
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    words = ["task=doctor", "task.checks=[memlock,devices]", "hw=v6e8", "trainer.global_batch_rows=256"]
+    assert looked == f"doctor {words} {memlock}"
+    assert "words ['hw=v6e1', 'sweeping.points_at_once=8', 'fail']" in rest
+    assert facts[2] == "3"
+
+
+def test_a_run_whose_devices_do_not_start_in_the_unit_is_not_begun(vm: Vm) -> None:
+    vm.is_machine("v6e8")
+    (vm.root / "no_devices").touch()
+    vm("start", "a-1-1")
+    facts, text = vm.until("exited")
+    assert facts[2] == "1"
+    assert "words" not in text
+
+
+def test_a_stop_while_the_devices_are_looked_at_is_a_stop(vm: Vm) -> None:
+    vm.is_machine("v6e8")
+    (vm.root / "slow_devices").touch()
+    vm("start", "a-1-1")
+    deadline = time.monotonic() + 30
+    while "doctor" not in vm.look()[1] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    vm("stop")
+    facts, text = vm.look()
+    assert facts[:4] == ("0", "exited", "75", "asked")
+    assert "words" not in text
 
 
 def test_the_same_id_is_started_once_and_another_begins_anew(vm: Vm) -> None:

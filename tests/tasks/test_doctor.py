@@ -31,7 +31,17 @@ CHIPS = devices.Devices(tuple(f"/dev/vfio/{n}" for n in range(8)), (), 8, (), 0,
             "failed",
             "process 77 (python train.py) holds /dev/vfio/1 | wait for its end, or end it: `kill 77`",
         ),
-        (replace(CHIPS, probed=replace(PROBED, num_devices=1)), "failed", "started in 9.0 s, and hw=v6e8 has 8"),
+        (replace(CHIPS, probed=replace(PROBED, num_devices=4)), "failed",
+         "4 of this machine's 8 chips started in 9.0 s, and hw=v6e8 has 8"),
+        (replace(CHIPS, nodes=CHIPS.nodes[:4], probed=replace(PROBED, num_devices=4)), "failed",
+         "4 x tpu, started in 9.0 s, and hw=v6e8 has 8 on a host | choose hw= with 4"),
+        # As Kaggle's v5e-8 does.
+        (replace(CHIPS, probed=replace(PROBED, num_devices=1)), "failed",
+         "and hw=v6e8 has 8 on a host | unset what `variables` names; in a notebook, restart the session"),
+        (replace(CHIPS, probed=devices.Probed(error="their process died of SIGABRT: Check failed: x")), "failed",
+         "processes.probe xla tpu`; in a notebook, restart the session"),
+        (replace(CHIPS, probed=devices.Probed(error="Invalid --2a886c8_slice_builder_worker_addresses specified.")),
+         "failed", "`unset TPU_PROCESS_ADDRESSES` (Kaggle exports it as `local`)"),
         (replace(CHIPS, probed=replace(PROBED, kind="CPU")), "failed", "fell back to CPU"),
         (replace(CHIPS, probed=replace(PROBED, total=3.0)), "failed", "1 + 1 is 3.0"),
         (
@@ -46,6 +56,45 @@ def test_devices(make_config, seen, expected, words):
     verdict, said = verdict_of(devices.judge_devices(seen, make_config(*TPU)))
     assert verdict == expected
     assert words in said
+
+
+HOST = devices.Devices(CHIPS.nodes[:4], (), 4, (), 0, replace(PROBED, num_devices=4))
+"""One of the four hosts of a v6e-16."""
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "words"),
+    [
+        (HOST, "ok", "4 x tpu"),
+        (replace(HOST, probed=replace(PROBED, num_devices=16)), "ok", "16 x tpu"),
+        (replace(HOST, nodes=CHIPS.nodes), "failed", "8 chips, and a host of hw=v6e16 has 4"),
+        (replace(HOST, probed=replace(PROBED, num_devices=1)), "warning", "4 chips, which did not start by themselves"),
+        (replace(HOST, probed=devices.Probed(error="the devices did not start within 120 s")), "warning",
+         "4 chips, which did not start by themselves: the devices did not start within 120 s | a run starts them"),
+        (replace(HOST, probed=devices.Probed(error="worker addresses: expected 4, got 1")), "warning", "other hosts"),
+        (replace(HOST, probed=devices.Probed(error="open(/dev/vfio/1): resource busy")), "failed", "find the holder"),
+        (replace(HOST, probed=replace(PROBED, kind="CPU", num_devices=1)), "failed", "fell back to CPU"),
+        (replace(HOST, probed=replace(PROBED, total=3.0, num_devices=4)), "failed", "1 + 1 is 3.0"),
+        (replace(HOST, nodes=(), probed=None), "failed", "no driver is bound"),
+    ],
+)  # fmt: skip
+def test_a_host_of_a_slice_is_judged_by_its_own_chips(make_config, seen, expected, words):
+    """Whether they start without the other hosts is not what a run needs."""
+    verdict, said = verdict_of(devices.judge_devices(seen, make_config(*TPU, "hw=v6e16", "output_dir=gs://bkt/runs")))
+    assert (verdict, words in said) == (expected, True), said
+
+
+def test_a_host_of_a_slice_is_asked_for_its_own_chips(make_config, monkeypatch):
+    hw = make_config(*TPU, "hw=v6e16", "output_dir=gs://bkt/runs").hw
+    for name in ("TPU_HOST_BOUNDS", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+    alone = devices.alone_on_slice(hw)
+    assert (alone["TPU_VISIBLE_CHIPS"], alone["TPU_CHIPS_PER_PROCESS_BOUNDS"]) == ("0,1,2,3", "2,2,1")
+    assert (alone["TPU_PROCESS_BOUNDS"], alone["CLOUD_TPU_TASK_ID"]) == ("1,1,1", "0")
+    assert "TPU_WORKER_ID" not in alone
+    monkeypatch.setenv("TPU_WORKER_ID", "3")  # as GKE does, in place of metadata
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b,c,d")
+    assert devices.alone_on_slice(hw) == alone | {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 
 def test_processes_of_the_eager_runtime_share_a_cpu(make_config):
@@ -69,6 +118,23 @@ def test_lock_file(make_config, monkeypatch, lock, expected, words):
     assert verdict == expected
     assert words in said
     assert devices.judge_lock_file(lock, make_config()).verdict == "ok"  # a CPU has none
+
+
+@pytest.mark.parametrize(
+    ("memlock", "expected", "words"),
+    [
+        (devices.Memlock(None), "ok", "unlimited"),
+        (devices.Memlock(64 * GIB), "ok", "69 GB may be locked"),
+        (devices.Memlock(8 * 2**20), "failed", "8,192 KiB of memory may be locked (RLIMIT_MEMLOCK)"),
+        (devices.Memlock(8 * 2**20), "failed", "| systemd: -p LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; GKE"),
+        (devices.Memlock(8 * 2**20, is_exempt=True), "ok", "this user's rights pass that limit"),
+        (devices.Memlock(8 * 2**20, is_notebook=True), "warning", "nothing to be done on a notebook service"),
+    ],
+)
+def test_locked_memory(make_config, memlock, expected, words):
+    verdict, said = verdict_of(devices.judge_memlock(memlock, make_config(*TPU)))
+    assert (verdict, words in said) == (expected, True)
+    assert devices.judge_memlock(memlock, make_config()).verdict == "ok"  # a CPU locks none
 
 
 @pytest.mark.parametrize(
@@ -98,6 +164,9 @@ def test_disk_and_compile_cache(make_config):
         False,
     )
     assert places.judge_disk(spaces[:1], config).verdict == "ok"
+    closed = replace(spaces[0], refusal="Read-only file system")
+    verdict, said = verdict_of(places.judge_disk((closed,), config))
+    assert (verdict, "the run: /a takes no file (Read-only file system) | name another" in said) == ("failed", True)
     assert places.judge_compile_cache(places.CacheFolder("/c", False), config).verdict == "failed"
     assert "7 programs" in places.judge_compile_cache(places.CacheFolder("/c", True, 7), config).seen
     assert places.judge_compile_cache(places.CacheFolder(None), config).verdict == "ok"

@@ -54,6 +54,28 @@ def test_who_has_locked_a_file(tmp_path):
     assert (seen.is_there, seen.owner, seen.is_writable, seen.holder) == (True, os.geteuid(), True, os.getpid())
 
 
+LOOK = (
+    "from pathlib import Path; from tpu_experiments.tasks.doctor.devices import inspect_memlock;"
+    "from tpu_experiments.runtime.processes.env import raise_memlock; import resource;"
+    "lock = resource.RLIMIT_MEMLOCK; resource.setrlimit(lock, (65536, 131072)); raise_memlock();"
+    "print(inspect_memlock(Path('status')), resource.getrlimit(lock))"
+)
+
+
+def test_the_limit_of_locked_memory_and_who_passes_it(tmp_path):
+    """In a child that lowers its own limit; a run raises it as far as its rights go."""
+    dropped = "setpriv --inh-caps=-all --bounding-set=-all --reuid=65534 --clear-groups" if os.geteuid() == 0 else ""
+    command = [*dropped.split(), sys.executable, "-c", LOOK]
+    for rights, is_exempt in (("0", False), ("4000", True), ("1000000", True)):
+        (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{rights:0>16}\n")
+        env = os.environ | {"PYTHONPATH": str(devices.REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+        tmp_path.chmod(0o755)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        seen = devices.Memlock(131072, is_exempt)
+        assert done.stdout.strip() == f"{seen} (131072, 131072)"
+
+
 def test_devices_start_in_a_child(make_config):
     config = make_config("hw.parallel=spmd", "hw.num_devices=2")
     seen = devices.inspect_devices(config, DoctorTaskConfig("doctor", device_timeout_seconds=120))
@@ -83,6 +105,37 @@ def test_a_place_that_refuses(make_config, tmp_path):
     seen = places.inspect_output_dir(config)
     assert seen.complaint is not None
     assert places.judge_output_dir(seen, config).verdict == "failed"
+
+
+def test_a_place_that_takes_no_file_is_ok_for_no_check(make_config, tmp_path, monkeypatch):
+    """Root may write to /proc, says os.access, and cannot."""
+    config = make_config("experiment=mistral7b_ro", "output_dir=/proc/nope", "name=x")
+    for inspect, judge in (
+        (places.inspect_compile_cache, places.judge_compile_cache),
+        (places.inspect_disk, places.judge_disk),
+        (places.inspect_output_dir, places.judge_output_dir),
+        (places.inspect_run, places.judge_run),
+    ):
+        assert judge(inspect(config), config).verdict == "failed", inspect.__name__
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/proc/hub")
+    here = make_config("experiment=mistral7b_ro", f"output_dir={tmp_path}", "name=x")
+    finding = places.judge_disk(places.inspect_disk(here), here)
+    assert (finding.verdict, finding.seen.split(" takes")[0]) == ("failed", "the download: /proc")
+    assert places.judge_compile_cache(places.inspect_compile_cache(here), here).verdict == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_that_dies_says_of_what(make_config, tmp_path, monkeypatch):
+    """libtpu prints the cause, then a stack trace, and aborts."""
+    dying = tmp_path / "python"
+    dying.write_text(
+        "#!/bin/sh\necho 'WARNING: Logging before InitGoogle()' >&2\n"
+        "echo 'F0000 tpu.cc:1] Check failed: ports > 0' >&2\necho '    @ 0x7f (unknown)' >&2\nkill -ABRT $$\n"
+    )
+    dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
+    found = devices.probe(make_config("experiment=mistral7b_ro").hw, timeout_seconds=60)
+    assert found.error == "their process died of SIGABRT: F0000 tpu.cc:1] Check failed: ports > 0"
 
 
 def test_the_run_folder(make_config, tmp_path):

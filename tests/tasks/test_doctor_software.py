@@ -48,6 +48,16 @@ def test_versions_of_this_environment(make_config):
     assert software.judge_versions(seen, make_config()).verdict == "ok"
 
 
+# What a session with a v5e-8 exports (a user's record of 2026-08).
+KAGGLE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_PROCESS_ADDRESSES": "local",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1",
+}
+
+
 @pytest.mark.parametrize(
     ("exported", "overrides", "expected", "words"),
     [
@@ -66,6 +76,27 @@ def test_versions_of_this_environment(make_config):
         ({"CPU_NUM_DEVICES": "4"}, (), "warning", "CPU_NUM_DEVICES=4"),
         ({"TPU_SKIP_MDS_QUERY": "1"}, TPU, "failed", "TPU_ACCELERATOR_TYPE"),
         ({"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-8"}, TPU, "ok", "none"),
+        (KAGGLE, (*TPU, "hw=v5e8"), "ok", "none"),
+        (
+            KAGGLE,
+            (*TPU, "hw=v5e8", "hw.parallel=spawn"),
+            "failed",
+            "`unset TPU_PROCESS_ADDRESSES`, or use hw.parallel=spmd",
+        ),
+        (
+            KAGGLE | {"TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1"},
+            (*TPU, "hw=v5e8"),
+            "failed",
+            "are 1 chips, and hw=v5e8 has 8 | `export TPU_CHIPS_PER_HOST_BOUNDS=2,4,1`",
+        ),
+        (
+            {"TPU_HOST_BOUNDS": "2,2,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"},
+            (*TPU, "hw=v6e16", "output_dir=gs://bkt/r"),
+            "ok",
+            "none",
+        ),
+        ({"TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}, (*TPU, "hw=v6e16", "output_dir=gs://bkt/r"), "ok", "none"),
+        ({"TPU_CHIPS_PER_HOST_BOUNDS": "x"}, TPU, "ok", "none"),
     ],
 )
 def test_variables(make_config, exported, overrides, expected, words):
@@ -94,6 +125,17 @@ ON_V6E = cloud.Machine("v6e-8", "v2-alpha-tpuv6e")
         (replace(ON_V6E, runtime_version="tpu-ubuntu2204-base"), TPU, "failed", "--runtime-version=v2-alpha-tpuv6e"),
         (ON_V6E, (*TPU, "hw=v5e8"), "failed", "hw=v5e8 is v5e:2x4"),
         (cloud.Machine("v5litepod-8"), (*TPU, "hw=v5e8"), "ok", "v5litepod-8"),
+        (cloud.Machine("v6e-16"), TPU, "failed", "which is 16 chips, and hw=v6e8 is v6e:2x4 | choose the hw= of this"),
+        (cloud.Machine("v5litepod-4"), (*TPU, "hw=v5e8"), "failed", "which is 4 chips, and hw=v5e8 is v5e:2x4"),
+        (cloud.Machine("v6e-16"), (*TPU, "hw=v6e16", "output_dir=gs://bkt/r"), "ok", "v6e-16"),
+        (cloud.Machine("v5p-8"), (*TPU, "hw=v5p-8"), "ok", "v5p-8"),  # two cores a chip
+        (cloud.Machine("v5litepod-1"), (*TPU, "hw=colab"), "ok", "v5litepod-1"),
+        (cloud.Machine("v5litepod-8"), (*TPU, "hw=v5e1"), "failed", "which is 8 chips, and hw=v5e1 is v5e:1x1"),
+        (cloud.Machine("v5litepod-8", is_part=True), (*TPU, "hw=v5e1"), "ok", "v5litepod-8"),
+        (cloud.Machine("v5litepod-4", is_part=True), (*TPU, "hw=v5e8"), "failed", "which is 4 chips"),
+        (cloud.Machine("v5litepod-8"), (*TPU, "hw=v5e1", "sweeping.points_at_once=8"), "ok", "v5litepod-8"),
+        (cloud.Machine("v5litepod-4"), (*TPU, "hw=v5e1", "sweeping.points_at_once=8"), "failed", "which is 4 chips"),
+        (cloud.Machine("v6e"), TPU, "not checked", "how many chips that is, is not known"),
         (ON_V6E, (), "warning", "does not use the TPU"),
         (cloud.Machine(None), TPU, "not checked", "no TPU VM"),
     ],

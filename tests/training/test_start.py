@@ -1,13 +1,19 @@
 """A run starts from another's checkpoint, export or adapter, or is refused before anything is made."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.runs import finished, run
+from tests.hub import HubServer
+from tests.jobs import of_tiny_job
+from tests.training.runs import REPOSITORY, SAME_SUMS, finished, run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -119,6 +125,36 @@ def test_an_export_and_an_adapter_of_peft_give_the_same_start(source, tmp_path):
         assert result["eval_loss_before"] == before["eval_loss"]
         assert result["start"]["kind"] == "adapter"
     assert exported["start"]["sha256"] == plain["start"]["sha256"] == before["proof"]["sha256"]
+
+
+def test_an_adapter_on_the_hub_starts_a_run(source, tmp_path):
+    first, before = source
+
+    def started(name, place):
+        """A process of its own: the Hub's client reads its address when it is imported."""
+        words = of_tiny_job((*SMALL, *STILL, f"name={name}", f"start.run={place}", f"output_dir={tmp_path / 'a'}"))
+        env = os.environ | SAME_SUMS | hub.environment(tmp_path / "home")
+        command = [sys.executable, "run.py", *words]
+        return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+
+    with HubServer(first / "adapter") as hub:
+        done, missing = started("hub", "hf://org/set"), started("none", "hf://org/none")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "a" / "hub" / "result.json").read_text())
+    assert result["eval_loss_before"] == before["eval_loss"]
+    assert (result["start"]["kind"], result["start"]["run"]) == ("adapter", "hf://org/set")
+    assert result["start"]["sha256"] == before["proof"]["sha256"]
+    assert missing.returncode == 2, missing.stderr
+    assert "error: start.run=hf://org/none; there is neither identity.json of a run nor" in missing.stderr
+    assert not (tmp_path / "a" / "none").exists()
+
+
+@pytest.mark.parametrize("place", ["hf://owner", "hf://datasets/org/set", "https://hub.example/a", "hf://"])
+def test_a_place_of_another_kind_is_refused_by_its_form(place, make_config):
+    with pytest.raises(ConfigError, match=re.escape(f"start.run={place}; ")):
+        make_config(f"start.run={place}")
+    for good in ("hf://org/set", "hf://org/set@v1.0/adapter", "gs://bucket/runs/a", "outputs/a"):
+        assert make_config(f"start.run={good}").start.run == good
 
 
 def test_a_fully_trained_run_starts_another(tmp_path):

@@ -11,16 +11,19 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
-Kind = Literal["folder", "file", "input", "model", "local"]
-"""`folder`, `file`: written or read by this program, local or in a bucket. `input`: documents to read, which may be on
-the Hub or the web too. `model`: a local folder or a Hub id. `local`: on this machine's disk alone."""
+Kind = Literal["folder", "file", "source", "input", "model", "local"]
+"""`folder`, `file`: written or read by this program, local or in a bucket. `source`: a folder that is only read, which
+may be on the Hub too (hf://owner/name). `input`: documents to read, which may be on the Hub or the web. `model`: a
+local folder or a Hub id. `local`: on this machine's disk alone."""
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX with its final zero
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/*)(.*)", re.DOTALL)
 BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")  # cloud.google.com/storage/docs/buckets#naming
 BUCKETS = ("gs", "gcs")
+HUB_MODEL = re.compile(r"(?!datasets/|spaces/)[\w.-]+/[\w.-]+(@[\w./%-]+?)?(/[^/]+)*/?")
 ONLY_READ = ("http", "https", "hf")
 SUPPORTED = {"folder": "gs://bucket/folder", "file": "gs://bucket/file", "input": "gs://, hf:// or https://"}
+SUPPORTED["source"] = "gs://bucket/folder or hf://owner/name"
 
 
 def place(kind: Kind, *, default: Any = MISSING) -> Any:
@@ -75,6 +78,10 @@ def _wrong_url(scheme: str, rest: str, *, kind: Kind, num_slashes: int) -> str |
     missing = _missing_package(scheme)
     if missing is not None:
         return f"{scheme}:// needs the package {missing}, which is not installed; supported here: {supported}."
+    if kind == "source" and scheme in ONLY_READ:
+        if scheme == "hf" and HUB_MODEL.fullmatch(rest):
+            return None
+        return f"it is no folder of a model repository on the Hub; supported: {supported}."
     bucket, _, below = rest.partition("/")
     if num_slashes > 2 or (not bucket and scheme != "memory"):
         return f"the bucket's name is missing after {scheme}:// (is a variable empty?); write {scheme}://bucket/folder."
@@ -95,7 +102,7 @@ def _wrong_url(scheme: str, rest: str, *, kind: Kind, num_slashes: int) -> str |
 def _wrong_local(path: str, *, kind: Kind) -> str | None:
     if not path:
         return "it names nothing after file://; write the path."
-    if path.startswith("~") and kind in ("folder", "file"):
+    if path.startswith("~") and kind in ("folder", "file", "source"):
         return "~ is not replaced here, so a folder of that name would be made; write $HOME/... or the whole path."
     longest = max(path.split("/"), key=lambda name: len(name.encode()))
     if len(longest.encode()) > MAX_NAME_BYTES:

@@ -10,9 +10,9 @@ from tpu_experiments.config.places import place
 class StartConfig:
     """Initial values of a new run's trained tensors; ignored once the run has a checkpoint of its own."""
 
-    run: str | None = place("folder", default=None)
-    """Folder of a run, or of a LoRA adapter in PEFT's layout, local or gs://. null starts from `lora.init`, or from the
-    base model's weights if there is no adapter."""
+    run: str | None = place("source", default=None)
+    """Folder of a run, or of a LoRA adapter in PEFT's layout: local, gs:// or, on the Hub, hf://owner/name[@revision].
+    null starts from `lora.init`, or from the base model's weights if there is no adapter."""
     step: int | None = number(default=None, at_least=1)
     """Step of that run's checkpoint. null takes the newest checkpoint (the last step of a finished run), or the run's
     export in `adapter/` or `model/` if it has no checkpoint."""

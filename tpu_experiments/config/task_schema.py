@@ -71,6 +71,7 @@ CHECKS = (
     "variables",
     "runtime_version",
     "lock_file",
+    "memlock",
     "devices",
     "chip_memory",
     "host_memory",

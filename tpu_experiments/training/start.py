@@ -241,7 +241,7 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     if not paths.exists(paths.join(folder, ADAPTER_CONFIG)):
         raise ConfigError(
             f"start.run={folder}; there is neither identity.json of a run nor {ADAPTER_CONFIG} of an adapter; name the "
-            "folder of one of them."
+            "folder of one of them (on the Hub: hf://owner/name)."
         )
     if start.step is not None or start.take == "all":
         key = f"start.step={start.step}" if start.step is not None else "start.take=all"

@@ -1,6 +1,7 @@
 """Environment variables of a run, set before torch_xla reads its flags, once, at import."""
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
         return
     if hw.device == "tpu":
         require_device(hw)
+        raise_memlock()
     if "torch_xla" in sys.modules:
         raise RuntimeError("torch_xla was imported before the environment of hw was set; import nothing of it earlier")
     os.environ.update(variables(hw))
@@ -55,6 +57,20 @@ def require_device(hw: HwConfig) -> None:
             f"hw.device=cuda asks for {hw.num_devices} NVIDIA GPU(s) and torch can use {found} here (nvidia-smi lists "
             "what the driver sees); run it on a machine that has them, or use hw=cpu here."
         )
+
+
+def raise_memlock() -> None:
+    """Raise this process's limit of locked memory as far as it may be, for itself and its children.
+
+    libtpu locks the memory that chips read and write by themselves
+    (cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode). A process with CAP_SYS_RESOURCE may pass the
+    hard limit, any other may reach it.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    except (ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
 def variables(hw: HwConfig) -> dict[str, str]:

@@ -11,12 +11,15 @@ import os
 import sys
 import time
 
+from tpu_experiments.runtime.processes.env import raise_memlock
 from tpu_experiments.runtime.processes.tether import die_with
 
 
 def main(runtime: str, device: str) -> None:
     """Print the result as JSON; an exception of the runtime ends the process with its traceback."""
     started = time.perf_counter()
+    if device == "tpu":
+        raise_memlock()
     if runtime == "xla":
         from tpu_experiments.runtime.xla.device import devices_seen
     else:

@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpu_experiments.config.schema import Config
@@ -45,6 +46,8 @@ class Machine:
     """For example v6e-8; None on a machine that is not a TPU VM."""
     runtime_version: str | None = None
     """None where the metadata lack it: newer images have a placeholder."""
+    is_part: bool = False
+    """Whether this process was given a part of the machine's chips by an exported variable."""
 
 
 def inspect_gcloud(config: Config, task: DoctorTaskConfig) -> Gcloud:
@@ -120,6 +123,11 @@ def judge_cloud(gcloud: Gcloud, config: Config) -> Finding:
 
 def inspect_machine() -> Machine:
     """Query the metadata server of a TPU VM; without one, read what Colab, Kaggle and GKE export."""
+    is_part = any(os.environ.get(name) for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"))
+    return replace(_find_machine(), is_part=is_part)
+
+
+def _find_machine() -> Machine:
     exported = os.environ.get("TPU_ACCELERATOR_TYPE") or None
     if os.environ.get("TPU_SKIP_MDS_QUERY"):
         return Machine(exported)
@@ -152,10 +160,25 @@ def judge_runtime_version(machine: Machine, config: Config) -> Finding:
         return warning(seen, f"hw={hw.name} does not use the TPU of this machine; choose its hw=")
     if generation_of(machine.accelerator_type) != (hw.topology or "").partition(":")[0]:
         return failed(f"{seen}, and hw={hw.name} is {hw.topology}", "choose the hw= of this machine")
+    chips = chips_of(machine.accelerator_type)
+    if chips is None:
+        return not_checked(f"{seen}; how many chips that is, is not known")
+    wanted_chips = hw.num_devices * config.sweeping.points_at_once
+    if chips != wanted_chips and not (chips > wanted_chips and (machine.is_part or wanted_chips > hw.num_devices)):
+        remedy = f"choose the hw= of this machine's {chips} chips, or rent the other one"
+        return failed(f"{seen}, which is {chips} chips, and hw={hw.name} is {hw.topology}", remedy)
     wanted = hw.rent.runtime_version if hw.rent else None
     if wanted and machine.runtime_version and machine.runtime_version != wanted:
         return failed(f"{seen}, and {hw.name} needs {wanted}", f"create the VM again with --runtime-version={wanted}")
     return ok(seen)
+
+
+def chips_of(accelerator_type: str) -> int | None:
+    """Return the number of chips: 8 of v6e-8; up to v5p a type counts two cores a chip. None for another form."""
+    parts = re.fullmatch(r"(v\d\w*)-(\d+)", accelerator_type)
+    if parts is None:
+        return None
+    return int(parts[2]) // (2 if parts[1] in ("v2", "v3", "v4", "v5p") else 1)
 
 
 def generation_of(accelerator_type: str) -> str:

@@ -2,20 +2,33 @@
 
 import json
 import os
+import re
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.runtime.processes.env import num_pci_chips, variables
-from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, warning
+from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, shown_gb, warning
+from tpu_experiments.tasks.doctor.software import CHIP_BOUNDS
 
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
 REPOSITORY = Path(__file__).parents[3]
+MEMLOCK_BYTES = 64 * 2**30
+"""Locked memory below which a run may hang or fail: what public TPU containers are given (Marin, torchprime)."""
+CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24  # linux/capability.h: locks memory without a limit; passes a hard limit
+PORT = 8476  # torch_xla's first
+CAUSE = re.compile(r"Check failed|[A-Za-z]*Error\b|UNKNOWN:|INVALID_ARGUMENT|INTERNAL:|[Ff]ailed to")
+RESTART = "in a notebook, restart the session: a kernel that has imported torch_xla, jax or tensorflow holds chips"
+NOTEBOOKS = ("KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
+"""Variables of the services whose machines cannot be set up by their users."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +120,9 @@ def _program(arguments: bytes) -> str:
 
 
 def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
-    """Run runtime/processes/probe.py with a run's environment variables; it is killed after the time-out.
-
-    On one host of several, only its own chips are started, where a run waits for the others (pytorch/xla issue 7714).
-    """
+    """Run runtime/processes/probe.py with a run's environment variables; it is killed after the time-out."""
     command = [sys.executable, "-m", "tpu_experiments.runtime.processes.probe", hw.runtime, hw.device]
-    environment = {**os.environ, **variables(hw), **({"TPU_HOST_BOUNDS": "1,1,1"} if hw.num_hosts > 1 else {})}
+    environment = {**os.environ, **variables(hw), **(alone_on_slice(hw) if hw.num_hosts > 1 else {})}
     try:
         done = subprocess.run(
             command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_seconds
@@ -121,10 +131,47 @@ def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
         return Probed(error=f"the devices did not start within {timeout_seconds:.0f} s")
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        error_lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        return Probed(error=error_lines[-1][:300] if error_lines else f"exit code {done.returncode}")
+        return Probed(error=_error_of(done.stderr, code=done.returncode))
     answer = json.loads(lines[-1])
     return Probed(answer["num_devices"], answer["kind"], answer["sum"], answer["seconds"])
+
+
+def alone_on_slice(hw: HwConfig) -> dict[str, str]:
+    """Return the variables with which libtpu starts this host's chips without the slice's other hosts.
+
+    A run waits for those (pytorch/xla issue 7714). As sweeping/placement.py does for one chip: all that says which
+    process of how many this is has to agree, or hosts other than the first are out of bounds. Never run on a slice.
+    """
+    chips = hw.num_devices // hw.num_hosts
+    bounds, numbers = CHIP_BOUNDS.get(chips, f"{chips},1,1"), ",".join(map(str, range(chips)))
+    values = {
+        "TPU_VISIBLE_CHIPS": numbers,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": bounds,
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_ADDRESSES": f"localhost:{PORT}",
+        "TPU_PROCESS_PORT": str(PORT),
+        "CLOUD_TPU_TASK_ID": "0",
+    }
+    former = {
+        "TPU_VISIBLE_DEVICES": numbers,
+        "TPU_CHIPS_PER_HOST_BOUNDS": bounds,
+        "TPU_HOST_BOUNDS": "1,1,1",
+        "TPU_WORKER_ID": "0",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    return values | {name: value for name, value in former.items() if name in os.environ}
+
+
+def _error_of(text: str, *, code: int) -> str:
+    """Return the child's last line, or, where a signal ended it, the first that looks like the cause.
+
+    libtpu prints a stack trace after that.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if code >= 0:
+        return lines[-1][:300] if lines else f"exit code {code}"
+    cause = next((line for line in lines if CAUSE.search(line)), lines[-1] if lines else "it printed nothing")
+    return f"their process died of {signal.Signals(-code).name}: {cause[:300]}"
 
 
 def judge_devices(devices: Devices, config: Config) -> Finding:
@@ -139,8 +186,26 @@ def judge_devices(devices: Devices, config: Config) -> Finding:
         return failed(f"{', '.join(devices.closed_nodes)} may not be opened", "run as root, or as the user who owns it")
     if devices.holders:
         return _holders_text(devices.holders)
+    chips = hw.num_devices // hw.num_hosts
+    if hw.num_hosts > 1 and len(devices.nodes) != chips:
+        seen = f"{len(devices.nodes)} chips, and a host of hw={hw.name} has {chips}"
+        return failed(seen, "choose the hw= of this slice, or take another machine")
     assert devices.probed is not None
-    return _judge_probed(devices.probed, hw=hw, num_hidden=devices.num_hidden_processes)
+    finding = _judge_probed(
+        devices.probed, hw=hw, num_nodes=len(devices.nodes), num_hidden=devices.num_hidden_processes
+    )
+    if hw.num_hosts > 1 and finding.verdict == "failed" and not _is_certain(devices.probed, hw=hw):
+        # They were asked to start without the other hosts, which no run does and nobody has tried.
+        remedy = "a run starts them together with the other hosts; if that fails too, " + finding.remedy
+        return warning(f"{len(devices.nodes)} chips, which did not start by themselves: {finding.seen}", remedy)
+    return finding
+
+
+def _is_certain(probed: Probed, *, hw: HwConfig) -> bool:
+    """Return whether a failure of one host's own chips would be a failure of the run."""
+    if probed.error is not None:
+        return _is_busy(probed.error)
+    return probed.kind.lower() != hw.device or probed.total != 2.0
 
 
 def _holders_text(holders: Sequence[Holder]) -> Finding:
@@ -153,25 +218,85 @@ def _holders_text(holders: Sequence[Holder]) -> Finding:
     return failed(seen, f"wait for its end, or end it: `kill {' '.join(map(str, held))}`")
 
 
-def _judge_probed(probed: Probed, *, hw: HwConfig, num_hidden: int) -> Finding:
+def _is_busy(error: str) -> bool:
+    return "busy" in error or "in use" in error
+
+
+def _judge_probed(probed: Probed, *, hw: HwConfig, num_nodes: int, num_hidden: int) -> Finding:
     if probed.error is not None:
         hidden = f"; {num_hidden} processes of other users were not looked into" if num_hidden else ""
-        remedy = f"read the whole message: `python -m tpu_experiments.runtime.processes.probe {hw.runtime} {hw.device}`"
-        if "busy" in probed.error or "in use" in probed.error:
-            remedy = "find the holder: `sudo lsof -w /dev/vfio/* /dev/accel*`, and end it"
-        return failed(probed.error + hidden, remedy)
+        return failed(probed.error + hidden, _remedy_of(probed.error, hw=hw))
     seen = f"{probed.num_devices} x {probed.kind.lower()}, started in {probed.seconds:.1f} s"
     if hw.runtime == "xla" and probed.kind.lower() != hw.device:
         return failed(seen, f"torch_xla fell back to {probed.kind}; install libtpu, or use hw=cpu")
     wanted = hw.num_devices // hw.num_hosts if hw.device == "tpu" else hw.num_devices
-    if probed.num_devices < wanted if hw.runtime == "eager" else probed.num_devices != wanted:
+    # A host of a slice whose probe met the others' counts all chips.
+    if probed.num_devices < wanted if hw.runtime == "eager" else probed.num_devices not in (wanted, hw.num_devices):
         if hw.runtime == "eager" and hw.device == "cpu":
             return ok(f"cpu, shared by {hw.num_devices} processes")
         remedy = f"choose hw= with {probed.num_devices}, or set TPU_VISIBLE_CHIPS and its bounds for a part of a host"
+        if probed.num_devices < min(wanted, num_nodes):  # as Kaggle's v5e-8 shows one of its eight
+            seen = f"{probed.num_devices} of this machine's {num_nodes} chips started in {probed.seconds:.1f} s"
+            remedy = f"unset what `variables` names; {RESTART}; or choose hw= with {probed.num_devices}"
         return failed(f"{seen}, and hw={hw.name} has {wanted} on a host", remedy)
     if probed.total != 2.0:
         return failed(f"{seen}, and 1 + 1 is {probed.total} there", "the device computes wrongly: take another machine")
     return ok(seen)
+
+
+def _remedy_of(error: str, *, hw: HwConfig) -> str:
+    """Return what to do about devices that did not start."""
+    if _is_busy(error):
+        return "find the holder: `sudo lsof -w /dev/vfio/* /dev/accel*`, and end it"
+    if "worker_addresses" in error or "worker addresses" in error or "SliceBuilder" in error:
+        return f"`unset TPU_PROCESS_ADDRESSES` (Kaggle exports it as `local`); {RESTART}"
+    remedy = f"read the whole message: `python -m tpu_experiments.runtime.processes.probe {hw.runtime} {hw.device}`"
+    if " died of SIG" in error and hw.device == "tpu":
+        remedy += f"; {RESTART}"
+        if find_spec("tensorflow") is not None:  # pytorch/xla issue 6610
+            remedy += "; tensorflow here loads libtpu too: leave it out, as launch/startup.sh does"
+    return remedy
+
+
+@dataclass(frozen=True)
+class Memlock:
+    """How much memory a run here may lock."""
+
+    limit: int | None
+    """Bytes; None without a limit."""
+    is_exempt: bool = False
+    """Whether this user's rights pass the limit."""
+    is_notebook: bool = False
+    """Whether it is a notebook service's machine, whose limits nobody can change."""
+
+
+def inspect_memlock(status: Path = Path("/proc/self/status")) -> Memlock:
+    """Read the hard limit, to which a run raises its own, and this process's capabilities."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    lines = status.read_text().splitlines() if status.exists() else []
+    effective = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    is_exempt = bool(effective >> CAP_IPC_LOCK & 1 or effective >> CAP_SYS_RESOURCE & 1)
+    is_notebook = any(os.environ.get(name) for name in NOTEBOOKS)
+    return Memlock(None if hard == resource.RLIM_INFINITY else hard, is_exempt, is_notebook)
+
+
+def judge_memlock(memlock: Memlock, config: Config) -> Finding:
+    """Judge whether libtpu may lock the memory that chips read and write by themselves (DMA)."""
+    if config.hw.device != "tpu":
+        return ok("no limit matters to this hardware")
+    if memlock.limit is None or memlock.limit >= MEMLOCK_BYTES:
+        return ok("unlimited" if memlock.limit is None else f"{shown_gb(memlock.limit)} may be locked")
+    seen = f"{memlock.limit // 1024:,} KiB of memory may be locked (RLIMIT_MEMLOCK)"
+    if memlock.is_exempt:
+        return ok(f"{seen}, and this user's rights pass that limit")
+    seen += ", and libtpu locks memory for DMA"
+    if memlock.is_notebook:
+        return warning(seen, "nothing to be done on a notebook service; if the run hangs, take another machine")
+    remedy = (
+        "systemd: -p LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; GKE: the capability SYS_RESOURCE; on the VM: "
+        "`* - memlock unlimited` in /etc/security/limits.conf and a new login"
+    )
+    return failed(seen, remedy)
 
 
 def inspect_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:

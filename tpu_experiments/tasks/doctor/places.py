@@ -5,6 +5,7 @@ Check whether the weights of a run are on this machine."""
 import dataclasses
 import os
 import shutil
+import tempfile
 import time
 import uuid
 import warnings
@@ -115,6 +116,15 @@ def nearest_folder(path: str) -> str:
     return str(folder)
 
 
+def write_refusal(folder: str) -> str | None:
+    """Return why the nearest existing parent of a local folder takes no file, or None; nothing is left there."""
+    try:
+        with tempfile.TemporaryFile(dir=nearest_folder(folder)):
+            return None
+    except OSError as error:  # os.access lets root write to /proc
+        return error.strerror or type(error).__name__
+
+
 def _append(file: str) -> Append:
     filesystem, key = paths.filesystem_of(file)
     try:
@@ -155,6 +165,13 @@ class Space:
     folder: str
     free_bytes: int
     needed_bytes: int
+    refusal: str | None = None
+    """Why nothing can be written there."""
+
+
+def _space(what: str, folder: str, needed_bytes: int) -> Space:
+    nearest = nearest_folder(folder)
+    return Space(what, nearest, shutil.disk_usage(nearest).free, needed_bytes, write_refusal(nearest))
 
 
 def inspect_disk(config: Config) -> tuple[Space, ...]:
@@ -163,13 +180,11 @@ def inspect_disk(config: Config) -> tuple[Space, ...]:
 
     arch = sizes_of(config.model)
     output_dir = "~" if paths.is_remote(config.output_dir) else config.output_dir
-    own = nearest_folder(output_dir)
-    spaces = [Space("the run", own, shutil.disk_usage(own).free, SPARE_BYTES + checkpoint_bytes(config, arch))]
+    spaces = [_space("the run", output_dir, SPARE_BYTES + checkpoint_bytes(config, arch))]
     files = inspect_model_files(config)
     if arch and files.kind == "hub" and not files.is_complete:
-        hub = nearest_folder(HF_HUB_CACHE)
         size = read_decoder(arch).parameters * 2  # the Hub's checkpoints are bf16
-        spaces.append(Space("the download", hub, shutil.disk_usage(hub).free, size))
+        spaces.append(_space("the download", HF_HUB_CACHE, size))
     return tuple(spaces)
 
 
@@ -191,7 +206,10 @@ def judge_disk(spaces: tuple[Space, ...], config: Config) -> Finding:
         shown = (
             f"{space.what}: {shown_gb(space.free_bytes)} free in {space.folder}, {shown_gb(space.needed_bytes)} needed"
         )
-        if space.free_bytes < space.needed_bytes:
+        if space.refusal is not None:
+            seen = f"{space.what}: {space.folder} takes no file ({space.refusal})"
+            findings.append(failed(seen, "name another folder (output_dir=, HF_HOME)"))
+        elif space.free_bytes < space.needed_bytes:
             findings.append(failed(shown, "free some space, or name another disk (output_dir=, HF_HOME)"))
         else:
             findings.append(ok(shown))
@@ -213,7 +231,7 @@ def inspect_compile_cache(config: Config) -> CacheFolder:
     if folder is None:
         return CacheFolder(None)
     num = len(os.listdir(folder)) if os.path.isdir(folder) else 0
-    return CacheFolder(folder, os.access(nearest_folder(folder), os.W_OK | os.X_OK), num)
+    return CacheFolder(folder, write_refusal(folder) is None, num)
 
 
 def judge_compile_cache(cache: CacheFolder, config: Config) -> Finding:
@@ -234,6 +252,8 @@ class RunState:
     is_finished: bool = False
     is_there: bool = False
     holder: str | None = None
+    refusal: str | None = None
+    """Why a new run's folder cannot be made; None for a bucket, which `output_dir` asks."""
 
 
 def as_training(config: Config) -> Config:
@@ -249,7 +269,9 @@ def inspect_run(config: Config) -> RunState:
         is_finished = folder.finished() is not None and not has_other_length(folder, as_training(config))
         holder = lease.read(folder.path())
         held = None if holder is None or holder.is_dead else f"process {holder.pid} on {holder.host}"
-        return RunState(name, None, is_finished, folder.exists(), held)
+        is_new_here = not folder.exists() and not paths.is_remote(config.output_dir)
+        refusal = write_refusal(config.output_dir) if is_new_here else None
+        return RunState(name, None, is_finished, folder.exists(), held, refusal)
     except ConfigError as error:
         return RunState(name, complaint=str(error))
 
@@ -262,6 +284,9 @@ def judge_run(state: RunState, config: Config) -> Finding:
         return warning(f"name={state.name} is finished, nothing would be run", "give another name= to train again")
     if state.holder is not None:
         return failed(f"{state.holder} is writing name={state.name}", "stop it, or choose another name=")
+    if state.refusal is not None:
+        seen = f"name={state.name} is new, and output_dir={config.output_dir} takes no file ({state.refusal})"
+        return failed(seen, "choose another output_dir=")
     return ok(f"name={state.name} {'resumes' if state.is_there else 'is new'}")
 
 
