@@ -2,14 +2,15 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.storage.retry import is_transient, shown
+from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.sweeping import hparams, leaderboard
 from tpu_experiments.sweeping.engines.base import Engine, Started
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
@@ -53,6 +54,7 @@ class Sweep:
         self._evaluations: dict[str, Evaluations] = {}
         self._running: dict[int, Running] = {}
         self._read_at = 0.0
+        self._is_unwritten = self._is_out_of_reach = False
 
     @property
     def unfinished(self) -> list[str]:
@@ -82,8 +84,11 @@ class Sweep:
         self.screen = Screen(is_live=(at_once > 1 or self.engine.is_elsewhere) and sys.stdout.isatty())
         self._say(no_pruning_reason(waiting[0].config))
         if self.engine.is_elsewhere and at_once == 1 < len(waiting):
-            self._say(f"sweeping.points_at_once=1: {len(waiting)} points run one after the other; set it higher to use more nodes")
-        while waiting or self._running:
+            self._say(
+                f"sweeping.points_at_once=1: the {len(waiting)} points run one after the other; a higher number runs "
+                "as many at once"
+            )
+        while waiting or self._running or (self._is_unwritten and not self.engine.asked):
             while waiting and len(self._running) < at_once and not self.engine.asked:
                 slot = next(slot for slot in range(at_once) if slot not in self._running)
                 self._start(waiting.pop(0), slot)
@@ -159,11 +164,14 @@ class Sweep:
         if time.monotonic() - self._read_at < period:
             return
         self._read_at = time.monotonic()
-        for running in self._running.values():
-            known = self._evaluations_of(running.point)
-            known.refresh()
-            row = self.rows[running.point.name]
-            row.step, row.eval_loss = known.last_step or None, None
+        if self._is_unwritten:
+            self._write()
+        with self._through_outages():
+            for running in self._running.values():
+                known = self._evaluations_of(running.point)
+                known.refresh()
+                row = self.rows[running.point.name]
+                row.step, row.eval_loss = known.last_step or None, None
         for running in self._running.values():
             self._prune(running)
         if self._running:
@@ -187,13 +195,30 @@ class Sweep:
     def _write(self, ended: Row | None = None) -> None:
         """Write the record, leaderboard and, for an ended point, its TensorBoard session and the table."""
         rows = list(self.rows.values())
-        write_rows(self.folder, rows)
-        if not all(point.config.task.name == "train" for point in self.points.values()):
-            return
-        leaderboard.write(rows, name=self.name, folder=self.folder)
-        if ended is not None:
-            hparams.write_session(ended, folder=self.folder)
+        are_trained = all(point.config.task.name == "train" for point in self.points.values())
+        self._is_unwritten = True
+        with self._through_outages():
+            write_rows(self.folder, rows)
+            if are_trained:
+                leaderboard.write(rows, name=self.name, folder=self.folder)
+            if are_trained and ended is not None:
+                hparams.write_session(ended, folder=self.folder)
+            self._is_unwritten = False
+        if are_trained and ended is not None:
             self.screen.show(leaderboard.lines(rows), has_ended=True)
+
+    @contextmanager
+    def _through_outages(self) -> Iterator[None]:
+        """Have points that run elsewhere go on while the bucket is out of reach from here; say so once."""
+        try:
+            yield
+            self._is_out_of_reach = False
+        except Exception as error:
+            if not (self.engine.is_elsewhere and self.has_run and is_transient(error)):
+                raise
+            if not self._is_out_of_reach:
+                self._say(f"{self.folder} is out of reach ({shown(error)}); the points go on, and it is tried again")
+            self._is_out_of_reach = True
 
     def _say(self, sentence: str | None) -> None:
         if sentence is not None:

@@ -46,6 +46,7 @@ class Engine(ABC):
             ConfigError: it cannot.
         """
 
+    @abstractmethod
     def open(self, points: Sequence[Point], *, folder: str, say: Say) -> None:
         """Connect to what runs the points, before the first of them starts; a second call does nothing.
 

@@ -1,13 +1,14 @@
 """Points as processes of this machine."""
 
 import subprocess
+from collections.abc import Sequence
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.processes.env import require_device
 from tpu_experiments.runtime.processes.stopping import Relay
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.spool import Mirror
-from tpu_experiments.sweeping.engines.base import Engine, Started
+from tpu_experiments.sweeping.engines.base import Engine, Say, Started
 from tpu_experiments.sweeping.placement import check_places, place_of, slots
 from tpu_experiments.sweeping.points import Point, command_of
 
@@ -50,6 +51,9 @@ class LocalEngine(Engine):
         check_places(config)
         if config.task.name not in NEED_NO_DEVICE:
             require_device(config.hw)
+
+    def open(self, points: Sequence[Point], *, folder: str, say: Say) -> None:
+        """Do nothing: this machine is here."""
 
     def start(self, point: Point, *, slot: int) -> Started:
         place, output = place_of(slot, point.config), None

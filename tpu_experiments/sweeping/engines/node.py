@@ -48,7 +48,10 @@ def node_problem(root: str, digest: str, shared: str | None, *, folder: str) -> 
     if not os.path.isdir(folder):
         return f"has no folder {folder}, where this command was started; start it in {root}."
     if shared is not None and not os.path.exists(shared):
-        return f"does not see {os.path.dirname(shared)}, which is on this machine's disk; set output_dir to a bucket or a shared disk."
+        return (
+            f"does not see {os.path.dirname(shared)}, which is on this machine's disk; set output_dir to a bucket "
+            "(output_dir=gs://bucket/runs) or to a disk that all nodes share."
+        )
     return None
 
 

@@ -1,5 +1,6 @@
 """Points as tasks of a Ray cluster: Ray places them by their chips, and says when a node was lost with one."""
 
+import importlib
 import os
 import secrets
 import sys
@@ -48,11 +49,13 @@ def unplaced(hw: HwConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     shown = ", ".join(name if amount < 1 else f"{amount:.0f} {name}" for name, amount in wanted.items())
     kept = ("CPU", "GPU", "TPU")
-    there = sorted({
-        ", ".join(f"{has[name]:.0f} {name}" for name in kept if name in has)
-        + "".join(f", {name}" for name in sorted(has) if name.startswith("accelerator_type:"))
-        for has in alive
-    })
+    there = sorted(
+        {
+            ", ".join(f"{has[name]:.0f} {name}" for name in kept if name in has)
+            + "".join(f", {name}" for name in sorted(has) if name.startswith("accelerator_type:"))
+            for has in alive
+        }
+    )
     return (
         f"sweeping.engine=ray; a point on hw={hw.name} takes a node with {shown}, and no node of the cluster has that "
         f"(nodes: {'; '.join(there)}); start one (with an autoscaler, min_workers: 1), or choose another hw."
@@ -221,9 +224,9 @@ class RayEngine(AsksOnSignal):
         """Submit a point as a task; Ray does not retry it by itself, so that a loss can be reported."""
         hw, wanted = point.config.hw, resources_of(point.config.hw)
         more = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
-        task = self.ray.remote(
-            num_cpus=wanted["CPU"], num_gpus=wanted.get("GPU", 0), resources=more, max_retries=0
-        )(node.run_point)
+        task = self.ray.remote(num_cpus=wanted["CPU"], num_gpus=wanted.get("GPU", 0), resources=more, max_retries=0)(
+            node.run_point
+        )
         return task.options(name=f"sweep point {point.name}").remote(
             words,
             root=ROOT,
@@ -243,9 +246,8 @@ def _imported() -> Any:
         ConfigError: it is not installed.
     """
     try:
-        import ray
-        import ray.cloudpickle
-        import ray.exceptions
+        for part in ("ray.cloudpickle", "ray.exceptions"):
+            importlib.import_module(part)
     except ImportError as error:
         raise ConfigError(
             "sweeping.engine=ray; Ray is not installed; install it (pip install 'tpu_experiments[ray]'), or use "
