@@ -1,7 +1,7 @@
 """A `sky` for the PATH that runs managed jobs as processes of this machine and writes down what it was given.
 
-`install(folder)` puts it there. Its state is a folder: `calls.jsonl` has the words of every call; `jobs/ID.json` a job's
-name and status, `jobs/ID.yaml` its file. A job is the command behind `--` of the file's `run`, on this machine's CPU.
+`install(folder)` puts it there. Its state is a folder: `calls.jsonl` has the words of every call; `jobs/ID.json` the
+name and status of a job, `jobs/ID.yaml` its file. A job is what stands behind `--` in its `run`, on the CPU here.
 `broken` in the folder makes every call fail, as without a network; `refused` fails the launches.
 """
 

@@ -140,7 +140,9 @@ def test_a_stop_cancels_the_jobs_which_save_and_an_outage_does_not(cloud: Path, 
         process.terminate()
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 75, stderr
-    assert "sky jobs queue does not answer (requests.exceptions.ConnectionError: no route to host); the jobs go" in stderr
+    assert (
+        "sky jobs queue does not answer (requests.exceptions.ConnectionError: no route to host); the jobs go" in stderr
+    )
     assert "the same command resumes with lora.r=4; lora.r=8" in stderr
     assert [job["status"] for job in fake_sky.jobs(cloud)] == ["CANCELLED"]
     (cancel,) = [words for words in fake_sky.calls(cloud) if words[:2] == ["jobs", "cancel"]]
@@ -264,7 +266,7 @@ def test_the_newest_job_of_a_name_counts_and_messages_before_the_list_do_not() -
         {"job_id": 1, "job_name": "a", "status": "FAILED_SETUP"},
         {"job_id": 2, "job_name": "b", "status": "CANCELLED"},
     ]
-    text = "Failed to connect to SkyPilot API server. Starting a local server.\n[0m started\n" + json.dumps(listed, indent=2)
+    text = "Failed to connect to SkyPilot API server.\n[0m started\n" + json.dumps(listed, indent=2)
     found = newest_jobs(text)
     assert found == {"a": Job(3, "RECOVERING"), "b": Job(2, "CANCELLED")}
     assert [found[name].is_alive for name in "ab"] == [True, False]

@@ -3,6 +3,7 @@
 import importlib
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.storage import lease, paths
-from tpu_experiments.storage.retry import is_transient
+from tpu_experiments.storage.retry import is_transient, shown
 from tpu_experiments.sweeping.engines import node
 from tpu_experiments.sweeping.engines.base import AsksOnSignal, Say, Started
 from tpu_experiments.sweeping.leaderboard import RECORD
@@ -23,6 +24,7 @@ from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 ROOT = str(RUN.parent)
 MAX_LOSSES = 10  # nodes lost with one point: spot nodes are reclaimed a few times a day
 LEASE_SECONDS = 5.0  # between two looks at the lease that a lost node has left
+REACH_SECONDS = 10.0
 PROBE_SECONDS = 120.0  # for a node's first worker, which imports Ray
 GIVEN = ("HF_", "WANDB_", "XLA_", "LIBTPU_", "OMP_", "GCSFS_", "STORAGE_EMULATOR_HOST")
 """Beginnings of the variables of this process that a point has on its node too: access, and what changes sums."""
@@ -160,13 +162,14 @@ class RayEngine(AsksOnSignal):
     def open(self, points: Sequence[Point], *, folder: str, say: Say) -> None:
         self.say, ray = say, self.ray
         if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS", "")
             try:
+                _reach(address)
                 ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-            except (ConnectionError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 raise ConfigError(
-                    f"sweeping.engine=ray; no cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')} "
-                    f"({(str(error).strip().splitlines() or [''])[0]}); start it (ray start --head), or unset "
-                    "RAY_ADDRESS, which starts Ray on this machine."
+                    f"sweeping.engine=ray; no cluster answers at RAY_ADDRESS={address} ({shown(error)}); start it (ray "
+                    "start --head), or unset RAY_ADDRESS, which starts Ray on this machine."
                 ) from error
         ray.cloudpickle.register_pickle_by_value(node)
         self.listen()  # ray.init takes SIGTERM for itself
@@ -237,6 +240,17 @@ class RayEngine(AsksOnSignal):
             given={name: value for name, value in os.environ.items() if name.startswith(GIVEN)},
             device=hw.device,
         )
+
+
+def _reach(address: str) -> None:
+    """Connect to the port of a cluster and leave; Ray itself tries for minutes.
+
+    Raises:
+        OSError: nothing answers there.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
 
 
 def _imported() -> Any:

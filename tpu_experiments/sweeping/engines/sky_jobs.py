@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +69,11 @@ class Question:
 
     def __init__(self, words: Sequence[str], *, limit_seconds: float) -> None:
         self._until = time.monotonic() + limit_seconds
-        files = ExitStack()
-        self._out = files.enter_context(tempfile.TemporaryFile())
-        self._err = files.enter_context(tempfile.TemporaryFile())
-        # A group of its own: Ctrl-C is this process's, which cancels the jobs.
-        self._child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, process_group=0
-        )
+        self._folder = tempfile.TemporaryDirectory(prefix="tpu_experiments_sky_")
+        self._out, self._err = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            # A group of its own: Ctrl-C is this process's, which cancels the jobs.
+            self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0)
 
     def code(self) -> int | None:
         """Return the exit code, or None while it runs; it is killed at its limit."""
@@ -87,11 +84,12 @@ class Question:
 
     def answer(self) -> str:
         """Return its stdout."""
-        return _text(self._out)
+        return self._out.read_text(errors="replace")
 
     def complaint(self) -> str:
         """Return the last line of its stderr, else of its stdout."""
-        lines = (_text(self._err).strip() or _text(self._out).strip()).splitlines()
+        said = self._err.read_text(errors="replace").strip() or self.answer().strip()
+        lines = said.splitlines()
         return lines[-1] if lines else f"exit code {self._child.returncode}"
 
 
@@ -310,6 +308,7 @@ class SkyEngine(AsksOnSignal):
         self._given = given
         self._sky = shutil.which("sky") or ""
         self._is_open = False
+        self._files = tempfile.TemporaryDirectory(prefix="tpu_experiments_sky_")
         self._points: list[SkyPoint] = []
         self.say: Say = print
 
@@ -360,7 +359,7 @@ class SkyEngine(AsksOnSignal):
 
     def launch(self, point: Point) -> Question:
         """Submit a point's job; SkyPilot returns once its controller has it."""
-        file = Path(tempfile.mkdtemp(prefix="tpu_experiments_sky_")) / "task.yaml"
+        file = Path(self._files.name) / f"{job_name(point)}.yaml"
         file.write_text(yaml.safe_dump(job_of(point, given=self._given), sort_keys=False), encoding="utf-8")
         known = [word for name in SECRETS if os.environ.get(name) for word in ("--secret", name)]
         words = [self._sky, "jobs", "launch", "--yes", "--detach-run", *known, str(file)]
@@ -376,8 +375,3 @@ class SkyEngine(AsksOnSignal):
         for point in self._points:
             if point.returncode is None:
                 self.say(point.not_cancelled("this command was interrupted"))
-
-
-def _text(file: Any) -> str:
-    file.seek(0)
-    return str(file.read().decode(errors="replace"))
