@@ -42,6 +42,12 @@ def jobs(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
+def job_with(number: int) -> dict[str, Any]:
+    """The job of that id."""
+    (job,) = [each for each in jobs(FOLDER) if each["job_id"] == number]
+    return job
+
+
 def keep(job: dict[str, Any]) -> None:
     """Write a job down, whole at any moment."""
     file = FOLDER / "jobs" / f"{job['job_id']}.json"
@@ -56,8 +62,14 @@ def launch(words: list[str]) -> int:
         print("sky.exceptions.NoCloudAccessError: Cloud access is not set up.", file=sys.stderr)
         return 1
     task = yaml.safe_load(Path(words[-1]).read_text())
-    number = len(jobs(FOLDER)) + 1
-    (FOLDER / "jobs" / f"{number}.yaml").write_text(yaml.safe_dump(task))
+    number = 1
+    while True:  # another launch may take a number at the same moment
+        try:
+            with (FOLDER / "jobs" / f"{number}.yaml").open("x") as file:
+                file.write(yaml.safe_dump(task))
+            break
+        except FileExistsError:
+            number += 1
     keep({"job_id": number, "job_name": task["name"], "status": "PENDING"})
     subprocess.Popen([sys.executable, __file__, "controller", str(number)], start_new_session=True)
     print(f"Managed Job ID: {number}")
@@ -66,7 +78,7 @@ def launch(words: list[str]) -> int:
 
 def control(number: int) -> int:
     """Run a job: its command behind `--`, here, again after exit code 75."""
-    job = jobs(FOLDER)[number - 1]
+    job = job_with(number)
     task = yaml.safe_load((FOLDER / "jobs" / f"{number}.yaml").read_text())
     words = shlex.split(task["run"])
     words = words[words.index("--") + 1 :]
@@ -77,7 +89,7 @@ def control(number: int) -> int:
             child = subprocess.Popen(words, cwd=task["workdir"], stdout=log, stderr=log)
             keep(job | {"status": "RUNNING", "pid": child.pid, "controller": os.getpid()})
             code = child.wait()
-            is_cancelled = jobs(FOLDER)[number - 1]["status"] == "CANCELLING"
+            is_cancelled = job_with(number)["status"] == "CANCELLING"
             if is_cancelled or code not in task["resources"]["job_recovery"]["recover_on_exit_codes"]:
                 break
     status = "CANCELLED" if is_cancelled else "SUCCEEDED" if code == 0 else "FAILED"

@@ -242,6 +242,11 @@ def test_a_job_rents_the_machine_and_gives_the_points_command(hw: str, monkeypat
     assert yaml.safe_load(yaml.safe_dump(job)) == job
 
 
+def test_a_job_with_a_limit_ends_by_itself() -> None:
+    words = shlex.split(job_of(point_on("v6e8"), given="gs://bkt/runs", limit_seconds=3600.5)["run"])
+    assert words[:4] == ["timeout", "--kill-after=60", "3601", "bash"]
+
+
 def test_settings_of_this_machine_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "default.yaml"
     own.write_text("# @package _global_\n")

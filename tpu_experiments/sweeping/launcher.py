@@ -87,11 +87,13 @@ class PointLauncher(Launcher):
         Raises:
             ConfigError: the engine cannot run the first point.
         """
+        from tpu_experiments.sweeping.budget import check_price
         from tpu_experiments.sweeping.engines.choose import engine_of
         from tpu_experiments.sweeping.sweep import Sweep
 
         first = self._config_of(self._split(overrides)[0])
         engine = engine_of(first)
+        check_price(first)
         engine.check(first)
         return Sweep(sweep_folder(first.output_dir, str(first.name)), name=str(first.name), engine=engine)
 
@@ -101,11 +103,14 @@ class PointLauncher(Launcher):
         Raises:
             ConfigError: a point of a grid is refused.
         """
+        from tpu_experiments.sweeping.budget import check_price
+
         given, varied = self._split(overrides)
         name, own = point_name(varied), without_own(given)
         changed = {_key(o): o.partition("=")[2] for o in varied}
         try:
             config = self._config_of([*own, f"name='{name}'", f"output_dir='{sweep.folder}'"])
+            check_price(config)
             sweep.engine.check(config)
         except ConfigError as error:
             if self._is_grid():

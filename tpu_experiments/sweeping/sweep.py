@@ -12,6 +12,7 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.retry import is_transient, shown
 from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.sweeping import hparams, leaderboard
+from tpu_experiments.sweeping.budget import seconds_left, usd_of
 from tpu_experiments.sweeping.engines.base import Engine, Started
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
 from tpu_experiments.sweeping.placement import slots
@@ -53,6 +54,7 @@ class Sweep:
         """Whether this command has started a point."""
         self._evaluations: dict[str, Evaluations] = {}
         self._running: dict[int, Running] = {}
+        self._ended_usd = 0.0
         self._read_at = 0.0
         self._is_unwritten = self._is_out_of_reach = False
 
@@ -65,6 +67,12 @@ class Sweep:
     def failed(self) -> list[str]:
         """Return the names of this command's points that failed."""
         return [name for name in self.points if self.rows[name].status == FAILED]
+
+    @property
+    def spent_usd(self) -> float:
+        """Return what the points of this command have cost so far, from their starts on."""
+        now = time.monotonic()
+        return self._ended_usd + sum(usd_of(r.point.config, now - r.started) for r in self._running.values())
 
     def run(self, points: Sequence[Point]) -> None:
         """Run the points that are not done, until all have ended or a stop request has ended those running.
@@ -97,6 +105,7 @@ class Sweep:
                     del self._running[slot]
                     self._ended(running)
             self._prune_due()
+            self._stop_at_limit()
             if self.engine.asked:
                 waiting.clear()
             time.sleep(LOOK_SECONDS)
@@ -132,7 +141,8 @@ class Sweep:
 
     def _start(self, point: Point, slot: int) -> None:
         self.screen.say(f"sweep point {point.name} -> {point.folder.path()}")
-        self._running[slot] = Running(point, self.engine.start(point, slot=slot))
+        limit = seconds_left(point.config, spent_usd=self.spent_usd)
+        self._running[slot] = Running(point, self.engine.start(point, slot=slot, limit_seconds=limit))
         self.rows[point.name].status = RUNNING
         self.has_run = True
 
@@ -140,6 +150,7 @@ class Sweep:
         """Record the outcome of a point whose process has ended."""
         point, row, code = running.point, self.rows[running.point.name], running.process.returncode
         row.exit_code, row.seconds = code, time.monotonic() - running.started
+        self._ended_usd += usd_of(point.config, row.seconds)
         result = point.folder.finished() if code == 0 and point.config.task.name == "train" else None
         self._evaluations_of(point).refresh()
         if result is not None:
@@ -157,6 +168,14 @@ class Sweep:
             why = f" ({running.process.why})" if running.process.why else ""
             self._say(f"sweep point {point.name} ended with exit code {code}{why}; the sweep continues")
         self._write(row)
+
+    def _stop_at_limit(self) -> None:
+        """Ask the points to stop once they have cost `sweeping.max_usd`."""
+        limits = [running.point.config.sweeping.max_usd for running in self._running.values()]
+        limit = min((each for each in limits if each is not None), default=None)
+        if limit is not None and self.spent_usd >= limit and not self.engine.asked:
+            self._say(f"sweeping.max_usd={limit:g}: the points have cost ${self.spent_usd:.2f}, and are stopped")
+            self.engine.ask()
 
     def _prune_due(self) -> None:
         """Read the points' progress and prune those that the median rule gives up."""

@@ -55,8 +55,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def start(self, point: Point, *, slot: int) -> Started:
-        """Start a point; `slot` is a number that no other running point has, from 0."""
+    def start(self, point: Point, *, slot: int, limit_seconds: float | None) -> Started:
+        """Start a point.
+
+        Args:
+            slot: a number that no other running point has, from 0.
+            limit_seconds: after which a point that outlives this process ends by itself; None for never.
+        """
 
     @abstractmethod
     def ask(self) -> None:

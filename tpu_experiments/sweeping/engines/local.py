@@ -55,7 +55,7 @@ class LocalEngine(Engine):
     def open(self, points: Sequence[Point], *, folder: str, say: Say) -> None:
         """Do nothing: this machine is here."""
 
-    def start(self, point: Point, *, slot: int) -> Started:
+    def start(self, point: Point, *, slot: int, limit_seconds: float | None) -> Started:
         place, output = place_of(slot, point.config), None
         if slots(point.config) > 1:  # a single point writes to the terminal itself
             folder = point.config.output_dir

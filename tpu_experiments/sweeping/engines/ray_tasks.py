@@ -216,7 +216,7 @@ class RayEngine(AsksOnSignal):
             if token is not None:
                 paths.remove_tree(token)
 
-    def start(self, point: Point, *, slot: int) -> Started:
+    def start(self, point: Point, *, slot: int, limit_seconds: float | None) -> Started:
         config = point.config
         words = command_of(point, given=self._given)[2:]  # behind the interpreter and run.py, which are the node's
         if config.hw.device == "tpu" and slots(config) > 1:

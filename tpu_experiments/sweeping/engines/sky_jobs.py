@@ -163,11 +163,12 @@ def job_name(point: Point) -> str:
     return f"sweep-{readable}-{hashlib.sha256(folder.encode()).hexdigest()[:8]}"
 
 
-def job_of(point: Point, *, given: str) -> dict[str, Any]:
+def job_of(point: Point, *, given: str, limit_seconds: float | None = None) -> dict[str, Any]:
     """Return the task of SkyPilot for a point: that of launch/sky with its machine and its command.
 
     Args:
         given: output_dir of the sweep's command line, where all points' compiled programs go.
+        limit_seconds: the run is stopped then, with an exit code that restarts nothing (124, of coreutils' timeout).
     """
     hw, words = point.config.hw, command_of(point, given=given)[2:]
     assert hw.rent is not None, "`SkyEngine.check` has refused it"
@@ -179,7 +180,8 @@ def job_of(point: Point, *, given: str) -> dict[str, Any]:
     job.pop("envs", None)
     set_up = ["bash", "launch/startup.sh", f"hw={hw.name}", f"output_dir={given}"]
     job["setup"] = shlex.join(set_up) + "\n"
-    job["run"] = shlex.join([*set_up, "--", "python", "run.py", *words]) + "\n"
+    limit = [] if limit_seconds is None else ["timeout", f"--kill-after={CANCEL_SECONDS}", str(int(limit_seconds) + 1)]
+    job["run"] = shlex.join([*limit, *set_up, "--", "python", "run.py", *words]) + "\n"
     if OWN_SETTINGS.exists():
         job["file_mounts"] = {**job.get("file_mounts", {}), SENT_TO: str(OWN_SETTINGS)}
     return job
@@ -188,13 +190,13 @@ def job_of(point: Point, *, given: str) -> dict[str, Any]:
 class SkyPoint(Started):
     """A point that is a managed job, submitted here or by an earlier command."""
 
-    def __init__(self, engine: "SkyEngine", point: Point) -> None:
+    def __init__(self, engine: "SkyEngine", point: Point, *, limit_seconds: float | None) -> None:
         self._engine, self._point, self.name = engine, point, job_name(point)
         before = engine.queue.jobs.get(self.name)
         is_adopted = before is not None and before.is_alive
         self._after = before.id if before is not None and not is_adopted else -1
         self._asked, self._missing_since = engine.queue.asked - 1 if is_adopted else engine.queue.asked, 0
-        self._launch = None if is_adopted else engine.launch(point)
+        self._launch = None if is_adopted else engine.launch(point, limit_seconds=limit_seconds)
         self._launch_complaint: str | None = None
         self._cancel: Question | None = None
         self._cancels = 0
@@ -353,14 +355,15 @@ class SkyEngine(AsksOnSignal):
             "follows them again; Ctrl-C cancels them"
         )
 
-    def start(self, point: Point, *, slot: int) -> Started:
-        self._points.append(SkyPoint(self, point))
+    def start(self, point: Point, *, slot: int, limit_seconds: float | None) -> Started:
+        self._points.append(SkyPoint(self, point, limit_seconds=limit_seconds))
         return self._points[-1]
 
-    def launch(self, point: Point) -> Question:
+    def launch(self, point: Point, *, limit_seconds: float | None) -> Question:
         """Submit a point's job; SkyPilot returns once its controller has it."""
+        job = job_of(point, given=self._given, limit_seconds=limit_seconds)
         file = Path(self._files.name) / f"{job_name(point)}.yaml"
-        file.write_text(yaml.safe_dump(job_of(point, given=self._given), sort_keys=False), encoding="utf-8")
+        file.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
         known = [word for name in SECRETS if os.environ.get(name) for word in ("--secret", name)]
         words = [self._sky, "jobs", "launch", "--yes", "--detach-run", *known, str(file)]
         return Question(words, limit_seconds=LAUNCH_LIMIT_SECONDS)
