@@ -88,6 +88,11 @@ def launches(cloud: Path) -> int:
     return sum(words[:2] == ["jobs", "launch"] for words in fake_sky.calls(cloud))
 
 
+def newest_step(point: str) -> int:
+    """Step of the newest checkpoint."""
+    return max(int(name.removeprefix("step_")) for name in paths.list_names(f"{point}/checkpoints"))
+
+
 def wait_until(condition: Any, process: "subprocess.Popen[str]", *, what: str) -> None:
     """Wait for up to four minutes while the sweep runs."""
     deadline = time.monotonic() + 240
@@ -148,11 +153,10 @@ def test_a_stop_cancels_the_jobs_which_save_and_an_outage_does_not(cloud: Path, 
     (cancel,) = [words for words in fake_sky.calls(cloud) if words[:2] == ["jobs", "cancel"]]
     assert cancel[2:6] == ["--yes", "--graceful", "--graceful-timeout", "60"]
     assert [row["status"] for row in rows_of(gcs_bucket).values()] == ["stopped", "waiting"]
-    saved = max(int(name.removeprefix("step_")) for name in paths.list_names(f"{point}/checkpoints"))
+    saved = newest_step(point)
 
     with started(*LONG, GRID, "sweeping.points_at_once=1", **place) as process:
-        later = lambda: f"step_{saved + 10 - saved % 10}" in paths.list_names(f"{point}/checkpoints")  # noqa: E731
-        wait_until(later, process, what="the next checkpoint")
+        wait_until(lambda: newest_step(point) > saved, process, what="the next checkpoint")
     assert launches(cloud) == 2
     assert "resum" in (cloud / "jobs/2.log").read_text()
 

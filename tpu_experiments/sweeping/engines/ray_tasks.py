@@ -53,7 +53,7 @@ def unplaced(hw: HwConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
     kept = ("CPU", "GPU", "TPU")
     there = sorted(
         {
-            ", ".join(f"{has[name]:.0f} {name}" for name in kept if name in has)
+            (", ".join(f"{has[name]:.0f} {name}" for name in kept if name in has) or "no CPU")
             + "".join(f", {name}" for name in sorted(has) if name.startswith("accelerator_type:"))
             for has in alive
         }
@@ -182,10 +182,10 @@ class RayEngine(AsksOnSignal):
         assert digest is not None, "this is the checkout"
         self._digest = digest
         self._shared = None if paths.is_remote(folder) else folder
-        self._probe(nodes)
+        self._probe([each for each in nodes if each["Resources"].get("CPU", 0) > 0])  # a head may have none
 
     def _probe(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Ask every node for the checkout and the sweep's folder.
+        """Ask every node that points may run on for the checkout and the sweep's folder.
 
         Raises:
             ConfigError: one lacks them, or does not answer.
@@ -199,19 +199,19 @@ class RayEngine(AsksOnSignal):
             paths.write_text_atomic(token, "")
         try:
             task = self.ray.remote(num_cpus=0, max_retries=1)(node.node_problem)
-            asked = {
-                each["NodeManagerAddress"]: task.options(scheduling_strategy=On(each["NodeID"], soft=False)).remote(
+            asked = [
+                task.options(scheduling_strategy=On(each["NodeID"], soft=False)).remote(
                     ROOT, self._digest, token, folder=os.getcwd()
                 )
                 for each in nodes
-            }
-            for address, answer in asked.items():
+            ]
+            for each, answer in zip(nodes, asked, strict=True):
                 try:
                     problem = self.ray.get(answer, timeout=PROBE_SECONDS)
                 except self.ray.exceptions.RayError as error:
                     problem = f"does not answer ({type(error).__name__}); remove it from the cluster, or repair it."
                 if problem is not None:
-                    raise ConfigError(f"sweeping.engine=ray; node {address} {problem}")
+                    raise ConfigError(f"sweeping.engine=ray; node {each['NodeManagerAddress']} {problem}")
         finally:
             if token is not None:
                 paths.remove_tree(token)
