@@ -27,12 +27,10 @@ def test_a_limit_without_a_price_is_refused() -> None:
 
 
 def test_points_that_have_cost_the_limit_are_stopped_and_saved(tmp_path: Path) -> None:
-    price = (
-        "hw.price={usd_per_chip_hour_on_demand:3600,usd_per_chip_hour_spot:null,region:x,date:'2026-01-01',source:x}"
-    )
+    price = ("hw=v5e1", "hw.device=cpu", "hw.price.usd_per_chip_hour_on_demand=3600")  # a dollar a second
     small = ("debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single", "logger=jsonl", "name=tried")
     steps = ("curriculum.stages.main.steps=100000", "trainer.max_stage_steps=100000")
-    ended = run("-m", *small, *steps, price, "lora.r=4,8", "sweeping.max_usd=25", output_dir=tmp_path)
+    ended = run("-m", *price, *small, *steps, "lora.r=4,8", "sweeping.max_usd=25", output_dir=tmp_path)
     assert ended.returncode == 75, ended.stderr
     assert "sweeping.max_usd=25: the points have cost $25." in ended.stderr
     assert "the same command resumes with lora.r=4; lora.r=8" in ended.stderr
