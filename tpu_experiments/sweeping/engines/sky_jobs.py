@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +65,20 @@ class Job:
         return self.status not in (ENDED_WELL, *ENDED_BY_USER) and not self.status.startswith(FAILED)
 
 
+def temporary_folder(owner: object) -> Path:
+    """Make a folder that is removed with its owner, or at the end of this process."""
+    folder = tempfile.mkdtemp(prefix="tpu_experiments_sky_")
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 class Question:
     """A command of SkyPilot that runs while the sweep goes on."""
 
     def __init__(self, words: Sequence[str], *, limit_seconds: float) -> None:
         self._until = time.monotonic() + limit_seconds
-        self._folder = tempfile.TemporaryDirectory(prefix="tpu_experiments_sky_")
-        self._out, self._err = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
+        folder = temporary_folder(self)
+        self._out, self._err = folder / "stdout", folder / "stderr"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             # A group of its own: Ctrl-C is this process's, which cancels the jobs.
             self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0)
@@ -310,7 +318,7 @@ class SkyEngine(AsksOnSignal):
         self._given = given
         self._sky = shutil.which("sky") or ""
         self._is_open = False
-        self._files = tempfile.TemporaryDirectory(prefix="tpu_experiments_sky_")
+        self._files = temporary_folder(self)
         self._points: list[SkyPoint] = []
         self.say: Say = print
 
@@ -362,7 +370,7 @@ class SkyEngine(AsksOnSignal):
     def launch(self, point: Point, *, limit_seconds: float | None) -> Question:
         """Submit a point's job; SkyPilot returns once its controller has it."""
         job = job_of(point, given=self._given, limit_seconds=limit_seconds)
-        file = Path(self._files.name) / f"{job_name(point)}.yaml"
+        file = self._files / f"{job_name(point)}.yaml"
         file.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
         known = [word for name in SECRETS if os.environ.get(name) for word in ("--secret", name)]
         words = [self._sky, "jobs", "launch", "--yes", "--detach-run", *known, str(file)]
