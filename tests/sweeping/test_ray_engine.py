@@ -156,6 +156,19 @@ def test_a_stop_saves_the_points_and_a_killed_sweep_leaves_none(tmp_path: Path) 
     assert steps_of(point)[: saved + 1] == list(range(1, saved + 2))
 
 
+@pytest.mark.slow
+def test_a_point_that_learns_nothing_is_pruned_on_its_node(tmp_path: Path) -> None:
+    steps = ("curriculum.stages.main.steps=60", "trainer.max_stage_steps=60", "trainer.eval_every_steps=5")
+    pruning = ("sweeping.prune=median", "sweeping.prune_after_points=1")
+    code, _, stderr = swept(*steps, *pruning, "optim.lr=1e-3,1e-9", ON_RAY, folder=tmp_path)
+    assert code == 0, stderr
+    good, bad = rows_of(tmp_path).values()
+    assert (good["status"], bad["status"]) == ("finished", "pruned")
+    assert bad["eval_loss"] > good["eval_loss"]
+    assert not (Path(bad["folder"]) / "result.json").exists()
+    assert list((Path(bad["folder"]) / "checkpoints").iterdir())
+
+
 def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
     code, _, stderr = swept("lora.r=4,8", ON_RAY, folder=tmp_path, env={"RAY_ADDRESS": "127.0.0.1:1"})
     assert code == 2, stderr
