@@ -118,9 +118,17 @@ class CheckpointConfig:
 class SweepingConfig:
     """Settings that control how the points of a sweep are run."""
 
+    engine: str = choice("local", "ray", "sky", default="local")
+    """`local`: processes of this machine. `ray`: each point is a task of the Ray cluster at RAY_ADDRESS. `sky`: each is
+    a managed job of SkyPilot, on a machine that it rents. Plans are always made on this machine."""
     points_at_once: int = number(default=1, at_least=1)
-    """Points that run in parallel on this host. On a TPU each point has one chip to itself, so `hw` must be a machine
-    of one chip (`hw=v5e1`); on the CPU they share the cores."""
+    """Points that run in parallel. `local`: on a TPU each point has one chip to itself, so `hw` must be a machine of
+    one chip (`hw=v5e1`); on the CPU they share the cores. `ray`: each takes the chips of `hw` on one node, or one CPU.
+    `sky`: the largest number of machines rented at a time."""
+    max_usd: float | None = number(default=None, above=0)
+    """Dollars at which the sweep is stopped, as by Ctrl-C: the cost of this command's points from their starts on,
+    waiting for a node or machine included, at the price on demand. With `sky` each machine ends its run by itself too,
+    at the hours that the rest pays for. Null sets no limit."""
     prune: str = choice("none", "median", default="none")
     """`median` stops a point whose best held-out loss so far is worse than the median of the other points' losses at
     the same step, as Optuna's MedianPruner does. It needs `trainer.eval_every_steps` and the jsonl logger."""

@@ -56,7 +56,7 @@ class PointLauncher(Launcher):
         sweep = self.sweep = self.sweep or self._opened(job_overrides[0])
         points = [self._point(overrides, sweep) for overrides in job_overrides]
         sweep.run([point for point in points if isinstance(point, Point)])
-        if sweep.relay.asked and (sweep.unfinished or not self._is_grid()):
+        if sweep.engine.asked and (sweep.unfinished or not self._is_grid()):
             self._exit_on_stop(sweep)
         return [self._returned(sweep, point if isinstance(point, str) else point.name) for point in points]
 
@@ -85,16 +85,17 @@ class PointLauncher(Launcher):
         """Open the sweep's folder, named after its first point where no name is given.
 
         Raises:
-            ConfigError: the first point asks for devices that this machine lacks.
+            ConfigError: the engine cannot run the first point.
         """
-        from tpu_experiments.sweeping.placement import check_places
+        from tpu_experiments.sweeping.budget import check_price
+        from tpu_experiments.sweeping.engines.choose import engine_of
         from tpu_experiments.sweeping.sweep import Sweep
 
         first = self._config_of(self._split(overrides)[0])
-        check_places(first)
-        _require_device(first)
-        folder = sweep_folder(first.output_dir, str(first.name))
-        return Sweep(folder, name=str(first.name), output_dir=first.output_dir)
+        engine = engine_of(first)
+        check_price(first)
+        engine.check(first)
+        return Sweep(sweep_folder(first.output_dir, str(first.name)), name=str(first.name), engine=engine)
 
     def _point(self, overrides: Sequence[str], sweep: "Sweep") -> Point | str:
         """Compose and check one point; return its name if a sampler drew it and it is refused.
@@ -102,15 +103,15 @@ class PointLauncher(Launcher):
         Raises:
             ConfigError: a point of a grid is refused.
         """
-        from tpu_experiments.sweeping.placement import check_places
+        from tpu_experiments.sweeping.budget import check_price
 
         given, varied = self._split(overrides)
         name, own = point_name(varied), without_own(given)
         changed = {_key(o): o.partition("=")[2] for o in varied}
         try:
             config = self._config_of([*own, f"name='{name}'", f"output_dir='{sweep.folder}'"])
-            check_places(config)
-            _require_device(config)
+            check_price(config)
+            sweep.engine.check(config)
         except ConfigError as error:
             if self._is_grid():
                 raise
@@ -152,18 +153,6 @@ class PointLauncher(Launcher):
 
     def _is_grid(self) -> bool:
         return str(self.config.hydra.sweeper._target_).endswith("BasicSweeper")
-
-
-def _require_device(config: Config) -> None:
-    """Refuse a point whose devices are not here; a plan, a report and a doctor need none.
-
-    Raises:
-        ConfigError: as of `require_device`.
-    """
-    from tpu_experiments.runtime.processes.env import require_device
-
-    if config.task.name not in ("plan", "report", "doctor"):
-        require_device(config.hw)
 
 
 def _key(override: str) -> str:

@@ -89,18 +89,27 @@ def share_of_cores(slot: int, *, count: int, usable: set[int]) -> frozenset[int]
     return frozenset(cores[slot * share : (slot + 1) * share])
 
 
+def require_one_host(config: Config) -> None:
+    """Refuse points that train on several hosts.
+
+    Raises:
+        ConfigError: the machine of `hw` has several hosts.
+    """
+    if config.hw.num_hosts > 1 and config.task.name == "train":
+        raise ConfigError(
+            f"hw.num_hosts={config.hw.num_hosts} with -m; each host would choose its points by itself; sweep on one "
+            "host (hw=v5e8 or hw=v6e8), or start the points one by one with launch/tpu.py."
+        )
+
+
 def check_places(config: Config) -> None:
     """Refuse points that cannot run on this host, alone or side by side.
 
     Raises:
         ConfigError: a point trains on several hosts, needs more than one chip or a GPU, or the host has too few chips.
     """
+    require_one_host(config)
     hw, count = config.hw, slots(config)
-    if hw.num_hosts > 1 and config.task.name == "train":
-        raise ConfigError(
-            f"hw.num_hosts={hw.num_hosts} with -m; each host would choose its points by itself; sweep on one host "
-            "(hw=v5e8 or hw=v6e8), or start the points one by one with launch/tpu.py."
-        )
     if count == 1 or hw.device == "cpu":
         return
     asked = f"sweeping.points_at_once={count}; "

@@ -1,21 +1,22 @@
 """Run the points of a sweep, several at once, and record the outcome of each."""
 
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.runtime.processes.stopping import Relay
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.retry import is_transient, shown
 from tpu_experiments.storage.run_folder import open_run
-from tpu_experiments.storage.spool import Mirror
 from tpu_experiments.sweeping import hparams, leaderboard
+from tpu_experiments.sweeping.budget import seconds_left, usd_of
+from tpu_experiments.sweeping.engines.base import Engine, Started
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
-from tpu_experiments.sweeping.placement import place_of, slots
-from tpu_experiments.sweeping.points import Point, command_of
+from tpu_experiments.sweeping.placement import slots
+from tpu_experiments.sweeping.points import Point
 from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
 from tpu_experiments.sweeping.screen import Screen
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
@@ -28,11 +29,10 @@ READ_REMOTE_SECONDS = 30.0  # shortest period between uploads of metrics.jsonl (
 
 @dataclass
 class Running:
-    """Process of a running point."""
+    """A point that the engine has started."""
 
     point: Point
-    process: "subprocess.Popen[bytes]"
-    output: Mirror | None
+    process: Started
     started: float = field(default_factory=time.monotonic)
     pruned_at: int | None = None
 
@@ -40,22 +40,23 @@ class Running:
 class Sweep:
     """One sweep's folder and points; `run` is called again whenever a sampler asks for more points."""
 
-    def __init__(self, folder: str, *, name: str, output_dir: str) -> None:
-        """Read the rows of earlier commands; `output_dir` is that of the command line.
+    def __init__(self, folder: str, *, name: str, engine: Engine) -> None:
+        """Read the rows of earlier commands.
 
         Raises:
             ConfigError: sweep.json cannot be read.
         """
-        self.folder, self.name, self.output_dir = folder, name, output_dir
+        self.folder, self.name, self.engine = folder, name, engine
         self.points: dict[str, Point] = {}
         self.rows = read_rows(folder)
-        self.relay = Relay()
         self.screen = Screen(is_live=False)
         self.has_run = False
         """Whether this command has started a point."""
         self._evaluations: dict[str, Evaluations] = {}
         self._running: dict[int, Running] = {}
+        self._ended_usd = 0.0
         self._read_at = 0.0
+        self._is_unwritten = self._is_out_of_reach = False
 
     @property
     def unfinished(self) -> list[str]:
@@ -67,22 +68,36 @@ class Sweep:
         """Return the names of this command's points that failed."""
         return [name for name in self.points if self.rows[name].status == FAILED]
 
+    @property
+    def spent_usd(self) -> float:
+        """Return what the points of this command have cost so far, from their starts on."""
+        now = time.monotonic()
+        return self._ended_usd + sum(usd_of(r.point.config, now - r.started) for r in self._running.values())
+
     def run(self, points: Sequence[Point]) -> None:
         """Run the points that are not done, until all have ended or a stop request has ended those running.
 
         Raises:
-            ConfigError: a point's folder was created with another config; nothing was started.
+            ConfigError: a point's folder was created with another config, or the engine cannot run the points; nothing
+                was started.
         """
         waiting = [point for point in {point.name: point for point in points}.values() if not self._is_done(point)]
+        if waiting:
+            self.engine.open(waiting, folder=self.folder, say=self._say)
         self._write()
         if not waiting:
             return
         at_once = slots(waiting[0].config)
         # A single point writes to the terminal itself.
-        self.screen = Screen(is_live=at_once > 1 and sys.stdout.isatty())
+        self.screen = Screen(is_live=(at_once > 1 or self.engine.is_elsewhere) and sys.stdout.isatty())
         self._say(no_pruning_reason(waiting[0].config))
-        while waiting or self._running:
-            while waiting and len(self._running) < at_once and not self.relay.asked:
+        if self.engine.is_elsewhere and at_once == 1 < len(waiting):
+            self._say(
+                f"sweeping.points_at_once=1: the {len(waiting)} points run one after the other; a higher number runs "
+                "as many at once"
+            )
+        while waiting or self._running or (self._is_unwritten and not self.engine.asked):
+            while waiting and len(self._running) < at_once and not self.engine.asked:
                 slot = next(slot for slot in range(at_once) if slot not in self._running)
                 self._start(waiting.pop(0), slot)
             for slot, running in list(self._running.items()):
@@ -90,7 +105,8 @@ class Sweep:
                     del self._running[slot]
                     self._ended(running)
             self._prune_due()
-            if self.relay.asked:
+            self._stop_at_limit()
+            if self.engine.asked:
                 waiting.clear()
             time.sleep(LOOK_SECONDS)
         self.screen.close(leaderboard.lines(self.rows.values()))
@@ -124,19 +140,9 @@ class Sweep:
             raise ConfigError(str(error).replace(f"name={point.name};", f"name={self.name};", 1)) from error
 
     def _start(self, point: Point, slot: int) -> None:
-        place = place_of(slot, point.config)
-        output = None
-        if slots(point.config) > 1:
-            paths.make_dirs(paths.join(self.folder, "logs"))
-            output = Mirror.of_file(paths.join(self.folder, "logs", f"{point.name}.log"))
         self.screen.say(f"sweep point {point.name} -> {point.folder.path()}")
-        process = self.relay.start(
-            [*command_of(point, given=self.output_dir), *place.overrides],
-            env=place.env,
-            cores=place.cores,
-            output=output.local if output is not None else None,
-        )
-        self._running[slot] = Running(point, process, output)
+        limit = seconds_left(point.config, spent_usd=self.spent_usd)
+        self._running[slot] = Running(point, self.engine.start(point, slot=slot, limit_seconds=limit))
         self.rows[point.name].status = RUNNING
         self.has_run = True
 
@@ -144,8 +150,7 @@ class Sweep:
         """Record the outcome of a point whose process has ended."""
         point, row, code = running.point, self.rows[running.point.name], running.process.returncode
         row.exit_code, row.seconds = code, time.monotonic() - running.started
-        if running.output is not None:
-            running.output.close()
+        self._ended_usd += usd_of(point.config, row.seconds)
         result = point.folder.finished() if code == 0 and point.config.task.name == "train" else None
         self._evaluations_of(point).refresh()
         if result is not None:
@@ -155,13 +160,22 @@ class Sweep:
         elif code == STOPPED_EXIT_CODE and running.pruned_at is not None:
             row.status, row.step = PRUNED, running.pruned_at
             row.eval_loss = self._evaluations_of(point).losses.get(running.pruned_at)
-        elif code == STOPPED_EXIT_CODE or self.relay.asked:
+        elif code == STOPPED_EXIT_CODE or self.engine.asked:
             row.status = STOPPED
-            self.relay.ask()  # a stop signal sent to one point stops the whole sweep
+            self.engine.ask()  # a stop signal sent to one point stops the whole sweep
         else:
             row.status = FAILED
-            self._say(f"sweep point {point.name} ended with exit code {code}; the sweep continues")
+            why = f" ({running.process.why})" if running.process.why else ""
+            self._say(f"sweep point {point.name} ended with exit code {code}{why}; the sweep continues")
         self._write(row)
+
+    def _stop_at_limit(self) -> None:
+        """Ask the points to stop once they have cost `sweeping.max_usd`."""
+        limits = [running.point.config.sweeping.max_usd for running in self._running.values()]
+        limit = min((each for each in limits if each is not None), default=None)
+        if limit is not None and self.spent_usd >= limit and not self.engine.asked:
+            self._say(f"sweeping.max_usd={limit:g}: the points have cost ${self.spent_usd:.2f}, and are stopped")
+            self.engine.ask()
 
     def _prune_due(self) -> None:
         """Read the points' progress and prune those that the median rule gives up."""
@@ -169,11 +183,14 @@ class Sweep:
         if time.monotonic() - self._read_at < period:
             return
         self._read_at = time.monotonic()
-        for running in self._running.values():
-            known = self._evaluations_of(running.point)
-            known.refresh()
-            row = self.rows[running.point.name]
-            row.step, row.eval_loss = known.last_step or None, None
+        if self._is_unwritten:
+            self._write()
+        with self._through_outages():
+            for running in self._running.values():
+                known = self._evaluations_of(running.point)
+                known.refresh()
+                row = self.rows[running.point.name]
+                row.step, row.eval_loss = known.last_step or None, None
         for running in self._running.values():
             self._prune(running)
         if self._running:
@@ -181,7 +198,7 @@ class Sweep:
 
     def _prune(self, running: Running) -> None:
         point, settings = running.point, running.point.config.sweeping
-        if settings.prune == "none" or running.pruned_at is not None or self.relay.asked:
+        if settings.prune == "none" or running.pruned_at is not None or self.engine.asked:
             return
         own = self._evaluations_of(point).losses
         others = [known.losses for name, known in self._evaluations.items() if name != point.name]
@@ -197,13 +214,30 @@ class Sweep:
     def _write(self, ended: Row | None = None) -> None:
         """Write the record, leaderboard and, for an ended point, its TensorBoard session and the table."""
         rows = list(self.rows.values())
-        write_rows(self.folder, rows)
-        if not all(point.config.task.name == "train" for point in self.points.values()):
-            return
-        leaderboard.write(rows, name=self.name, folder=self.folder)
-        if ended is not None:
-            hparams.write_session(ended, folder=self.folder)
+        are_trained = all(point.config.task.name == "train" for point in self.points.values())
+        self._is_unwritten = True
+        with self._through_outages():
+            write_rows(self.folder, rows)
+            if are_trained:
+                leaderboard.write(rows, name=self.name, folder=self.folder)
+            if are_trained and ended is not None:
+                hparams.write_session(ended, folder=self.folder)
+            self._is_unwritten = False
+        if are_trained and ended is not None:
             self.screen.show(leaderboard.lines(rows), has_ended=True)
+
+    @contextmanager
+    def _through_outages(self) -> Iterator[None]:
+        """Have points that run elsewhere go on while the bucket is out of reach from here; say so once."""
+        try:
+            yield
+            self._is_out_of_reach = False
+        except Exception as error:
+            if not (self.engine.is_elsewhere and self.has_run and is_transient(error)):
+                raise
+            if not self._is_out_of_reach:
+                self._say(f"{self.folder} is out of reach ({shown(error)}); the points go on, and it is tried again")
+            self._is_out_of_reach = True
 
     def _say(self, sentence: str | None) -> None:
         if sentence is not None:

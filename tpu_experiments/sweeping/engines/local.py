@@ -1,0 +1,73 @@
+"""Points as processes of this machine."""
+
+import subprocess
+from collections.abc import Sequence
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.runtime.processes.env import require_device
+from tpu_experiments.runtime.processes.stopping import Relay
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.spool import Mirror
+from tpu_experiments.sweeping.engines.base import Engine, Say, Started
+from tpu_experiments.sweeping.placement import check_places, place_of, slots
+from tpu_experiments.sweeping.points import Point, command_of
+
+NEED_NO_DEVICE = ("plan", "report", "doctor")
+
+
+class LocalPoint(Started):
+    """A point that is a child of this process."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", output: Mirror | None) -> None:
+        self._process, self._output = process, output
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._process.poll() is not None:
+            if self._output is not None:
+                self._output.close()
+            self.returncode = self._process.returncode
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+
+class LocalEngine(Engine):
+    """Runs points as child processes; `given` is the output_dir of the sweep's command line."""
+
+    name = "local"
+    is_elsewhere = False
+
+    def __init__(self, *, given: str) -> None:
+        self._given = given
+        self._relay = Relay()
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override]
+        """Whether the sweep was asked to stop."""
+        return self._relay.asked
+
+    def check(self, config: Config) -> None:
+        check_places(config)
+        if config.task.name not in NEED_NO_DEVICE:
+            require_device(config.hw)
+
+    def open(self, points: Sequence[Point], *, folder: str, say: Say) -> None:
+        """Do nothing: this machine is here."""
+
+    def start(self, point: Point, *, slot: int, limit_seconds: float | None) -> Started:
+        place, output = place_of(slot, point.config), None
+        if slots(point.config) > 1:  # a single point writes to the terminal itself
+            folder = point.config.output_dir
+            paths.make_dirs(paths.join(folder, "logs"))
+            output = Mirror.of_file(paths.join(folder, "logs", f"{point.name}.log"))
+        process = self._relay.start(
+            [*command_of(point, given=self._given), *place.overrides],
+            env=place.env,
+            cores=place.cores,
+            output=output.local if output is not None else None,
+        )
+        return LocalPoint(process, output)
+
+    def ask(self) -> None:
+        self._relay.ask()
