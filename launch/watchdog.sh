@@ -2,7 +2,8 @@
 # The VM's own end, when nobody else ends it. Google runs this file as root at every boot (start-up script); it installs
 # itself as a service, which deletes the queued resource of this VM
 #   - when it has been up for tpuexp-seconds (the launcher's limit of hours or money), and
-#   - when for tpuexp-idle-seconds there was no run, no login and no word of the launcher, on any VM of the slice;
+#   - when for tpuexp-idle-seconds there was no run, no login and no word of the launcher, on any VM of the slice, and no
+#     result that is on this disk alone;
 # and which stops the run, so that it saves, as soon as the machine is to be taken away.
 # It needs nothing but curl, systemd, on a slice python3, and the VM's service account with tpu.nodes.delete;
 # `watchdog.sh check` prints whether it has that.
@@ -36,11 +37,27 @@ install_self() {
         systemd-run --quiet --collect --unit=tpuexp-watchdog -p Restart=always -p RestartSec=10 "$home/watchdog.sh" watch
 }
 
-# Seconds since the boot, which is when the machine began to cost; a restart of this service does not start them anew.
-up_seconds() { awk '{ print int($1) }' "${TPUEXP_UPTIME:-/proc/uptime}"; }
+# Seconds since the first boot, which is when the machine began to cost; neither a restart of this service nor a reboot
+# starts them anew.
+up_seconds() {
+    local up
+    up=$(awk '{ print int($1) }' "${TPUEXP_UPTIME:-/proc/uptime}")
+    mkdir -p "$home"
+    [[ -s $home/began ]] || printf '%s\n' $(($(date +%s) - up)) >"$home/began"
+    printf '%s' $(($(date +%s) - $(cat "$home/began")))
+}
+
+# A run that has finished, and whose results nobody has fetched from this disk.
+has_only_copy() {
+    local folder
+    for folder in "${TPUEXP_HOMES:-/home}"/*/.tpu_experiments; do
+        [[ ! -e $folder/only_copy || $(cat "$folder/exit" 2>/dev/null) != 0 ]] || return 0
+    done
+    return 1
+}
 
 is_used() {
-    systemctl is-active --quiet "$unit" || pgrep -f '(^|[ /])run\.py( |$)' >/dev/null || has_login
+    systemctl is-active --quiet "$unit" || has_only_copy || pgrep -f '(^|[ /])run\.py( |$)' >/dev/null || has_login
 }
 
 # An ssh session without a terminal (VS Code, a tunnel) is not in `who`, and logind has it. A connection that has not

@@ -6,6 +6,7 @@
 #     stop                    SIGTERM to the run, and wait until it has saved and ended
 #     ask-stop                SIGTERM to the run
 #     pack FOLDER             the results of a run, or of every point of a sweep, as a tar stream
+#     fetched                 the results have arrived; the watchdog no longer keeps the VM for them
 #     mount DISK FOLDER       the attached disk, read-only
 set -euo pipefail
 
@@ -38,6 +39,9 @@ start() {
     ! is_running || sudo systemctl stop "$unit"
     rm -f "$state/exit" "$state/stop"
     printf '%s\0' "$@" >"$state/words"
+    # Until the launcher says `fetched`, this disk has the only copy of the results, for which the watchdog keeps the VM.
+    rm -f "$state/only_copy"
+    [[ "$*" == *output_dir=*://* ]] || touch "$state/only_copy"
     : >"$state/log"
     printf '%s' "$id" >"$state/id"
     # KillMode=mixed: SIGTERM to the first process, which hands it on, SIGKILL to the rest after the time. After= the
@@ -179,6 +183,7 @@ case ${1:-} in
     stop) stop ;;
     ask-stop) ask_stop ;;
     pack) pack "$2" ;;
+    fetched) rm -f "$state/only_copy" ;;
     mount) mount_disk "$2" "$3" ;;
-    *) sed -n '2,10p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    *) sed -n '2,11p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

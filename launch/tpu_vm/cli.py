@@ -158,7 +158,7 @@ def _launch_locked(
         return _end_it(known_driver(world, [*words, f"name={settings.name}"]))
     job = None if overrides is None else launches.job_for(overrides, settings)
     if job is not None:
-        check_outlives(job, settings, num_workers=slice_.num_workers)
+        check_outlives(job, settings, num_workers=slice_.num_workers, is_new=then == "gone")
     if record is None or is_new:
         project = launches.project_of(world, settings)
         record = launches.fresh(world, settings, slice_, project=project, words=tuple(words), then=then)

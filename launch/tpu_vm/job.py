@@ -81,8 +81,11 @@ def name_for(overrides: list[str], hw: str) -> str:
     return f"{(words or ['run'])[-1].replace('_', '-').lower()}-{hw}"
 
 
-def check_outlives(job: Job, settings: Settings, *, num_workers: int) -> None:
+def check_outlives(job: Job, settings: Settings, *, num_workers: int, is_new: bool) -> None:
     """Refuse jobs whose only copy of the results could be lost or that start from what no VM has, and sweeps on slices.
+
+    Args:
+        is_new: the machine is rented for this run, so that nothing of an earlier one is on its disk.
 
     Raises:
         LaunchError: a spot or multi-host machine without a remote `output_dir` or with a local `start.run`, or a
@@ -95,7 +98,7 @@ def check_outlives(job: Job, settings: Settings, *, num_workers: int) -> None:
         )
     is_new_disk = settings.spot or num_workers > 1
     start = values_of(job.overrides).get("start.run", "")
-    if is_new_disk and start.startswith(f"{settings.results.rstrip('/')}/"):
+    if (is_new or is_new_disk) and start.startswith(f"{settings.results.rstrip('/')}/"):
         raise LaunchError(
             f"start.run={start}; it is a folder of this machine, and the VM has none of it; copy it (gcloud storage cp "
             f"--recursive {start} gs://bucket/runs/) and give start.run=gs://bucket/runs/{Path(start).name}."

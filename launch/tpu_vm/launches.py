@@ -127,7 +127,7 @@ def agree(world: World, settings: Settings, slice_: Slice, record: Record, job: 
     missing = rights.look_ahead(Cloud(world.run, sleep=world.clock.sleep).ask, settings, record.project)
     if missing and settings.watchdog == "required":
         raise LaunchError(
-            f"watchdog=required; {missing}; if this launcher died, nobody would end the machine. If a folder or a group "
+            f"watchdog=required; {missing}; if this launcher died, nobody would end it. If a folder or a group "
             "gives the right, or to rent all the same: watchdog=warn."
         )
     if missing:

@@ -98,8 +98,7 @@ def look_ahead(run: Run, settings: Settings, project: str) -> str:
     if roles & set(SUFFICIENT) or any(_is_sufficient(run, settings, name) for name in sorted(roles - set(SUFFICIENT))):
         return ""
     return (
-        f"the policy of {project} gives {account} no role to delete the VM it runs on: "
-        f"{how_to_grant(project, account)}"
+        f"the policy of {project} gives {account} no role to delete the VM it runs on: {how_to_grant(project, account)}"
     )
 
 

@@ -328,9 +328,9 @@ class Vm:
             return self._bucket.fetch(record, into)
         packed, folder = f"tpuexp-{target.resource}.tar.gz", shlex.quote(record.run_folder)
         folder = folder if record.run_folder.startswith("/") else f"~/{CHECKOUT}/{folder}"
-        self.remote(target, f"{WORKER} pack {folder} >~/{packed}", worker="0", timeout=COPY_SECONDS)
+        self.remote(target, f"{WORKER} pack {folder} >~/{packed}", worker="0", timeout=MODEL_SECONDS)
         local = self._scratch / packed
-        self._copied(self._run(gcloud.copy_from(target, packed, str(local)), timeout=COPY_SECONDS))
+        self._copied(self._run(gcloud.copy_from(target, packed, str(local)), timeout=MODEL_SECONDS))
         return self._files.unpack(local, into)
 
     def is_finished(self, record: Record) -> bool:

@@ -105,7 +105,8 @@ class Machine:
     @property
     def is_only_copy(self) -> bool:
         """Whether its results are on its disk alone."""
-        return bool(self.run_id) and "output_dir=gs://" not in self.run_words and not self.is_fetched
+        is_result = self.ended in (None, 0)
+        return bool(self.run_id) and is_result and "output_dir=gs://" not in self.run_words and not self.is_fetched
 
     @property
     def deletes_itself_at(self) -> float:

@@ -175,9 +175,9 @@ def test_a_sweep_is_recognised_by_the_words_of_its_command(words: list[str], swe
 
 def test_a_sweep_is_refused_on_several_hosts() -> None:
     job = job_of([*GRID, "output_dir=gs://bkt/runs"], SETTINGS, local_file=Path("none"))
-    check_outlives(job, SETTINGS, num_workers=1)
+    check_outlives(job, SETTINGS, num_workers=1, is_new=True)
     with pytest.raises(LaunchError, match="each of its 4 VMs would run all of it"):
-        check_outlives(job, SETTINGS, num_workers=4)
+        check_outlives(job, SETTINGS, num_workers=4, is_new=True)
 
 
 def test_points_side_by_side_name_the_chip_that_each_has() -> None:

@@ -111,6 +111,22 @@ def test_a_launcher_that_looks_keeps_it(tmp_path: Path) -> None:
     assert Machine(tmp_path, lease_until=500).watch().deleted_at == pytest.approx(800, abs=20)
 
 
+@pytest.mark.parametrize(("code", "deleted_at"), [("0", 2000), ("1", 300)])
+def test_the_only_copy_of_a_result_keeps_it_until_its_limit(tmp_path: Path, code: str, deleted_at: int) -> None:
+    machine = Machine(tmp_path, max=2000)
+    state = tmp_path / "home" / "me" / ".tpu_experiments"
+    (state / "only_copy").touch()
+    (state / "exit").write_text(f"{code}\n")
+    assert machine.watch().deleted_at == pytest.approx(deleted_at, abs=20)
+
+
+def test_a_reboot_does_not_start_the_deadline_anew(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, max=10_000, clock=9_000, run_until=10**9)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "began").write_text("100\n")
+    assert machine.watch().deleted_at == pytest.approx(10_100, abs=20)
+
+
 def test_a_login_without_a_terminal_keeps_it(tmp_path: Path) -> None:
     """VS Code and tunnels; what such a session left running behind does not."""
     assert Machine(tmp_path, login_until=600).watch().deleted_at == pytest.approx(900, abs=20)

@@ -177,6 +177,16 @@ def test_the_same_id_is_started_once_and_another_begins_anew(vm: Vm) -> None:
     assert vm.until("exited")[0][2] == "0"
 
 
+def test_results_on_this_disk_are_the_only_copy_until_they_are_fetched(vm: Vm) -> None:
+    vm("start", "a-1-1", "output_dir=outputs")
+    assert (vm.state / "only_copy").exists()
+    vm("fetched")
+    assert not (vm.state / "only_copy").exists()
+    vm("start", "a-1-2", "output_dir=outputs")
+    vm("start", "a-1-3", "output_dir=gs://bucket/runs")
+    assert not (vm.state / "only_copy").exists()
+
+
 def test_stop_lets_the_run_save_and_is_remembered(vm: Vm) -> None:
     vm("start", "a-1-1", "wait")
     while "training" not in vm.look()[1]:
