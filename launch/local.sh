@@ -200,7 +200,7 @@ install() {
     say "uv could not be used; installing with pip, which is slower"
     "$venv/bin/python" -m pip install --require-hashes -r "$lock" >&2 ||
         die "the packages of $lock could not be installed; the lines above say why." \
-            "Run the same command again to go on from here."
+            "Run the same command again to continue from here."
 }
 
 write_stamp() {

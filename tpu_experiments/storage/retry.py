@@ -95,7 +95,7 @@ def has_substitute() -> bool:
 
 
 def until_deadline(call: Callable[[], Result], *, watch: Callable[[], None] | None = None) -> Result:
-    """Run `call` until its deadline and return its result; after the deadline it may go on in its thread.
+    """Run `call` until its deadline and return its result; after the deadline it may continue in its thread.
 
     Args:
         watch: polled while `call` runs; an exception of it ends the wait.

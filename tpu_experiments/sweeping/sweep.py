@@ -228,7 +228,7 @@ class Sweep:
 
     @contextmanager
     def _through_outages(self) -> Iterator[None]:
-        """Have points that run elsewhere go on while the bucket is out of reach from here; say so once."""
+        """Have points that run elsewhere continue while the bucket is out of reach from here; say so once."""
         try:
             yield
             self._is_out_of_reach = False
@@ -236,7 +236,7 @@ class Sweep:
             if not (self.engine.is_elsewhere and self.has_run and is_transient(error)):
                 raise
             if not self._is_out_of_reach:
-                self._say(f"{self.folder} is out of reach ({shown(error)}); the points go on, and it is tried again")
+                self._say(f"{self.folder} is out of reach ({shown(error)}); the points continue, and it is tried again")
             self._is_out_of_reach = True
 
     def _say(self, sentence: str | None) -> None:

@@ -53,7 +53,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
     check_findings(config, inputs)
-    new_length(folder, inputs, config)  # says what a run of another length cannot go on from
+    new_length(folder, inputs, config)  # says what a run of another length cannot resume from
     check_data(folder, inputs, config=config)
     for text in uneven_rows(inputs.stages) if config.hw.chip is not None else ():
         log.warning("%s", text)

@@ -1,7 +1,7 @@
 """Points as managed jobs of SkyPilot, whose controller rents a machine for each and another after a preemption.
 
 SkyPilot is an outside tool, like gcloud: its command `sky` is called, and what a point has come to is read from the
-files that it writes to the bucket. `sky jobs queue` is asked for what leaves no file. Jobs go on while this machine
+files that it writes to the bucket. `sky jobs queue` is asked for what leaves no file. Jobs continue while this machine
 sleeps; a job's name is made of the point's folder, so the same command finds it again instead of starting another."""
 
 import hashlib
@@ -73,7 +73,7 @@ def temporary_folder(owner: object) -> Path:
 
 
 class Question:
-    """A command of SkyPilot that runs while the sweep goes on."""
+    """A command of SkyPilot that runs beside the sweep."""
 
     def __init__(self, words: Sequence[str], *, limit_seconds: float) -> None:
         self._until = time.monotonic() + limit_seconds
@@ -124,7 +124,7 @@ class Queue:
             question, self._question = self._question, None
             complaint = self._take(question)
             if complaint is not None and not self._has_complained:
-                self._say(f"sky jobs queue does not answer ({complaint}); the jobs go on, and it is asked again")
+                self._say(f"sky jobs queue does not answer ({complaint}); the jobs continue, and it is asked again")
             self._has_complained = complaint is not None
             return complaint
         if time.monotonic() - self._asked_at >= (RESULT_SECONDS if is_urgent else QUEUE_SECONDS):
@@ -291,7 +291,7 @@ class SkyPoint(Started):
         return None
 
     def not_cancelled(self, why: str) -> str:
-        """Return the sentence for a job that may go on and cost."""
+        """Return the sentence for a job that may continue and cost."""
         return f"NOT cancelled: sweep point {self._point.name} ({why}); stop it with sky jobs cancel --name {self.name}"
 
     def _has_result(self) -> bool:
@@ -359,7 +359,7 @@ class SkyEngine(AsksOnSignal):
             )
         self._is_open = True
         say(
-            "SkyPilot's jobs go on while this machine sleeps or if this command is killed, and cost; the same command "
+            "SkyPilot's jobs continue, and cost, while this machine sleeps or if this command is killed; the same command "
             "follows them again; Ctrl-C cancels them"
         )
 
