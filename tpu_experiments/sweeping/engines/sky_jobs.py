@@ -359,8 +359,8 @@ class SkyEngine(AsksOnSignal):
             )
         self._is_open = True
         say(
-            "SkyPilot's jobs continue, and cost, while this machine sleeps or if this command is killed; the same command "
-            "follows them again; Ctrl-C cancels them"
+            "SkyPilot's jobs continue, and cost, while this machine sleeps or if this command is killed; the same "
+            "command follows them again; Ctrl-C cancels them"
         )
 
     def start(self, point: Point, *, slot: int, limit_seconds: float | None) -> Started:
