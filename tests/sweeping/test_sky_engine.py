@@ -146,7 +146,8 @@ def test_a_stop_cancels_the_jobs_which_save_and_an_outage_does_not(cloud: Path, 
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 75, stderr
     assert (
-        "sky jobs queue does not answer (requests.exceptions.ConnectionError: no route to host); the jobs go" in stderr
+        "sky jobs queue does not answer (requests.exceptions.ConnectionError: no route to host); the jobs continue"
+        in stderr
     )
     assert "the same command resumes with lora.r=4; lora.r=8" in stderr
     assert [job["status"] for job in fake_sky.jobs(cloud)] == ["CANCELLED"]
