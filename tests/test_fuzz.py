@@ -87,6 +87,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow
 def test_random_commands_and_files_end_in_a_sentence_or_train(report: dict[str, Any]) -> None:
     assert report["failings"] == {}
     assert sum(report["verdicts"].values()) == NUM_CASES

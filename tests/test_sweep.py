@@ -118,6 +118,7 @@ def test_a_failed_point_does_not_end_the_sweep_and_a_finished_one_is_not_run_aga
     assert "seed=0, now 1; choose another name=" in other.stderr
 
 
+@pytest.mark.slow
 def test_optuna_draws_points_and_a_bad_one_is_stopped_early(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra optuna is not installed")
     steps = ("curriculum.stages.main.steps=60", "trainer.max_stage_steps=60", "trainer.eval_every_steps=5")

@@ -117,6 +117,7 @@ def damage(path: Path, how: str) -> None:
     path.unlink() if data is None else path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_every_file_damaged_in_every_way_is_made_again(job, whole, tmp_path, caplog):
     """`verify="all"`, as task=prepare."""
     expected, count, kinds = contents(whole), 0, Counter[str]()

@@ -84,6 +84,7 @@ def test_colab_says_so_where_it_does_not_know_the_accelerator(
     assert asked == []
 
 
+@pytest.mark.slow
 def test_the_kaggle_notebook_makes_its_own_environment(tmp_path: Path) -> None:
     machine = make_machine(tmp_path)
     env = machine.environ(MORE=f"{SHORT} hw.runtime=eager", OUTPUT=str(tmp_path / "runs"), HF_HUB_OFFLINE="1")

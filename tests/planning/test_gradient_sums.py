@@ -43,7 +43,7 @@ def sums_over_chips(optimized: Path) -> Counter[Shape]:
         ((*FOLDED, "lora=all_linear_r8"), LORA),
         ((*UNROLLED, "lora=all_linear_r8"), 2 * LORA),
         # Head and last norm beside the layers; rows of the embedding are exchanged before they are summed.
-        ((*FOLDED, "lora=none"), LAYER + 4096 * 64 + 64),
+        pytest.param((*FOLDED, "lora=none"), LAYER + 4096 * 64 + 64, marks=pytest.mark.slow),
     ],
     ids=["folded fsdp", "unrolled accumulated", "folded fsdp all weights"],
 )

@@ -81,6 +81,7 @@ def test_the_parts_of_the_step_are_reported(planned: tuple[Path, dict[str, Any],
     assert parts["other"] < 0.5 * sum(parts.values())
 
 
+@pytest.mark.slow
 def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str, Any], str]) -> None:
     folder, first, _ = planned
     compiled = sorted((folder / "plans" / "compiled").iterdir())
@@ -106,6 +107,7 @@ def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str,
     assert sorted((folder / "plans" / "compiled").iterdir()) == compiled, "what was compiled is remembered"
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_largest_batch_that_a_small_chip_holds(
     planned: tuple[Path, dict[str, Any], str],
 ) -> None:
@@ -177,6 +179,7 @@ def test_training_is_refused_by_a_compiled_plan_that_does_not_fit(planned: tuple
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_held_against_its_plan(planned: tuple[Path, dict[str, Any], str]) -> None:
     """A plan for a v6e chip and a run on the CPU device: the figures are far apart, the bookkeeping is the same."""
     folder, *_ = planned
@@ -205,6 +208,7 @@ def test_a_finished_run_is_held_against_its_plan(planned: tuple[Path, dict[str, 
     assert f"{step['planned']:.3g} s a step (compiled), measured {step['measured']:.3g}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_compiles_nothing_that_is_compiled(planned: tuple[Path, dict[str, Any], str]) -> None:
     folder, *_ = planned
     compiled = sorted((folder / "plans" / "compiled").iterdir())
@@ -216,6 +220,7 @@ def test_a_sweep_compiles_nothing_that_is_compiled(planned: tuple[Path, dict[str
     assert sorted((folder / "plans" / "compiled").iterdir()) == compiled
 
 
+@pytest.mark.slow
 def test_a_sweep_over_machines_ends_with_all_of_them_side_by_side(tmp_path: Path) -> None:
     done = plan(tmp_path, "-m", "hw=v6e1,colab", "task.method=analytic")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -169,6 +169,7 @@ def test_xla_has_the_same_numbers_from_one_program(trained, results):
     assert found["num_compiles"] - before == 1
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_same_numbers(trained, results):
     (trained / NAME / "test_results.json").unlink()
     done = run("task=evaluate", *TRAINING, "hw.parallel=spawn", "hw.num_devices=2", output_dir=trained)
@@ -218,6 +219,7 @@ def test_an_adapter_needs_no_run_and_the_base_no_adapter(trained, results):
     assert base["loss"] == results["sources"]["all"]["base"]["loss"]["value"]
 
 
+@pytest.mark.slow
 def test_a_fully_trained_model_is_beside_the_weights_it_began_with(results, tmp_path):
     finished(*TRAINING, "lora=none", "optim.lr=1e-4", output_dir=tmp_path)
     found = evaluated(tmp_path, "lora=none", "optim.lr=1e-4")

@@ -106,6 +106,7 @@ def killed_after(step: int, output_dir: str, events: Path, disk: Path) -> None:
     shutil.rmtree(disk)
 
 
+@pytest.mark.slow
 def test_a_lost_disk_takes_no_record_along(gcs_bucket, tmp_path):
     """All lives together last less than `UPLOAD_SECONDS`, or hardly more."""
     output_dir, run = f"{gcs_bucket}/runs", f"{gcs_bucket}/runs/lost_disk"

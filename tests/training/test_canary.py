@@ -93,6 +93,7 @@ def test_half_a_sum_ends_the_run_before_its_first_step(lab, tmp_path):
     assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_asked_is_the_run_that_did_not(tmp_path):
     results = []
     for when in ("always", "never"):
@@ -108,6 +109,7 @@ def test_a_run_that_asked_is_the_run_that_did_not(tmp_path):
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_split_state_is_read_between_steps_without_a_program(tmp_path):
     """Every weight trained and split over four devices, asked, and saved at every step."""
     split = ("lora=none", "hw.parallel=spmd", "hw.num_devices=4", "sharding=fsdp_tensor", "checkpoint.every_steps=1")

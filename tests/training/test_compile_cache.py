@@ -51,6 +51,7 @@ def test_the_same_run_in_another_process_finds_all_its_programs(tmp_path):
 
 
 @pytest.mark.xla
+@pytest.mark.slow
 def test_a_run_that_resumes_from_a_checkpoint_finds_its_programs(tmp_path):
     """What lies on the device is part of a traced step, in the order in which it came there (BuiltModel.order)."""
     own = ("trainer.trace_every_steps=1", "trainer.max_stage_steps=3")

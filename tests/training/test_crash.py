@@ -33,6 +33,7 @@ def test_a_run_killed_at_random_ends_as_one_left_alone(whole, tmp_path):
     require_equal(killed, left_alone)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_devices(whole, tmp_path):
     """Four, one, four, two; sums over rows come in another order, so the losses are equal to 1e-5, the rows exactly."""
     left_alone, _ = whole

@@ -92,6 +92,7 @@ def test_it_is_the_mean_over_the_supervised_tokens_of_the_steps(by_steps):
 
 
 @pytest.mark.xla
+@pytest.mark.slow
 def test_records_and_a_killed_run_have_the_same_numbers(by_steps, tmp_path):
     """Logged every seven steps, and resumed from a checkpoint inside a pass and inside a log record."""
     _, first = by_steps
@@ -131,6 +132,7 @@ def test_tensorboard_has_them(by_steps):
 
 
 @pytest.mark.xla
+@pytest.mark.slow
 def test_a_checkpoint_that_counted_nothing_gives_no_number(by_steps, tmp_path):
     """Of a version before there were any: what is left of a pass is no mean of it."""
     folder, _ = by_steps

@@ -66,6 +66,7 @@ def test_rows_trimmed_to_their_longest_train_as_padded_ones_do(tmp_path):
     assert trimmed["tokens"] == padded["tokens"]
 
 
+@pytest.mark.slow
 def test_a_process_that_gets_only_padding_in_the_last_step_does_not_keep_the_other_waiting(tmp_path):
     epoch = ("curriculum.stages.text.steps=null", "curriculum.stages.text.epochs=1", "trainer.max_stage_steps=null")
     sizes = ("data.sample_text.max_documents=14", "trainer.global_batch_rows=24", "trainer.micro_batch_rows=4")
@@ -80,6 +81,7 @@ def test_a_process_that_gets_only_padding_in_the_last_step_does_not_keep_the_oth
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_of_two_ends_both(tmp_path, monkeypatch):
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "breaking_lab.py").write_text(BREAKING)

@@ -88,6 +88,7 @@ def checkpoints(output_dir: Path) -> list[str]:
     return sorted(path.parent.name for path in output_dir.glob("run/checkpoints/*/COMMIT.json"))
 
 
+@pytest.mark.slow
 def test_two_hosts_stopped_and_killed_end_as_one(tmp_path, lab):
     alone, together = tmp_path / "alone", tmp_path / "together"
     whole = finished(*COMMON, output_dir=alone)

@@ -47,7 +47,7 @@ def refusal(make_config, tmp_path):
     return ask
 
 
-@pytest.mark.parametrize(("schedule", "back"), [("constant", 6), ("wsd", 4)])
+@pytest.mark.parametrize(("schedule", "back"), [("constant", 6), pytest.param("wsd", 4, marks=pytest.mark.slow)])
 def test_the_longer_run_is_the_run_of_that_length(tmp_path, schedule, back):
     """Of wsd the last half of its stage decays: it goes on from the checkpoint before."""
     words = (*SMALL, f"schedule={schedule}", "schedule.decay_fraction=0.5", "name=run")
@@ -87,6 +87,7 @@ def test_what_depends_on_the_length_is_refused_with_the_way_on(refusal, tmp_path
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_batch_that_ended_an_epoch_with_padding_is_no_batch_of_a_longer_run(refusal, tmp_path):
     words = ("name=run", "schedule=constant", "schedule.warmup_steps=0", "data=sample_text", "curriculum=single")
     words += (*(word for word in SMALL if not word.startswith(("curriculum.", "schedule."))),)

@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_peft_gives_the_same_logits(make_config, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

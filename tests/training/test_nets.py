@@ -82,8 +82,8 @@ def test_the_first_kill_resumes_from_a_background_save_inside_a_log_window(bench
     ("trainer", "found"),
     [
         ("ZeroOptimizer", "optimizer state, last checkpoint"),
-        ("StaleParameters", "trained weights as exported"),
-        ("LostWindow", "losses"),
+        pytest.param("StaleParameters", "trained weights as exported", marks=pytest.mark.slow),
+        pytest.param("LostWindow", "losses", marks=pytest.mark.slow),
         ("NoCopy", "trained weights as exported"),
     ],
 )

@@ -78,6 +78,7 @@ def test_the_steps_are_in_the_profile_and_nothing_is_compiled_for_it(tmp_path):
     assert measured == [3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_profile_that_the_end_of_the_stage_cuts_short_is_written(tmp_path):
     finished(*COMMON, "trainer.profile.num_steps=50", output_dir=tmp_path)
     (space,) = profiles(tmp_path, ".xplane.pb")

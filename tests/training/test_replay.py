@@ -32,7 +32,11 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(MODES["inline_accumulated"], marks=pytest.mark.slow), MODES["spmd_4"]],
+    ids=["inline_accumulated", "spmd_4"],
+)
 def test_two_stages_with_evaluations_are_those_of_a_run_that_traces_every_step(tmp_path, mode):
     every, some = tmp_path / "every", tmp_path / "some"
     one = finished(*COMMON, *mode, "trainer.trace_every_steps=1", output_dir=every)

@@ -28,7 +28,11 @@ def uninterrupted(tmp_path_factory):
     return folder, finished(*COMMON, output_dir=folder)
 
 
-@pytest.mark.parametrize("step", [4, 6, 8], ids=["inside_stage_1", "at_the_border", "inside_stage_2"])
+@pytest.mark.parametrize(
+    "step",
+    [4, 6, pytest.param(8, marks=pytest.mark.slow)],
+    ids=["inside_stage_1", "at_the_border", "inside_stage_2"],
+)
 def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path, step):
     whole, first = uninterrupted
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)

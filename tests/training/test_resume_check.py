@@ -25,6 +25,7 @@ from tpu_experiments.tasks.resume_check.compare import (
 SMALL = ("model=qwen05b", "data=[sample_text,sample_chat]", "lora=all_linear_r8", "debug=smoke", "name=mine")
 
 
+@pytest.mark.slow
 def test_a_run_is_killed_resumed_and_equal(tmp_path):
     overrides = (*SMALL, "task=resume_check", "hw.runtime=eager", "lora.dropout=0.1", "logger=[console,tensorboard]")
     done = run(*overrides, "sample.max_new_tokens=0", "checkpoint.keep_last=9", output_dir=tmp_path)

@@ -141,7 +141,9 @@ def test_tensorboard_shows_one_curve(rolled_back):
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 4, 5, 6, 10, 11, 12]
 
 
-@pytest.mark.parametrize("step", [6, 10], ids=["before_the_next_checkpoint", "after_it"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(6, marks=pytest.mark.slow), 10], ids=["before_the_next_checkpoint", "after_it"]
+)
 def test_a_run_killed_after_a_rollback_resumes_in_the_same_way(rolled_back, path_to_trainer, tmp_path, step):
     whole, overrides, _ = rolled_back
     shutil.copytree(whole / "troubled", tmp_path / "troubled")
@@ -160,6 +162,7 @@ def test_a_run_killed_after_a_rollback_resumes_in_the_same_way(rolled_back, path
     assert result["guard"] == {"skipped": 1, "rollbacks": 1, "passed_over": [[7, 9]]}
 
 
+@pytest.mark.slow
 def test_several_devices_go_back_together(rolled_back, path_to_trainer, tmp_path):
     """Processes that each read their own reports, and devices of one program: compared with one another."""
     found = []

@@ -63,6 +63,7 @@ def test_what_is_typed_needs_no_data(tmp_path):
 
 
 @pytest.mark.xla
+@pytest.mark.slow
 def test_a_run_resumes_with_the_rows_that_it_began_with(law):
     words, folder, _ = law
     command = (*words, "lora=all_linear_r8", "trainer.seq_len=auto", "trainer.global_batch_rows=null", "name=a")

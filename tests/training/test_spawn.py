@@ -62,7 +62,9 @@ def test_killed_parent_leaves_no_orphan(tmp_path, mode):
     assert wait_gone(children) == []
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["inline", "spawn", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("spmd_2", "eager_spawn_2"))]
+)
 def test_sigterm_saves_at_the_next_step_and_ends_every_process(tmp_path, mode):
     """A second one, to all as a service manager sends it, changes nothing. Records are rare, so none is waited for."""
     process = start(tmp_path, *MODES[mode], "trainer.log_every_steps=50")
