@@ -108,6 +108,9 @@ class Fork:
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
+        for pipe in (self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
         return texts[0], texts[1]
 
     def send_signal(self, number: int) -> None:

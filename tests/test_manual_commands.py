@@ -2,7 +2,9 @@
 
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +79,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mine"
 
 
-@pytest.mark.parametrize("words", smoke_forms(), ids=lambda words: shlex.join(words)[:90])
+def cases() -> list[Any]:
+    """All forms; those after the second of a task are slow."""
+    seen: Counter[str] = Counter()
+    found: list[Any] = []
+    for words in smoke_forms():
+        seen[task_of(words)] += 1
+        marks = [pytest.mark.slow] if seen[task_of(words)] > 2 else []
+        found.append(pytest.param(words, id=shlex.join(words)[:90], marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("words", cases())
 def test_it_runs(words: list[str], run: Path, tmp_path: Path) -> None:
     places = [] if words[0].startswith("--") else [f"output_dir={tmp_path}"]
     done = forks.run(["run.py", *(word.replace("RUN", str(run)) for word in words), *places])

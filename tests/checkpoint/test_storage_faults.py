@@ -63,7 +63,9 @@ def num_operations() -> int:
         return kind.count
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [fault if fault in ("fails", "dies") else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS]
+)
 def test_every_operation_of_a_save_and_a_load(fault):
     total = num_operations()
     assert total > 10

@@ -136,6 +136,7 @@ def index_of_wheels(folder: Path, *, version: str) -> Path:
     return folder / "simple"
 
 
+@pytest.mark.slow
 def test_torch_without_cuda_is_taken_where_an_index_has_it(machine: VirtualMachine, tmp_path: Path) -> None:
     machine.add_wheel("torch", "2.9.0", {"torch_marker.py": "cpu = False\n"})
     machine.add_wheel("nvidia-nccl-cu12".replace("-", "_"), "2.0", {"nvidia_marker.py": ""})
@@ -154,6 +155,7 @@ def test_torch_without_cuda_is_taken_where_an_index_has_it(machine: VirtualMachi
     assert (again.stdout, "launch/local.sh" in again.stderr) == ("True None\n", False)
 
 
+@pytest.mark.slow
 def test_an_index_that_does_not_answer_costs_nothing_but_cuda(machine: VirtualMachine, tmp_path: Path) -> None:
     machine.add_wheel("torch", "2.9.0", {"torch_marker.py": "cpu = False\n"})
     env = {"TPU_EXPERIMENTS_TORCH_INDEX": (tmp_path / "nowhere").as_uri()}

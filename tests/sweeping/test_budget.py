@@ -26,6 +26,7 @@ def test_a_limit_without_a_price_is_refused() -> None:
     check_price(composed("hw=cpu"))
 
 
+@pytest.mark.slow
 def test_points_that_have_cost_the_limit_are_stopped_and_saved(tmp_path: Path) -> None:
     price = ("hw=v5e1", "hw.device=cpu", "hw.price.usd_per_chip_hour_on_demand=3600")  # a dollar a second
     small = ("debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single", "logger=jsonl", "name=tried")

@@ -11,7 +11,13 @@ pytestmark = pytest.mark.xla
 EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", ["default", *EXPERIMENTS])
+IN_EVERY_RUN = ("mistral7b_ro",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["default", *(n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.slow) for n in EXPERIMENTS)],
+)
 def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
     words = [] if name == "default" else [f"experiment={name}"]
     result = finished(*words, "debug=smoke", output_dir=tmp_path, as_typed=True)

@@ -69,7 +69,9 @@ def test_a_step_that_is_not_finite_changes_nothing(make_config, runtime, place):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "model", [m if m == "qwen05b" else pytest.param(m, marks=pytest.mark.slow) for m in ARCHITECTURES]
+)
 def test_finite_steps_are_bit_for_bit_those_without_a_guard(make_config, monkeypatch, model):
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
