@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,7 +39,12 @@ def started(*words: str, folder: Path, env: dict[str, str] | None = None) -> Ite
     command = [sys.executable, str(REPOSITORY / "run.py"), *SMALL, *words, f"output_dir={folder}/outputs"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = kept | SAME_SUMS | (env or {})
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+    ignoring = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as below nohup and in the background of a script
+    try:
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+    finally:
+        signal.signal(signal.SIGINT, ignoring)
+    with process:
         try:
             yield process
         finally:

@@ -6,6 +6,7 @@ this project at its top.
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +76,8 @@ def run_point(
         given: environment variables of the sweep's process that go before the node's own.
         device: `hw.device`.
     """
+    # Ray's cancellation does nothing where SIGINT is ignored, as it is below nohup and in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     problem = node_problem(root, digest, shared, folder=folder)
     if problem is not None:
         return UNFIT_EXIT_CODE, f"this node {problem}"
