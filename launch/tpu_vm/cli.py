@@ -201,7 +201,8 @@ def drive(driver: Driver) -> int:
         driver.say(f"NOT finished: python launch/tpu.py down name={name} (or {by_hand(driver)})")
         return FAILED
     except CloudError as error:
-        driver.say(f"NOT deleted, and it may cost: {error}; {by_hand(driver)}")
+        again = f"python launch/tpu.py down name={driver.record.name}"
+        driver.say(f"NOT deleted, and it may cost: {error}; {again} (or {by_hand(driver)})")
         return FAILED
     if driver.left:
         driver.say(left_behind(driver))
