@@ -48,6 +48,9 @@ def every_command() -> dict[str, list[str]]:
     lines |= {"describe": gcloud.describe(plain), "node": gcloud.describe_node(plain)}
     lines |= {"delete": gcloud.delete(full), "delete node": gcloud.delete_node(full)}
     lines |= {kind: gcloud.listing(full, kind) for kind in ("queued-resources", "tpu-vm")}
+    everywhere = replace(full, zone="-")
+    lines |= {f"{kind} of all zones": gcloud.listing(everywhere, kind) for kind in ("queued-resources", "tpu-vm")}
+    lines |= {"VMs of all zones": gcloud.list_loaders(everywhere), "disks of all zones": gcloud.list_disks(everywhere)}
     lines |= {
         "ssh all": gcloud.ssh(plain, "echo a b"),
         "ssh iap": gcloud.ssh(full, "true", worker="3"),

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.tpu_vm import code_sync
 from launch.tpu_vm.vm import Vm
 from launch.tpu_vm.world import Completed
 from tests.launch.fake_cloud import QUOTA, STOCKOUT, TYPE_DENIED, FakeCloud, Fate, Killed, SimulatedClock
-from tests.launch.launcher import SECRETS, Launcher
+from tests.launch.launcher import SECRETS, FakeArchive, Launcher
 
 
 @pytest.fixture
@@ -210,6 +211,15 @@ def test_a_full_disk_rents_nothing_and_does_not_end_a_run(launcher: Launcher) ->
     windows(launcher, "full_disk", after=2000.0, seconds=1000.0)
     assert launcher.train() == 0
     assert len(launcher.cloud.all_machines) == 1
+
+
+def test_code_that_cannot_be_sent_rents_nothing(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeArchive, "check_archive", lambda self: code_sync.working_tree(tmp_path))
+    assert launcher.train() == 2
+    assert "is no git checkout" in capsys.readouterr().err
+    assert not launcher.cloud.all_machines
 
 
 def test_the_plan_sets_the_limit_of_dollars(launcher: Launcher) -> None:
