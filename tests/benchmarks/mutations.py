@@ -206,7 +206,8 @@ def finder(defect: Defect, *, tree: Path) -> str | None:
         raise SystemExit(f"{defect.file} has {text.count(defect.old)} times {defect.old!r}; mend this list")
     file.write_text(text.replace(defect.old, defect.new), encoding="utf-8")
     tests = [name for name in dict.fromkeys(defect.tests.split()) if (tree / name).exists()]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+    # A defect may make a test wait without end, which the limit of time finds.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--timeout=120", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     finally:
