@@ -134,42 +134,30 @@ def _launch(
 ) -> int:
     """Find or create the launch's record and drive it to its goal, as the only launcher of its name."""
     with launches.locked(world, settings):
-        return _launch_locked(world, settings, env_file, words, overrides, then=then)
-
-
-def _launch_locked(
-    world: World,
-    settings: Settings,
-    env_file: dict[str, str],
-    words: list[str],
-    overrides: list[str] | None,
-    *,
-    then: str,
-) -> int:
-    record = world.store(launches.folder_of(settings), settings.name).load()
-    is_new = record is None or (record.done and (record.goal == "gone" or overrides is None))
-    if record is not None and not is_new:
-        settings = _continued(settings, record)
-    elif not settings.hw:
-        raise LaunchError(f"hw=; it is missing; use one of: {', '.join(rentable())}.")
-    slice_ = load_slice(settings.hw)
-    if record is not None and not record.done and record.goal == "gone":
-        world.say(f"ending the launch before ({record.outcome}); give the command again to begin anew")
-        return _end_it(known_driver(world, [*words, f"name={settings.name}"]))
-    job = None if overrides is None else launches.job_for(overrides, settings)
-    if job is not None:
-        check_outlives(job, settings, num_workers=slice_.num_workers, is_new=then == "gone")
-    if record is None or is_new:
-        project = launches.project_of(world, settings)
-        record = launches.fresh(world, settings, slice_, project=project, words=tuple(words), then=then)
-        record = launches.agree(world, settings, slice_, record, job)
-    elif not record.done:
-        world.say(f"continuing the launch of {record.resource} ({record.zone})")
-    if job is not None:
-        record = launches.with_job(record, job, then=then)
-    launches.offer_key(world, settings)
-    secrets = launches.secrets_of(world, settings, env_file)
-    return drive(launches.driver_of(world, record, settings, secrets=secrets))
+        record = world.store(launches.folder_of(settings), settings.name).load()
+        is_new = record is None or (record.done and (record.goal == "gone" or overrides is None))
+        if record is not None and not is_new:
+            settings = _continued(settings, record)
+        elif not settings.hw:
+            raise LaunchError(f"hw=; it is missing; use one of: {', '.join(rentable())}.")
+        slice_ = load_slice(settings.hw)
+        if record is not None and not record.done and record.goal == "gone":
+            world.say(f"ending the launch before ({record.outcome}); give the command again to begin anew")
+            return _end_it(known_driver(world, [*words, f"name={settings.name}"]))
+        job = None if overrides is None else launches.job_for(overrides, settings)
+        if job is not None:
+            check_outlives(job, settings, num_workers=slice_.num_workers, is_new=then == "gone")
+        if record is None or is_new:
+            project = launches.project_of(world, settings)
+            record = launches.fresh(world, settings, slice_, project=project, words=tuple(words), then=then)
+            record = launches.agree(world, settings, slice_, record, job)
+        elif not record.done:
+            world.say(f"continuing the launch of {record.resource} ({record.zone})")
+        if job is not None:
+            record = launches.with_job(record, job, then=then)
+        launches.offer_key(world, settings)
+        secrets = launches.secrets_of(world, settings, env_file)
+        return drive(launches.driver_of(world, record, settings, secrets=secrets))
 
 
 def _continued(settings: Settings, record: Record) -> Settings:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, UNSET, config_of_run, flatten, identity
+from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, UNSET, config_of_run, flatten, identity, require_same
 from tpu_experiments.storage.run_folder import config_yaml
 
 RECIPES = (["lora=all_linear_r8", "optim=adafactor"], ["experiment=mistral7b_ro", "debug=smoke"], ["model=qwen05b"])
@@ -47,3 +47,30 @@ def test_keys_of_a_source_that_say_nothing_are_no_part_of_a_run():
     assert not [key for key in known if key.rpartition(".")[2] in UNSET]
     changed = identity(composed("data=sample_text", "data.sample_text.quoting=none"))
     assert changed == known | {"data.sample_text.quoting": "none"}
+
+
+COMPUTES = (
+    ("seed=8", "seed"),
+    ("optim.lr=3e-4", "optim.lr"),
+    ("lora.r=3", "lora.r"),
+    ("lora.dropout=0.5", "lora.dropout"),
+    ("model.dtype=bfloat16", "model.dtype"),
+    ("trainer.seq_len=64", "trainer.seq_len"),
+    ("trainer.global_batch_rows=24", "trainer.global_batch_rows"),
+    ("data.sample_text.named_splits=ignore", "data.sample_text.named_splits"),
+    ("schedule.warmup_steps=3", "schedule.warmup_steps"),
+)
+"""Overrides that change what is computed, and the key that names each."""
+COMPUTES_NOT = ("hw.num_threads=3", "checkpoint.every_steps=7", "trainer.log_every_steps=3", "logger=jsonl")
+TINY = ("model=tiny", "data=sample_text", "trainer.seq_len=128", "trainer.global_batch_rows=16")
+
+
+@pytest.mark.parametrize(("override", "key"), COMPUTES)
+def test_another_computation_is_no_resume_of_a_run(override, key):
+    with pytest.raises(ConfigError, match=rf"was made with (.*; )?{key}="):
+        require_same(identity(composed(*TINY)), composed(*TINY, override), folder="outputs/run")
+
+
+@pytest.mark.parametrize("override", COMPUTES_NOT)
+def test_a_run_resumes_with_what_changes_no_number(override):
+    require_same(identity(composed(*TINY)), composed(*TINY, override), folder="outputs/run")
