@@ -6,8 +6,9 @@
 #     xpk cluster create --cluster=CLUSTER --tpu-type=v6e-16 --num-slices=1 --spot --project=PROJECT --zone=ZONE
 #     REPOSITORY=https://... BUCKET=gs://BUCKET/runs bash launch/gke/xpk.sh --cluster=CLUSTER --project=PROJECT --zone=ZONE
 #
-# xpk's containers are privileged, so run.py may lock the memory that libtpu needs. The nodes' account has to be let write the bucket. xpk knows no secrets: for a gated model take jobset_v6e16.yaml. One
-# host: --tpu-type=v6e-8 and HW=v6e8. More words go to xpk (--num-slices stays 1: more slices are as many runs).
+# xpk 1.16.0 runs the containers in privileged mode, so run.py may lock the memory that libtpu needs. The nodes' account
+# has to be let write the bucket. xpk knows no secrets: for a gated model take jobset_v6e16.yaml. One host:
+# --tpu-type=v6e-8 and HW=v6e8. More words go to xpk (--num-slices stays 1: more slices are as many runs).
 set -euo pipefail
 : "${REPOSITORY:?https address of the repository to clone}" "${BUCKET:?gs:// address of the output_dir}"
 # 75: stopped on request, after a checkpoint. 1: another host was taken away, which the rest see within seconds; xpk would

@@ -67,8 +67,8 @@ def unseen(record: Record, *, now: float, limits: Limits) -> Record:
     """
     if record.ready_at is not None or record.created_at is None:
         return record
-    free_at = record.idle_at or record.created_at
-    return replace(record, ready_at=max(free_at, now - limits.unseen_seconds), machines=record.machines + 1)
+    free_at = max(record.idle_at or record.created_at, now - limits.unseen_seconds)
+    return began(replace(record, idle_at=free_at), now=now)
 
 
 def ended(record: Record, *, now: float, limits: Limits) -> Record:

@@ -7,8 +7,9 @@ import pytest
 from launch.tpu_vm.errors import RemoteError, UnreachableError
 from launch.tpu_vm.gcloud import Target
 from launch.tpu_vm.settings import Settings
-from launch.tpu_vm.vm import Vm
+from launch.tpu_vm.vm import LEASE, Vm
 from launch.tpu_vm.world import Completed, LocalFiles
+from tpu_experiments.storage import lease
 
 TARGET = Target(Settings(name="r"), "p", "z-a", "r-000000")
 
@@ -34,6 +35,11 @@ def looked(*lines: str) -> tuple[str, int | None]:
     look = vm_that_answers(Completed(0, lines[0] + "a line\n"), Completed(0, "".join(lines))).look(TARGET, 0)
     assert (look.text, look.offset, look.is_all) == ("a line\n", 7, True)
     return look.state, look.code
+
+
+def test_the_lease_that_shows_a_run_to_live_is_the_one_that_runs_renew() -> None:
+    """The launcher imports nothing of the package; with another name no machine would ever be found dead."""
+    assert LEASE == lease.NAME
 
 
 def test_a_run_has_ended_when_all_have_or_one_has_failed() -> None:
