@@ -287,11 +287,28 @@ def _model(config: Config) -> list[str]:
         problems.append(f"model.arch.max_position_embeddings={limit}; it must be a whole number.")
     if config.lora.r > 0 and not config.lora.targets:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
+    problems += _base(config)
     problems += [
         f"model.saved has {name!r}; no value of a layer is called so. {suggest(name, SAVABLE)}"
         for name in config.model.saved
         if name not in SAVABLE
     ]
+    return problems
+
+
+def _base(config: Config) -> list[str]:
+    """Return what a quantised base cannot do."""
+    model, problems = config.model, []
+    if model.base != "dense" and config.lora.r == 0 and config.task.name == "train":
+        problems.append(
+            f"model.base={model.base} with lora=none; codes of {model.base} are not trained; use model.base=dense, or "
+            "adapters, for example lora=all_linear_r16."
+        )
+    if model.base_activations == "int8" and model.base != "int8":
+        problems.append(
+            f"model.base_activations=int8 with model.base={model.base}; integers are multiplied with the codes of int8 "
+            "weights only; use model.base=int8."
+        )
     return problems
 
 

@@ -74,6 +74,15 @@ class ModelConfig:
     """`tiny`: `arch` overridden by `tiny_arch`, with random weights; the same architecture, seconds on a CPU."""
     dtype: str = choice("bfloat16", "float32", default="bfloat16")
     """Data type of the frozen base and of the arithmetic; adapters and optimizer state are always float32."""
+    base: str = choice("dense", "int8", "nf4", default="dense")
+    """Storage of the frozen weights of the layers' Linear modules. `dense`: in `dtype`. `int8`: one byte a weight, one
+    scale per output feature. `nf4`: half a byte, a scale per 64 weights (QLoRA, arXiv 2305.14314); on a TPU, decoding
+    takes about as long as the product. Head and embedding stay in `dtype`."""
+    base_double_quant: bool = True
+    """Whether `base=nf4` stores its scales in 8 bits, which saves 0.37 bits a weight."""
+    base_activations: str = choice("as_they_are", "int8", default="as_they_are")
+    """`int8`: products of `base=int8` round their input to int8, with a scale per token, and multiply integers: faster
+    on v5e, slower on v6e, and less exact."""
     attention: str = choice("sdpa", "eager", "flash", default="sdpa")
     """`sdpa`, `eager`: transformers' implementations, with a precomputed 4-D mask, so that nothing is read on the host.
     `flash`: the TPU kernel, which does not store the score matrix; on other devices the same as `sdpa`."""

@@ -3,19 +3,20 @@
 import ctypes
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
+from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.runtime.ops import Folding, PlaceTensor
-from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
+from tpu_experiments.runtime.stacked import hugging_face_names, is_side_tensor, is_stack
 
 
 def stacked_weights(
@@ -26,6 +27,7 @@ def stacked_weights(
     lora: LoraConfig,
     seed: int,
     initial: dict[str, Tensor],
+    quantised: Collection[str] = (),
 ) -> Iterator[Named]:
     """Yield base weights and their adapters under the (folded) module's names, the largest first.
 
@@ -35,6 +37,8 @@ def stacked_weights(
         shapes: shapes of the module's base weights.
         adapted: base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
         initial: receives PiSSA's initial A and B, under Hugging Face's names.
+        quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
+            is read.
     """
     names = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
     weights = source.weights([part for name in names for part in hugging_face_names(name)])
@@ -47,10 +51,22 @@ def stacked_weights(
             for item in items:
                 if lora.init == "pissa" and item.name != base.name:
                     initial[item.name] = item.tensor.clone()
-                _collect(made, item, base=base.name, name=name, index=index, count=count)
+                for part in held_as(item, source.model, quantised=quantised):
+                    _collect(made, part, base=base.name, name=name, index=index, count=count)
+                    del part  # as below
         del base, item  # otherwise they stay allocated while the next tensor is read
         while made:
             yield Named(*made.popitem())
+
+
+def held_as(item: Named, model: ModelConfig, *, quantised: Collection[str]) -> Iterator[Named]:
+    """Yield a weight as its module holds it: as it is, or codes and scales."""
+    format = format_of(model) if item.name in quantised else None
+    if format is None:
+        yield item
+        return
+    for name, tensor in as_parts(item.name, item.tensor, format=format):
+        yield Named(name, tensor)
 
 
 def _collect(made: dict[str, Tensor], item: Named, *, base: str, name: str, index: int, count: int) -> None:
@@ -98,6 +114,7 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
             requested.
     """
     module = source.empty()
+    quantise_linears(module, source.model)
     report = inject(module, lora)
     named = {name for name, _ in module.named_parameters()}
     shared = [name.removesuffix(".weight") for name in adapted_weights(module) if name not in named]
@@ -110,9 +127,16 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
 
 
 def shapes_of_base(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every parameter that the model's source provides: all but the adapters."""
-    named = module.named_parameters()
-    return {name: tuple(p.shape) for name, p in named if not name.endswith((".lora_A", ".lora_B"))}
+    """Return name and shape of every parameter that the model's source provides: all but adapters and scales.
+
+    The shape of quantised weights is that of the checkpoint's.
+    """
+    dense = quantised_shapes(module)
+    return {
+        name: (*p.shape[:-2], *dense[name]) if name in dense else tuple(p.shape)
+        for name, p in module.named_parameters()
+        if not name.endswith((".lora_A", ".lora_B")) and not is_side_tensor(name)
+    }
 
 
 def build_model(
@@ -130,13 +154,15 @@ def build_model(
         folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked.
     """
     module, report = describe(source, lora=lora)
-    adapted = adapted_weights(module)
+    adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
     if folding is not None and source.model.stack == "scanned":
         chosen = source.model
         fold(module, folding, remat=chosen.remat, saved=chosen.saved, group=chosen.stack_group)
     initial: dict[str, Tensor] = {}
-    weights = stacked_weights(source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial)
+    weights = stacked_weights(
+        source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial, quantised=quantised
+    )
     marks: dict[str, str] = {}
     trainable = placed_weights(module, weights, place=place, marks=marks)
     placed_buffers(module, place=place)

@@ -199,7 +199,9 @@ class FoldedLayers(nn.Module):
                 state = call_layer(self.layer(j), constrain(state, axes=BY_ROWS), own, consts, spec=specs[j])
             return (constrain(state, axes=BY_ROWS),), ()
 
-        stacks = compute_dtype((p for w in weights for p in w.values()), like=hidden)
+        stacks = compute_dtype(
+            (p for w in weights for p in w.values()), (name for own in names for name in own), like=hidden
+        )
         (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)
         return out
 

@@ -6,10 +6,12 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.build import describe, placed_buffers, placed_weights, shapes_of_base
+from tpu_experiments.models.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import adapted_weights, adapter_weights
+from tpu_experiments.models.quantised import quantised_shapes
 from tpu_experiments.runtime.ops import PlaceTensor
+from tpu_experiments.runtime.stacked import is_side_tensor
 from tpu_experiments.storage.tensors import require_finite
 
 
@@ -44,16 +46,18 @@ def build_frozen(
     source.require_weights({name: shapes[name] for name in own})
     adapted = adapted_weights(module)
 
+    quantised = set(quantised_shapes(module))
+
     def weights() -> Iterator[Named]:
         for base in source.weights(own):
             if reduced_with_seed is not None and base.name in adapted:
                 is_transposed = adapted[base.name]
                 base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed, is_transposed=is_transposed))
-            yield base
+            yield from held_as(base, source.model, quantised=quantised)
         for name in trained:
             tensor = trained[name].to(source.dtype)
             require_finite(tensor, name=name, place=origin)
-            yield Named(name, tensor)
+            yield from held_as(Named(name, tensor), source.model, quantised=quantised)
             del tensor  # otherwise it stays allocated while the next one is read
 
     placed_weights(module, weights(), place=place, marks={})
@@ -75,7 +79,8 @@ def _described(
         raise _not_of_this_model(strays[0], found=trained[strays[0]].shape, expected=None, model=source, origin=origin)
     module, _ = describe(source, lora=lora)
     module.requires_grad_(False)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if not is_side_tensor(name)}
+    shapes |= shapes_of_base(module)
     for name in {**dict.fromkeys(n for n in shapes if n.endswith((".lora_A", ".lora_B"))), **dict.fromkeys(trained)}:
         found = trained[name].shape if name in trained else None
         if found is None or tuple(found) != shapes.get(name):

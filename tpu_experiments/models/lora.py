@@ -23,7 +23,8 @@ from tpu_experiments.models.dropout import NOISE, current_noise, random_mask
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
-from tpu_experiments.runtime.stacked import unstacked
+from tpu_experiments.models.quantised import QuantLinear, frozen_product, parts_of, quantised_shapes
+from tpu_experiments.runtime.stacked import is_side_tensor, unstacked
 
 A, B = "lora_A", "lora_B"
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -31,30 +32,43 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class LoraLinear(nn.Module):
-    """A frozen Linear with an adapter; parameters `weight`, `bias` (the Linear's own), `lora_A`, `lora_B`.
+    """A frozen Linear with an adapter; parameters of the Linear itself, `lora_A`, `lora_B`.
 
-    GPT-2's Conv1D is a Linear whose weight is (in, out) (`is_transposed`).
+    GPT-2's Conv1D is a Linear whose weight is (in, out) (`is_transposed`); a quantised one has codes and scales.
     """
 
     siblings: "Siblings | None" = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear | Conv1D, *, r: int, scale: float, dropout: float, name: str = "") -> None:
+    def __init__(
+        self, linear: nn.Linear | Conv1D | QuantLinear, *, r: int, scale: float, dropout: float, name: str = ""
+    ) -> None:
         """Wrap `linear`; `name` is its path in the model, on which dropout masks depend."""
         super().__init__()
         self.layer_idx, self.site = layer_and_hash(name)
         self.is_transposed = isinstance(linear, Conv1D)
         self.in_features, self.out_features = features_of(linear)
         self.scale, self.dropout = scale, dropout
-        self.weight, self.bias = linear.weight, linear.bias
-        device = linear.weight.device
+        self.format = linear.format if isinstance(linear, QuantLinear) else None
+        for name, own in linear.named_parameters(recurse=False):
+            self.register_parameter(name, own)
+        if linear.bias is None:
+            self.register_parameter("bias", None)
+        device: torch.device = self.weight.device
         self.lora_A = nn.Parameter(torch.empty(r, self.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, r, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), in the data type of `x`."""
         low = self.siblings.low_rank(self, x) if self.siblings else self.low_rank(x, self.lora_A)
-        weight = self.weight.t() if self.is_transposed else self.weight
-        return F.linear(x, weight, self.bias) + product(low, self.lora_B)
+        return self.frozen(x) + product(low, self.lora_B)
+
+    def frozen(self, x: Tensor) -> Tensor:
+        """Return what the layer computes without its adapter."""
+        if self.format is not None:
+            return frozen_product(x, parts_of(self), format=self.format, bias=self.bias)
+        return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
 
     def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
@@ -80,7 +94,7 @@ class LoraLinear(nn.Module):
         return torch.where(mask, x / keep, 0.0)
 
 
-def features_of(linear: nn.Linear | Conv1D) -> tuple[int, int]:
+def features_of(linear: nn.Linear | Conv1D | QuantLinear) -> tuple[int, int]:
     """Return the input and the output width of a linear layer."""
     if isinstance(linear, Conv1D):
         return linear.nx, linear.nf
@@ -136,7 +150,8 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
     Raises:
         ConfigError: a target matches no Linear; the names that exist are listed.
     """
-    linears = {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
+    kinds = (nn.Linear, Conv1D, QuantLinear)
+    linears = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
     if lora.r == 0:
         return report(module, adapters=0)
     module.requires_grad_(False)
@@ -185,9 +200,12 @@ def _matched(linears: Mapping[str, nn.Module], targets: list[str]) -> list[str]:
 
 
 def report(module: nn.Module, *, adapters: int) -> ParameterReport:
-    """Count parameters; `module.parameters()` yields tied ones once."""
+    """Count parameters, tied ones once; quantised weights as those that they stand for, their scales not."""
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return ParameterReport(trainable, sum(p.numel() for p in module.parameters()), adapters)
+    dense = quantised_shapes(module)
+    named = ((name, p) for name, p in module.named_parameters() if not is_side_tensor(name))
+    total = sum(math.prod(dense[name]) if name in dense else p.numel() for name, p in named)
+    return ParameterReport(trainable, total, adapters)
 
 
 def adapted_weights(module: nn.Module) -> dict[str, bool]:

@@ -8,9 +8,11 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Axes, Mesh, row_axes
 from tpu_experiments.config.model_schema import ShardingConfig
-from tpu_experiments.runtime.stacked import is_stack
+from tpu_experiments.runtime.stacked import SIDE_TENSORS, is_side_tensor, is_stack
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
+SPLIT_AS_WEIGHTS = SIDE_TENSORS[:2]
+"""Scales with an entry for each output feature, or for each output feature and block."""
 
 
 class ShardingTable:
@@ -32,9 +34,26 @@ class ShardingTable:
             ConfigError: the rule has another number of dimensions, or a sharded dimension is not divisible.
         """
         parameter = name.partition("/")[0]
+        if is_side_tensor(parameter):
+            return self._axes_of_scales(parameter, shape)
         if is_stack(parameter):
             return (None, *self._axes(parameter, shape[1:]))
         return self._axes(parameter, shape)
+
+    def _axes_of_scales(self, name: str, shape: tuple[int, ...]) -> Axes:
+        """Return the axes of the scales of quantised weights: those of the weights, where they divide.
+
+        They have one entry per output feature, or per output feature and block; others are whole on every device.
+        """
+        leading: Axes = (None,) if is_stack(name) else ()
+        own = shape[len(leading) :]
+        weight = name.rpartition(".")[0] + ".weight"
+        given = next((axes for glob, axes in self.rules.items() if _matches(glob, weight)), [None, None])
+        split = self.mesh.named(given)[: len(own)] if name.endswith(SPLIT_AS_WEIGHTS) else (None,) * len(own)
+        return leading + tuple(
+            axis if axis and size > 1 and size % self.mesh.size(axis) == 0 else None
+            for size, axis in zip(own, split, strict=True)
+        )
 
     def _axes(self, name: str, shape: tuple[int, ...]) -> Axes:
         for glob, given in self.rules.items():

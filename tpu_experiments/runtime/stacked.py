@@ -10,12 +10,19 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+SIDE_TENSORS = ("weight_scale", "weight_absmax", "weight_nested", "weight_offset")
+"""Last parts of the names of the scales of quantised weights, whose codes are called `weight` (models/quantised.py)."""
 RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
 
 
 def is_stack(name: str) -> bool:
     """Return whether the parameter of this name has a leading layer axis."""
     return RANGE.search(name) is not None
+
+
+def is_side_tensor(name: str) -> bool:
+    """Return whether the parameter of this name holds scales of quantised weights; a checkpoint has none."""
+    return name.rpartition(".")[2] in SIDE_TENSORS
 
 
 def hugging_face_names(name: str) -> list[str]:
