@@ -85,7 +85,7 @@ def cases() -> list[Any]:
     found: list[Any] = []
     for words in smoke_forms():
         seen[task_of(words)] += 1
-        marks = [pytest.mark.slow] if seen[task_of(words)] > 2 else []
+        marks = [pytest.mark.slow] if seen[task_of(words)] > 1 else []
         found.append(pytest.param(words, id=shlex.join(words)[:90], marks=marks))
     return found
 

@@ -91,6 +91,7 @@ def test_a_stopped_sweep_saves_says_what_is_left_and_resumes(tmp_path: Path) -> 
 SMALL = ("debug=smoke", "hw.runtime=eager", "data=sample_text", "curriculum=single", "logger=jsonl")
 
 
+@pytest.mark.slow
 def test_a_failed_point_does_not_end_the_sweep_and_a_finished_one_is_not_run_again(tmp_path: Path) -> None:
     points = ("-m", *SMALL, "name=tried", "lora.targets=[q_proj],[nowhere]", "sweeping.points_at_once=2")
     ended = run(*points, output_dir=tmp_path)

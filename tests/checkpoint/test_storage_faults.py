@@ -11,6 +11,7 @@ import torch
 from tests import faulty
 from tests.checkpoint.saved import save_checkpoint
 from tests.faulty import FAULTS, Died, going_wrong
+from tests.tiers import only
 from tpu_experiments.checkpoint import reading
 from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
@@ -63,9 +64,7 @@ def num_operations() -> int:
         return kind.count
 
 
-@pytest.mark.parametrize(
-    "fault", [fault if fault in ("fails", "dies") else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS]
-)
+@pytest.mark.parametrize("fault", only(["dies"], FAULTS))
 def test_every_operation_of_a_save_and_a_load(fault):
     total = num_operations()
     assert total > 10

@@ -275,6 +275,7 @@ prepared({"a": source}, folder=sys.argv[2], tokenizer=tokenizer, workers=1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "place"), [("json", "row 21 of test.json"), ("parquet", "row 21 of org/set test")])
 def test_a_split_of_the_hub(tmp_path, suffix, place):
     """Prepared by the Hub's clients in a process of its own: this one has them offline."""

@@ -20,7 +20,7 @@ from tpu_experiments.storage.spool import Spool
 from tpu_experiments.storage.streams import ByteStream, UnreadableError
 
 PLACE = "gs://bkt/runs/a.bin"
-SILENT = 1.5
+SILENT = 1.0
 LARGE = 32 * 2**20
 
 

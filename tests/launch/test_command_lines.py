@@ -99,6 +99,7 @@ def said_by_gcloud(words: list[str], env: dict[str, str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_gcloud_knows_every_command_and_flag(accountless: dict[str, str]) -> None:
     lines = every_command()
     with ThreadPoolExecutor(max_workers=4) as pool:

@@ -85,6 +85,7 @@ def test_one_that_fails_ends_the_run_and_is_named(laptop: Path) -> None:
     assert all("another host is gone" in log_of(laptop, worker) for worker in (0, 1, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "words"), [("75", "ended first, with 75"), ("restart", "was restarted")])
 def test_one_that_was_stopped_or_restarted_has_the_run_go_on_on_all(laptop: Path, end: str, words: str) -> None:
     code, said = outcome(laptop, f"home-1:{end},")

@@ -18,6 +18,7 @@ from launch.tpu_vm.settings import Settings
 from launch.tpu_vm.state import Record
 from launch.tpu_vm.vm import Bucket
 from launch.tpu_vm.world import Completed, LocalFiles
+from tests.tiers import only
 
 pytest_plugins = ("tests.gcs",)
 WORKER = Path(__file__).parents[2] / "launch" / "worker.sh"
@@ -93,7 +94,7 @@ def test_every_point_of_a_sweep_comes_from_the_bucket(bucket: Path) -> None:
     assert not results.is_finished(record("none"))
 
 
-@pytest.mark.parametrize("trained", ["adapter", "model"])
+@pytest.mark.parametrize("trained", only(["adapter"], ["adapter", "model"]))
 def test_an_adapter_or_a_model_comes_from_the_bucket(bucket: Path, trained: str) -> None:
     names = ["README.md", f"{trained}/a.safetensors", f"{trained}/config.json", "result.json"]
     for name in [*names, "checkpoints/step_1/x"]:

@@ -134,6 +134,7 @@ def test_a_killed_installer_is_recovered_from(ready: Checkout) -> None:
     assert "to be installed again: tiny-1.0" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_python_is_recovered_from(ready: Checkout) -> None:
     for link in ready.venv.glob("bin/python*"):
         link.unlink()
@@ -141,6 +142,7 @@ def test_a_lost_python_is_recovered_from(ready: Checkout) -> None:
     assert "has lost its Python" in ready.run("true").stderr
 
 
+@pytest.mark.slow
 def test_another_wish_for_python_is_followed(ready: Checkout) -> None:
     minor = 12 if sys.version_info[1] == 11 else 11
     python = ready.fake_python("wished-python", f"sys.version_info = (3, {minor}, 0)")
@@ -157,6 +159,7 @@ def test_another_lock_is_noticed(ready: Checkout) -> None:
     assert "has changed since" in ready.run("true").stderr
 
 
+@pytest.mark.slow
 def test_a_moved_checkout_is_noticed(ready: Checkout) -> None:
     moved = ready.root.with_name("moved here")
     ready.root.rename(moved)
@@ -164,6 +167,7 @@ def test_a_moved_checkout_is_noticed(ready: Checkout) -> None:
     assert "made in another place" in ready.run("true").stderr
 
 
+@pytest.mark.slow
 def test_an_environment_behind_a_link_is_left_alone(ready: Checkout, tmp_path: Path) -> None:
     other = ready.root.with_name("other checkout")
     ready.root.rename(other)
@@ -194,6 +198,7 @@ def test_a_run_that_begins_while_this_one_looks_is_waited_for(checkout: Checkout
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.3, 2.5])
 def test_a_run_killed_at_any_moment_is_recovered_from(checkout: Checkout, seconds: float) -> None:
     with checkout.start("true") as first:
@@ -205,6 +210,7 @@ def test_a_run_killed_at_any_moment_is_recovered_from(checkout: Checkout, second
     assert second.returncode == 0, second.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uv", [STUB_UV, BROKEN_UV], ids=["works", "broken"])
 def test_uv_comes_from_the_lock_and_pip_stands_in(checkout: Checkout, uv: str) -> None:
     checkout.add_wheel("uv", "9.9.9", {"uv-9.9.9.data/scripts/uv": uv})

@@ -42,6 +42,7 @@ def test_there_are_two() -> None:
     assert [path.name for path in NOTEBOOKS] == ["colab.ipynb", "kaggle.ipynb"]
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_the_colab_notebook_trains_and_gives_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TPU_ACCELERATOR_TYPE", "PJRT_DEVICE", "REPOSITORY", "DATA"):

@@ -53,6 +53,7 @@ def test_a_machine_killed_half_way_becomes_ready(machine: VirtualMachine) -> Non
     assert (second.returncode, second.stdout) == (0, "42\n"), second.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_device_is_not_ready(shared: VirtualMachine) -> None:
     done = shared.run("hw=v6e8", "task.checks=[devices]")
     assert done.returncode == 1
@@ -70,6 +71,7 @@ def test_the_machine_says_which_it_is(shared: VirtualMachine) -> None:
     assert (unknown.returncode, "rent.accelerator_type=v9-8; name one with hw=." in unknown.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_an_image_of_another_chip_is_refused(shared: VirtualMachine) -> None:
     look = "task.checks=[runtime_version]"
     with metadata_server("v6e-8", runtime_version="tpu-ubuntu2204-base") as host:
@@ -93,6 +95,7 @@ def test_settings_come_from_the_command(shared: VirtualMachine) -> None:
     assert "v6e-16, runtime version unknown" in done.stderr
 
 
+@pytest.mark.slow
 def test_compiled_programs_come_back_from_the_bucket(shared: VirtualMachine, gcs_bucket: str, tmp_path: Path) -> None:
     settings = ("hw=cpu", NO_LOOKS, f"output_dir={gcs_bucket}/runs")
     write = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); (p / 'program').write_bytes(b'x' * 9)"
@@ -164,6 +167,7 @@ def test_an_index_that_does_not_answer_costs_nothing_but_cuda(machine: VirtualMa
     assert "taking torch from the lock" in done.stderr
 
 
+@pytest.mark.slow
 def test_python_is_installed_where_there_is_none(machine: VirtualMachine) -> None:
     for name in ("python3.11", "python3.12", "python3.13"):
         machine.fake(name, "exit 127")

@@ -107,6 +107,7 @@ def test_a_run_keeps_it_until_it_has_ended(tmp_path: Path) -> None:
     assert Machine(tmp_path, run_until=600).watch().deleted_at == pytest.approx(900, abs=20)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_looks_keeps_it(tmp_path: Path) -> None:
     assert Machine(tmp_path, lease_until=500).watch().deleted_at == pytest.approx(800, abs=20)
 
@@ -132,6 +133,7 @@ def test_a_login_without_a_terminal_keeps_it(tmp_path: Path) -> None:
     assert Machine(tmp_path, login_until=600).watch().deleted_at == pytest.approx(900, abs=20)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_started_by_hand_keeps_it(tmp_path: Path) -> None:
     assert Machine(tmp_path, hand_until=600).watch().deleted_at == pytest.approx(900, abs=20)
 
@@ -147,6 +149,7 @@ def test_a_slice_stays_while_one_of_its_machines_is_used(tmp_path: Path) -> None
     assert "DynamicUser=yes" in unit
 
 
+@pytest.mark.slow
 def test_a_slice_with_a_machine_that_does_not_answer_stays_until_its_deadline(tmp_path: Path) -> None:
     machine = Machine(tmp_path, max=2000)
     (tmp_path / "endpoints").write_text(ENDPOINTS)
@@ -172,6 +175,7 @@ def test_a_machine_tells_the_others_for_how_long_it_was_unused(tmp_path: Path) -
     assert int(done.stdout) == pytest.approx(160, abs=20)
 
 
+@pytest.mark.slow
 def test_who_logs_in_while_a_deletion_is_refused_keeps_the_machine(tmp_path: Path) -> None:
     machine = Machine(tmp_path, works_at=600)
     machine.fake("who", f'[ "$(cat {tmp_path}/clock)" -lt 500 ] || [ "$(cat {tmp_path}/clock)" -gt 700 ] || echo me')

@@ -15,9 +15,11 @@ ROWS, SEQ_LEN = 2, 64
 @pytest.mark.parametrize(
     ("model", "remat", "lora"),
     [
-        *((model, "layer_inputs", "none") for model in ("mistral7b", "gemma3_270m")),
+        ("mistral7b", "layer_inputs", "none"),
         *(("qwen05b", remat, "all_linear_r8") for remat in ("none", "layer_inputs", "save_attention", "save_dots")),
-        *(("gemma3_270m", remat, "all_linear_r8") for remat in ("none", "layer_inputs", "save_dots")),
+        pytest.param("gemma3_270m", "layer_inputs", "all_linear_r8", marks=pytest.mark.slow),
+        pytest.param("gemma3_270m", "layer_inputs", "none", marks=pytest.mark.slow),
+        *(pytest.param("gemma3_270m", r, "all_linear_r8", marks=pytest.mark.slow) for r in ("none", "save_dots")),
     ],
 )
 def test_the_program_has_the_products_that_are_counted(model: str, remat: str, lora: str) -> None:

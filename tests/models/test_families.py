@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.tiers import only
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
@@ -97,6 +98,9 @@ def require_line(line: str) -> None:
     """The manual has this line of the table."""
     has_line = line in MANUAL.read_text(encoding="utf-8").splitlines()
     assert has_line, line
+
+
+TRAINED_IN_EVERY_RUN = ("gemma3_text", "mixtral", "qwen3", "gpt2", "falcon")
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.model_type)
@@ -196,6 +200,9 @@ def trained(family, written, make_config):
     return losses, plain, f"| {family.name} | `{family.model_type}` | `{family.attention}` | {', '.join(leaves)} |"
 
 
+@pytest.mark.parametrize(
+    "family", only(TRAINED_IN_EVERY_RUN, FAMILIES, name=lambda one: one.model_type), indirect=True, scope="module"
+)
 def test_three_steps_on_torch_xla(trained, family):
     losses, plain, line = trained
     assert losses == sorted(losses, reverse=True), losses

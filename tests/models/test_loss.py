@@ -223,6 +223,7 @@ def test_a_position_that_is_nearly_learnt_keeps_its_small_gradient_in_bf16():
     assert errors[0] < 1.2 * errors[1]
 
 
+@pytest.mark.slow
 def test_rows_and_head_split_over_devices_give_the_same():
     command = [sys.executable, "-m", "tests.models.sharded_loss"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

@@ -41,7 +41,7 @@ def sums_over_chips(optimized: Path) -> Counter[Shape]:
     ("settings", "elements"),
     [
         ((*FOLDED, "lora=all_linear_r8"), LORA),
-        ((*UNROLLED, "lora=all_linear_r8"), 2 * LORA),
+        pytest.param((*UNROLLED, "lora=all_linear_r8"), 2 * LORA, marks=pytest.mark.slow),
         # Head and last norm beside the layers; rows of the embedding are exchanged before they are summed.
         pytest.param((*FOLDED, "lora=none"), LAYER + 4096 * 64 + 64, marks=pytest.mark.slow),
     ],

@@ -137,6 +137,7 @@ def test_the_search_finds_the_largest_batch_that_a_small_chip_holds(
     assert sorted((folder / "plans" / "compiled").iterdir()) == compiled
 
 
+@pytest.mark.slow
 def test_the_search_compiles_no_more_rows_than_were_too_large(planned: tuple[Path, dict[str, Any], str]) -> None:
     """One layer is not folded, so that every model.remat is the same program, compiled once."""
     folder, first, _ = planned

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.training.runs import REPOSITORY
 
 LOWER = """
@@ -19,6 +21,7 @@ print(json.dumps({"trained": sorted(trained), "split": split, "partitions": prog
 """
 
 
+@pytest.mark.slow
 def test_weights_adapters_and_rows_are_split_over_the_chips() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", LOWER], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,7 +20,7 @@ def signatures(kind: str, *overrides: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [MESHES[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[1:])])
 def test_the_plans_training_program_is_the_runs(mesh: tuple[str, ...]) -> None:
     planned, run = signatures("plan", *SHARDED, *mesh), signatures("run", *SHARDED, *mesh)
     [name] = run

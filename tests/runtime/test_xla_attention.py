@@ -107,7 +107,7 @@ def test_dropout_is_refused(interpreted):
         flash(Attention(), q, k, k, segments, dropout=0.1)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_and_heads_split_over_devices_have_the_gradients_of_sdpa(tensor):
     """Rows that do not divide by the devices that share them are on all of them, and the kernel runs everywhere."""
     uneven = "6" if tensor == 1 else "3"

@@ -120,6 +120,7 @@ def test_a_lost_disk_takes_no_record_along(gcs_bucket, tmp_path):
     tensorboard_has_every_record(run, num_lives=3)
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_bucket_is_away_is_kept_here_and_delivered(gcs_bucket, tmp_path, monkeypatch):
     """Checkpoint and records: the next life on this machine has them in the bucket before it goes on."""
     bucket = Bucket()

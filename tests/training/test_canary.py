@@ -62,6 +62,7 @@ def findings(values: dict[str, Any]) -> Findings:
     return Findings(**{name: value for name, value in values.items() if name != "smallest"})
 
 
+@pytest.mark.slow
 def test_the_right_layout_is_far_inside_the_bound(on_four_devices):
     right = findings(on_four_devices["right"])
     assert set(right.cosine) == {"attention", "mlp"}

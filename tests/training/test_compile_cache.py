@@ -33,6 +33,7 @@ def result_of(tmp_path: Path, *overrides: str, name: str, hash_seed: str, model:
     return dict(json.loads((tmp_path / name / "result.json").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_the_same_run_in_another_process_finds_all_its_programs(tmp_path):
     """Seeds 1 and 3 put the two layer types of Gemma 3 into a set in different orders, and its forward pass goes over

@@ -22,14 +22,13 @@ def whole(tmp_path_factory):
 
 
 def test_a_run_killed_at_random_ends_as_one_left_alone(whole, tmp_path):
-    """Inside a save, somewhere, inside another save."""
+    """Inside a save, and somewhere."""
     left_alone, wall = whole
     killed, rng = Run(tmp_path, left_alone.overrides), random.Random(6)
     killed.kill_in_save(2, delay=rng.random() * 0.005)
     killed.kill_at((0.4 + 0.4 * rng.random()) * wall)
-    killed.kill_in_save(3, delay=rng.random() * 0.005)
     killed.finish()
-    assert killed.deaths, "on a busy machine the second and third may come when the run has ended"
+    assert killed.deaths, "on a busy machine the second may come when the run has ended"
     require_equal(killed, left_alone)
 
 

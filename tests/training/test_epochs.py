@@ -70,6 +70,7 @@ def by_steps(tmp_path_factory):
     return folder, finished(*SMALL, "trainer.log_every_steps=1", output_dir=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_it_is_the_mean_over_the_supervised_tokens_of_the_steps(by_steps):
     """Against the losses of single steps and their supervised tokens, of which the meters tell."""
@@ -119,6 +120,7 @@ def test_records_and_a_killed_run_have_the_same_numbers(by_steps, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_tensorboard_has_them(by_steps):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

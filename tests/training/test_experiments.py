@@ -11,12 +11,10 @@ pytestmark = pytest.mark.xla
 EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
 
 
-IN_EVERY_RUN = ("mistral7b_ro",)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["default", *(n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.slow) for n in EXPERIMENTS)],
+    ["default", *EXPERIMENTS],
 )
 def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
     words = [] if name == "default" else [f"experiment={name}"]
@@ -38,6 +36,7 @@ def require_golden(name, found):
     assert found == pytest.approx([float(line) for line in file.read_text().split()], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_padded_last_batch_of_an_epoch_compiles_nothing(tmp_path):
     """12 documents fill no whole number of batches; the last one is filled up with rows of zero weight."""
     overrides = (
@@ -55,6 +54,7 @@ def test_the_padded_last_batch_of_an_epoch_compiles_nothing(tmp_path):
     assert result["compiles_after_warmup"] == 0
 
 
+@pytest.mark.slow
 def test_two_lengths_are_two_programs(tmp_path):
     overrides = ("model=mistral7b", "debug=smoke", "curriculum.stages.chat.seq_len=48", "sample.max_new_tokens=0")
     result = finished(*overrides, output_dir=tmp_path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.checkpoint.saved import save_checkpoint
+from tests.tiers import only
 from tests.training.test_window import pending
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.checkpoint.errors import TrainingStopped
@@ -69,9 +70,7 @@ def test_a_step_that_is_not_finite_changes_nothing(make_config, runtime, place):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize(
-    "model", [m if m == "qwen05b" else pytest.param(m, marks=pytest.mark.slow) for m in ARCHITECTURES]
-)
+@pytest.mark.parametrize("model", only(["mistral7b"], ARCHITECTURES))
 def test_finite_steps_are_bit_for_bit_those_without_a_guard(make_config, monkeypatch, model):
     from tpu_experiments.runtime.xla.device import XlaRuntime
 

@@ -188,6 +188,7 @@ def cut(uninterrupted, tmp_path: Path, *, lost: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_resumed_on_the_same_devices_it_ends_with_the_same_bytes(uninterrupted, tmp_path):
     whole, first = uninterrupted
@@ -209,6 +210,7 @@ def test_resumed_on_the_same_devices_it_ends_with_the_same_bytes(uninterrupted, 
     assert "step_00000004 is incomplete" in (folder / "run.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_resumed_on_one_device_it_has_the_same_losses(uninterrupted, tmp_path):
     cut(uninterrupted, tmp_path, lost="parameters-00001-of-00003.safetensors")

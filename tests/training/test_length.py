@@ -47,7 +47,8 @@ def refusal(make_config, tmp_path):
     return ask
 
 
-@pytest.mark.parametrize(("schedule", "back"), [("constant", 6), pytest.param("wsd", 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "back"), [("constant", 6), ("wsd", 4)])
 def test_the_longer_run_is_the_run_of_that_length(tmp_path, schedule, back):
     """Of wsd the last half of its stage decays: it goes on from the checkpoint before."""
     words = (*SMALL, f"schedule={schedule}", "schedule.decay_fraction=0.5", "name=run")

@@ -193,6 +193,7 @@ def test_the_meters_of_a_run(tmp_path, runtime):
     assert result["compiles_after_warmup"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_records_of_single_steps_have_the_time_of_the_device(tmp_path):
     """Records that nobody waits for tell the time of handing over, a thousandth of it, and one of them all the rest."""
@@ -202,6 +203,7 @@ def test_records_of_single_steps_have_the_time_of_the_device(tmp_path):
     assert statistics.median(seconds) > statistics.mean(seconds) / 10
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_with_a_datasheet_the_share_of_the_peak_is_reported(tmp_path):
     (tmp_path / "conf" / "hw").mkdir(parents=True)

@@ -81,10 +81,10 @@ def test_the_first_kill_resumes_from_a_background_save_inside_a_log_window(bench
 @pytest.mark.parametrize(
     ("trainer", "found"),
     [
-        ("ZeroOptimizer", "optimizer state, last checkpoint"),
+        pytest.param("ZeroOptimizer", "optimizer state, last checkpoint", marks=pytest.mark.slow),
         pytest.param("StaleParameters", "trained weights as exported", marks=pytest.mark.slow),
         pytest.param("LostWindow", "losses", marks=pytest.mark.slow),
-        ("NoCopy", "trained weights as exported"),
+        pytest.param("NoCopy", "trained weights as exported", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_background_save_is_found(bench, tmp_path, trainer, found):
@@ -97,6 +97,7 @@ def test_a_wrong_background_save_is_found(bench, tmp_path, trainer, found):
         assert "step 6: " in differences["losses"]
 
 
+@pytest.mark.slow
 def test_a_background_save_that_is_a_step_back_is_found(bench, tmp_path):
     """The resumed life reads a place where no run is."""
     with pytest.raises(LifeFailed) as caught:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tiers import only
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.runtime.stacked import unstacked
 
@@ -25,9 +26,7 @@ def eager(make_config):
     return EagerRuntime(make_config("hw.runtime=eager").hw)
 
 
-@pytest.mark.parametrize(
-    "model", [m if m == "qwen05b" else pytest.param(m, marks=pytest.mark.slow) for m in ARCHITECTURES]
-)
+@pytest.mark.parametrize("model", only(["qwen05b"], ARCHITECTURES))
 def test_twenty_steps_agree_eager_and_xla(make_config, xla, eager, model):
     config = make_config(f"model={model}", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
     batches = [random_batch(i, accumulation=2, rows=2) for i in range(NUM_STEPS)]

@@ -9,6 +9,7 @@ import os
 
 import pytest
 
+from tests.tiers import only
 from tests.training.runs import REPOSITORY, finished, losses
 
 pytestmark = pytest.mark.xla
@@ -54,12 +55,10 @@ def test_losses_are_the_golden_ones(tmp_path):
     assert ours == pytest.approx(golden, abs=1e-5)
 
 
-IN_EVERY_RUN = ("xla_inline", "xla_spmd_4", "eager_spawn_2")
+IN_EVERY_RUN = ("eager_spawn_2",)
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in IN_EVERY_RUN else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", only(IN_EVERY_RUN, CASES))
 def test_same_losses_in_every_mode(reference, tmp_path, case):
     expected, expected_losses = reference
     result = finished(*COMMON, *DROPOUT, *CASES[case], output_dir=tmp_path)

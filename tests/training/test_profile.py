@@ -69,6 +69,7 @@ def profiles(output_dir: Path, ending: str) -> list[Path]:
     return list(output_dir.glob(f"*/profile/plugins/profile/*/*{ending}"))
 
 
+@pytest.mark.slow
 def test_the_steps_are_in_the_profile_and_nothing_is_compiled_for_it(tmp_path):
     result = finished(*COMMON, output_dir=tmp_path)
     assert result["num_compiles"] == result["expected_programs"]

@@ -72,6 +72,7 @@ def test_a_python_number_that_changes_stops_the_run_which_resumes_when_allowed(t
     assert log.read_text().count("train was compiled again") == 1
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_length_is_refused_before_it_is_compiled(tmp_path):
     message = error_of(run(*COMMON, "trainer._target_=careless_lab.Shorter", output_dir=tmp_path / "out"))
     assert "stopped after step 3: train would be compiled again: ids, learn, positions, segments was" in message

@@ -32,9 +32,10 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(MODES["inline_accumulated"], marks=pytest.mark.slow), MODES["spmd_4"]],
+    [MODES["inline_accumulated"], MODES["spmd_4"]],
     ids=["inline_accumulated", "spmd_4"],
 )
 def test_two_stages_with_evaluations_are_those_of_a_run_that_traces_every_step(tmp_path, mode):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from tests.tiers import only
 from tests.training.runs import finished, records, run
 
 pytestmark = pytest.mark.xla
@@ -28,9 +29,10 @@ def uninterrupted(tmp_path_factory):
     return folder, finished(*COMMON, output_dir=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
-    [4, 6, pytest.param(8, marks=pytest.mark.slow)],
+    only(["4"], [4, 6, 8]),
     ids=["inside_stage_1", "at_the_border", "inside_stage_2"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path, step):

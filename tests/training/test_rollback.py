@@ -141,9 +141,8 @@ def test_tensorboard_shows_one_curve(rolled_back):
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 4, 5, 6, 10, 11, 12]
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(6, marks=pytest.mark.slow), 10], ids=["before_the_next_checkpoint", "after_it"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [6, 10], ids=["before_the_next_checkpoint", "after_it"])
 def test_a_run_killed_after_a_rollback_resumes_in_the_same_way(rolled_back, path_to_trainer, tmp_path, step):
     whole, overrides, _ = rolled_back
     shutil.copytree(whole / "troubled", tmp_path / "troubled")

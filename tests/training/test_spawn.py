@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests import forks
+from tests.tiers import only
 from tests.training.runs import SAME_SUMS, run
 
 LONG = (
@@ -52,7 +53,8 @@ def wait_gone(children: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
-@pytest.mark.parametrize("mode", WITH_CHILDREN)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", only(["eager_spawn_2"], WITH_CHILDREN))
 def test_killed_parent_leaves_no_orphan(tmp_path, mode):
     process = start(tmp_path, *MODES[mode], "trainer.log_every_steps=1")
     children = psutil.Process(process.pid).children(recursive=True)
@@ -62,9 +64,7 @@ def test_killed_parent_leaves_no_orphan(tmp_path, mode):
     assert wait_gone(children) == []
 
 
-@pytest.mark.parametrize(
-    "mode", ["inline", "spawn", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("spmd_2", "eager_spawn_2"))]
-)
+@pytest.mark.parametrize("mode", only(["spawn"], ["inline", "spawn", "spmd_2", "eager_spawn_2"]))
 def test_sigterm_saves_at_the_next_step_and_ends_every_process(tmp_path, mode):
     """A second one, to all as a service manager sends it, changes nothing. Records are rare, so none is waited for."""
     process = start(tmp_path, *MODES[mode], "trainer.log_every_steps=50")

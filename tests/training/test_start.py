@@ -92,6 +92,7 @@ def test_with_the_optimizers_state_it_is_the_step_that_would_have_come(source, t
             torch.testing.assert_close(moments[name], 0.9 * there[name] + there_too, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_its_own_checkpoint_wins_and_the_start_is_not_read_again(source, tmp_path):
     """Killed and resumed with what it started from gone, it ends with the same bytes."""
     first, _ = source
@@ -127,6 +128,7 @@ def test_an_export_and_an_adapter_of_peft_give_the_same_start(source, tmp_path):
     assert exported["start"]["sha256"] == plain["start"]["sha256"] == before["proof"]["sha256"]
 
 
+@pytest.mark.slow
 def test_an_adapter_on_the_hub_starts_a_run(source, tmp_path):
     first, before = source
 
@@ -157,6 +159,7 @@ def test_a_place_of_another_kind_is_refused_by_its_form(place, make_config):
         assert make_config(f"start.run={good}").start.run == good
 
 
+@pytest.mark.slow
 def test_a_fully_trained_run_starts_another(tmp_path):
     full = (*SMALL, "lora=none", "optim.lr=1e-3")
     before = finished(*full, "name=full", output_dir=tmp_path / "a")

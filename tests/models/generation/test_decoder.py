@@ -27,8 +27,14 @@ def last(decoder, prompts, *, bucket, draws=None):
     return written
 
 
-@pytest.mark.parametrize("runtime", ["eager", "xla"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "runtime"),
+    [
+        *((architecture, "eager") for architecture in ARCHITECTURES),
+        ("gemma3_270m", "xla"),
+        *(pytest.param(architecture, "xla", marks=pytest.mark.slow) for architecture in ("mistral7b", "qwen05b")),
+    ],
+)
 def test_same_tokens_as_transformers(make_config, architecture, runtime):
     """Windows of 48 (Mistral) and 32 (Gemma 3, five layers of six) are shorter than most of these."""
     config = make_config(*overrides(architecture, runtime))
@@ -61,6 +67,7 @@ def test_same_tokens_with_repetition_control(make_config, runtime, how):
 CAPPED = ("model.tiny_arch.model_type=gemma2", "model.tiny_arch.attn_logit_softcapping=2.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [("model.attention=eager",), CAPPED], ids=["eager", "capped"])
 def test_same_tokens_by_other_attention(make_config, more):
     """Masks that are added; and scores that are capped (Gemma 2), which sdpa does not know."""
