@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ALL_LINEAR, ModelConfig, is_target
+from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.stacked import SIDE_TENSORS
 
 BLOCK = 64
@@ -182,7 +183,7 @@ class _Product(Function):
         if format.base == "nf4":
             return F.linear(x, format.decode(parts, dtype=x.dtype))
         if format.int8_activations:
-            return _int8_product(x, parts["weight"], parts[SCALE])
+            return (_rounded_product(x, parts["weight"], contracted=1) * parts[SCALE]).to(x.dtype)
         # int8 is exact in bf16; the scale is applied to the sum, in float32.
         return (F.linear(x, parts["weight"].to(x.dtype)).to(torch.float32) * parts[SCALE]).to(x.dtype)
 
@@ -193,27 +194,20 @@ class _Product(Function):
         if format.base == "nf4":
             of_x = grad @ format.decode(parts, dtype=grad.dtype)
         else:
-            scaled = (grad.to(torch.float32) * parts[SCALE]).to(grad.dtype)
+            scaled = grad.to(torch.float32) * parts[SCALE]
             if format.int8_activations:
-                of_x = _int8_product(scaled, parts["weight"].T, None)
+                of_x = _rounded_product(scaled, parts["weight"], contracted=0).to(grad.dtype)
             else:
-                of_x = scaled @ parts["weight"].to(grad.dtype)
+                of_x = scaled.to(grad.dtype) @ parts["weight"].to(grad.dtype)
         return (of_x, None, None, *(None for _ in ctx.names))
 
 
-def _int8_product(x: Tensor, codes_NK: Tensor, scale_N: Tensor | None) -> Tensor:
-    """Multiply tokens that are rounded to int8, each by its own largest magnitude, with int8 weights."""
+def _rounded_product(x: Tensor, codes_NK: Tensor, *, contracted: int) -> Tensor:
+    """Multiply tokens that are rounded to int8, each by its own largest magnitude, with int8 weights: float32."""
     absmax = x.abs().amax(-1, keepdim=True).to(torch.float32).clamp(min=1e-30)
     rounded = torch.round(x.to(torch.float32) * (127.0 / absmax)).to(torch.int8)
-    flat = rounded.flatten(0, -2)
-    sums = int8_sums(flat, codes_NK).view(*x.shape[:-1], len(codes_NK))
-    scaled = sums.to(torch.float32) * (absmax / 127.0)
-    return (scaled if scale_N is None else scaled * scale_N).to(x.dtype)
-
-
-def int8_sums(x_TK: Tensor, codes_NK: Tensor) -> Tensor:
-    """Return the int32 products (T, N) of two int8 matrices."""
-    return torch._int_mm(x_TK, codes_NK.T)
+    sums = int8_product(rounded.flatten(0, -2), codes_NK, contracted)
+    return sums.view(*x.shape[:-1], -1).to(torch.float32) * (absmax / 127.0)
 
 
 class QuantLinear(nn.Module):
