@@ -72,8 +72,10 @@ class ModelConfig:
     """`pretrained`: weights of `path`. `random`: transformers' own initialisation, seeded by `seed`."""
     size: str = choice("full", "tiny", default="full")
     """`tiny`: `arch` overridden by `tiny_arch`, with random weights; the same architecture, seconds on a CPU."""
-    dtype: str = choice("bfloat16", "float32", default="bfloat16")
-    """Data type of the frozen base and of the arithmetic; adapters and optimizer state are always float32."""
+    dtype: str = choice("bfloat16", "float16", "float32", default="bfloat16")
+    """Data type of the frozen base and of the arithmetic; adapters and optimizer state are always float32. `float16` is
+    for GPUs without bf16, such as the T4, in plain torch: the loss is scaled by a power of two, from 65,536 on, that is
+    halved where gradients overflow (the step is skipped) and doubled after 2,000 updates in a row."""
     base: str = choice("dense", "int8", "nf4", default="dense")
     """Storage of the frozen weights of the layers' Linear modules. `dense`: in `dtype`. `int8`: one byte a weight, one
     scale per output feature. `nf4`: half a byte, a scale per 64 weights (QLoRA, arXiv 2305.14314); on a TPU, decoding

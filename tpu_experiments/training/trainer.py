@@ -36,6 +36,7 @@ from tpu_experiments.models.loss import Scores, next_token_scores
 from tpu_experiments.models.recomputed import is_recomputed
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.storage.spool import Mirror
@@ -203,7 +204,7 @@ class Trainer:
         )
         self.model.module.train()
         self.parameters = self.model.trainable
-        self.optimizer = self.build_optimizer()
+        self.optimizer = with_loss_scale(self.build_optimizer(), config)
         self.state = self.fresh_state()
         self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
