@@ -67,7 +67,7 @@ def main() -> None:
     """Print a table, one line per policy."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=2)
     given = parser.parse_args()
     print("| base | remat | peak of a step, MiB | CPU seconds of a step | last loss |\n|---|---|---|---|---|")
