@@ -173,3 +173,20 @@ def test_the_shipped_table_fits_every_model(make_config, model, num_devices):
     matrices = {name for name, shape in shapes.items() if len(shape) > 1 and "lora_" not in name}
     split = {name for name, shape in shapes.items() if any(sharding.axes(name, shape))}
     assert split == matrices
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axes"),
+    [
+        ("layers.0.q_proj.weight_scale", (8,), ("fsdp",)),
+        ("model.layers.0:2:1.q_proj.weight_scale", (2, 8), (None, "fsdp")),
+        ("layers.0.q_proj.weight_absmax", (8, 3), ("fsdp", None)),
+        ("layers.0.q_proj.weight_absmax", (7, 3), (None, None)),  # does not divide: whole
+        ("layers.0.q_proj.weight_nested", (8,), (None,)),
+        ("layers.0.o_proj.weight_scale", (8,), (None,)),  # the weight's inputs are split
+        ("layers.0.o_proj.weight_absmax", (8, 4), (None, "fsdp")),
+    ],
+)
+def test_scales_are_split_as_their_weights_where_they_divide(name, shape, axes):
+    rules = {"*.q_proj.weight": ["fsdp", None], "*.o_proj.weight": [None, "fsdp"]}
+    assert table(rules).axes(name, shape) == axes

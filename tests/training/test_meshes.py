@@ -25,6 +25,8 @@ CASES = {
         "sharding.mesh.data=2",
         "hw.num_devices=8",
     ),
+    "mistral, int8, fsdp 2 x tensor 2": ("model=mistral7b", LORA, TENSOR, "model.base=int8"),
+    "mistral, nf4, data 2 x fsdp 2": ("model=mistral7b", LORA, HSDP, "model.base=nf4"),
     "gemma, fsdp 2 x tensor 2, all weights": ("model=gemma3_270m", ALL, TENSOR, PAIRS),
 }
 """Others by hand: `python -m tests.training.mesh_run hw.num_devices=4 model=... sharding=...`, half a minute each."""

@@ -68,6 +68,12 @@ UNSET: dict[str, Any] = {
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
 """Values of a source's keys that have the same effect as leaving the key out."""
+ADDED: dict[str, Any] = {
+    "model.base": "dense",
+    "model.base_double_quant": True,
+    "model.base_activations": "as_they_are",
+}
+"""Keys that runs, plans and tuned settings of earlier versions lack, with the value that they were computed with."""
 _SET = object()
 LENGTH = re.compile(
     r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|epochs|schedule\.\w+)"
@@ -87,13 +93,19 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: node}
 
 
+def without_added(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flattened values without the keys of `ADDED` that have the value they stand for."""
+    return {key: value for key, value in values.items() if ADDED.get(key, _SET) != value}
+
+
 def identity(config: Config) -> dict[str, Any]:
     """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
     Secrets are left out, since a run stays the same with another token for the same data. Keys that older runs lack are
-    left out at values that have no effect (`UNSET`, and `start` without `start.run`).
+    left out at values that have no effect (`UNSET`, `ADDED`, and `start` without `start.run`).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+    kept = without_added(kept)
     kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
     if config.start.run is None:
         kept = {key: value for key, value in kept.items() if not key.startswith("start.")}
