@@ -120,7 +120,7 @@ def test_a_frozen_base_can_be_too_much_by_itself(tmp_path: Path) -> None:
         check_memory(composed(*MISTRAL, "hw=v5e1", "hw.chip.program_hbm_gib=5", f"output_dir={tmp_path}"))
     said = str(caught.value)
     assert "half of trainer.seq_len fits on hw=v5e1: the least of them is estimated to take" in said
-    assert "; use hw=colab_v6e trainer.micro_batch_rows=1, the smallest machine of conf/hw that" in said
+    assert " trainer.micro_batch_rows=1, the smallest machine of conf/hw that is estimated to hold it" in said
 
 
 def test_a_plan_of_the_same_programs_is_believed(tmp_path: Path) -> None:

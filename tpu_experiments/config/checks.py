@@ -288,6 +288,11 @@ def _model(config: Config) -> list[str]:
     if config.lora.r > 0 and not config.lora.targets:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     problems += _base(config)
+    if model.dtype == "float16" and config.hw.runtime == "xla":
+        problems.append(
+            f"model.dtype=float16 with hw={config.hw.name}; torch_xla and TPUs compute in bfloat16 or float32; use "
+            "model.dtype=bfloat16, or a GPU without bf16 (hw=t4)."
+        )
     problems += [
         f"model.saved has {name!r}; no value of a layer is called so. {suggest(name, SAVABLE)}"
         for name in config.model.saved
@@ -308,6 +313,11 @@ def _base(config: Config) -> list[str]:
         problems.append(
             f"model.base_activations=int8 with model.base={model.base}; integers are multiplied with the codes of int8 "
             "weights only; use model.base=int8."
+        )
+    if model.base == "int8" and model.dtype == "float16":
+        problems.append(
+            "model.base=int8 with model.dtype=float16; sums over integer codes exceed float16's 65,504; use "
+            "model.base=nf4 or dense."
         )
     return problems
 

@@ -34,7 +34,8 @@ class GuardConfig:
     """Reaction to steps with a NaN or infinite loss or gradient, and to loss spikes.
 
     The device never applies the update of a step that is not finite, whatever is set here. The guard decides what
-    follows when values are read, every `trainer.log_every_steps`.
+    follows when values are read, every `trainer.log_every_steps`. Gradients that overflow because of the loss scale of
+    `model.dtype=float16` are logged and counted as skipped, and nothing else follows from them.
     """
 
     action: str = choice("skip", "stop", default="skip")

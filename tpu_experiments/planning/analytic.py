@@ -11,7 +11,7 @@ from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, a
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
 from tpu_experiments.planning.work import StepSettings, analytic_memory
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def step_settings(config: Config, geometry: Geometry) -> StepSettings:

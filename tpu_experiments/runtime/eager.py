@@ -130,6 +130,13 @@ class EagerRuntime:
         return torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else None
 
 
+def facts_of_gpu() -> dict[str, str | float | bool]:
+    """Return name, GiB and arithmetic of the first GPU, for runtime/processes/probe.py."""
+    found = torch.cuda.get_device_properties(0)
+    # Of compute capability 7.5 and less (T4, V100) bf16 is emulated.
+    return {"name": found.name, "gib": found.total_memory / GIB, "has_bf16": found.major >= 8}
+
+
 def devices_seen(device: str) -> tuple[int, str, float]:
     """Return the number of plain torch's devices, their type, and 1 + 1 computed on the first.
 
