@@ -41,7 +41,7 @@ def test_a_bar_separates_alternatives(name):
 def test_optimizer_state_is_sharded_like_its_parameter(make_config, optimizer, name):
     settings = asdict(make_config(f"optim={optimizer}").optim)
     make = locate(settings.pop("_target_"), key="optim")
-    slots = make(**{key: value for key, value in settings.items() if key not in {"lr", "clip_norm"}})
+    slots = make(**{key: value for key, value in settings.items() if key not in {"lr", "clip_norm", "b_lr_ratio"}})
     shape = {"l": (8, 16), "m": (2, 8, 16), "n": (16,)}[name[0]]
     sharding = table({"*q_proj.weight": ["fsdp", None], "*": ["fsdp"]})
     state = slots.init({name: torch.empty(shape, device="meta")})

@@ -288,6 +288,11 @@ def _model(config: Config) -> list[str]:
     if config.lora.r > 0 and not config.lora.targets:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     problems += _base(config)
+    if config.optim.b_lr_ratio != 1 and config.lora.r == 0:
+        problems.append(
+            f"optim.b_lr_ratio={config.optim.b_lr_ratio:g} with lora=none; only adapters have a B whose learning rate "
+            "it scales; leave it at 1, or use adapters, for example lora=all_linear_r16."
+        )
     problems += [
         f"model.saved has {name!r}; no value of a layer is called so. {suggest(name, SAVABLE)}"
         for name in config.model.saved
