@@ -293,6 +293,11 @@ def _model(config: Config) -> list[str]:
             f"model.dtype=float16 with hw={config.hw.name}; torch_xla and TPUs compute in bfloat16 or float32; use "
             "model.dtype=bfloat16, or a GPU without bf16 (hw=t4)."
         )
+    if config.optim.b_lr_ratio != 1 and config.lora.r == 0:
+        problems.append(
+            f"optim.b_lr_ratio={config.optim.b_lr_ratio:g} with lora=none; only adapters have a B whose learning rate "
+            "it scales; leave it at 1, or use adapters, for example lora=all_linear_r16."
+        )
     problems += [
         f"model.saved has {name!r}; no value of a layer is called so. {suggest(name, SAVABLE)}"
         for name in config.model.saved

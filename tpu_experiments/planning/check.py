@@ -14,7 +14,7 @@ from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import choices
 from tpu_experiments.config.model_schema import MeshConfig, ModelConfig
-from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, TrainerConfig
+from tpu_experiments.config.schema import AdafactorConfig, AdamW8bitConfig, AdamWConfig, Config, TrainerConfig
 from tpu_experiments.planning.analytic import ITEM_BYTES, estimated_memory, largest_stage, step_settings
 from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
 from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
@@ -105,7 +105,7 @@ def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: flo
 
 log = logging.getLogger(__name__)
 STOCK_MODEL, STOCK_TRAINER = ModelConfig._target_, TrainerConfig._target_
-STOCK_OPTIMIZERS = (AdamWConfig._target_, AdafactorConfig._target_)
+STOCK_OPTIMIZERS = (AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_)
 
 
 @dataclass(frozen=True)
