@@ -63,11 +63,11 @@ MAY_CHANGE = (
 
 
 UNSET: dict[str, Any] = {
-    **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
+    **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto", "dora": False},
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
-"""Values of a source's keys that have the same effect as leaving the key out."""
+"""Values of a source's keys, and of `lora.dora`, that have the same effect as leaving the key out."""
 _SET = object()
 LENGTH = re.compile(
     r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|epochs|schedule\.\w+)"

@@ -24,6 +24,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         accumulation=geometry.accumulation,
         lora_rank=config.lora.r,
         targets=tuple(config.lora.targets),
+        dora=config.lora.dora,
         optimizer="adafactor" if "adafactor" in config.optim._target_.lower() else "adamw",
         recompute=recomputes(config),
         loss_chunk_tokens=config.trainer.loss_chunk_tokens,

@@ -81,6 +81,7 @@ class StepSettings:
     """Number of micro-batches in one step."""
     lora_rank: int = 0
     targets: tuple[str, ...] = ()
+    dora: bool = False
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     recompute: bool = False
     """Only the layers' inputs are saved."""
@@ -109,7 +110,10 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
-    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention) * per_element
+    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention)
+    if step.dora:  # outputs before they get their lengths
+        kept += sum(high for _, high in decoder.adapted(step.targets)) / decoder.num_layers
+    kept *= per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
     largest = max(wide * high for wide, high in decoder.projections.values())
     return MemoryEstimate(
@@ -132,10 +136,12 @@ def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, 
     weights = decoder.matrices / split + decoder.vectors
     if step.trainable == "full":
         return 0.0, weights, _moments(decoder, step.optimizer) / split
-    trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets))
+    trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora))
     if step.optimizer == "adamw":
         return weights, trained, 2 * trained
-    factored = sum(wide + high + 2 * step.lora_rank for wide, high in decoder.adapted(step.targets))
+    factored = sum(
+        wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in decoder.adapted(step.targets)
+    )
     return weights, trained, float(factored)
 
 

@@ -8,11 +8,18 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Axes, Mesh, row_axes
 from tpu_experiments.config.model_schema import ShardingConfig
-from tpu_experiments.runtime.stacked import SIDE_TENSORS, is_side_tensor, is_stack
+from tpu_experiments.runtime.ops import in_use
+from tpu_experiments.runtime.stacked import (
+    ADAPTER_PARTS,
+    MAGNITUDE,
+    SIDE_TENSORS,
+    is_magnitude,
+    is_side_tensor,
+    is_stack,
+)
 
-ADAPTER_PARTS = ("lora_A", "lora_B")
-SPLIT_AS_WEIGHTS = SIDE_TENSORS[:2]
-"""Scales with an entry for each output feature, or for each output feature and block."""
+SPLIT_AS_WEIGHTS = (*SIDE_TENSORS[:2], MAGNITUDE)
+"""Scales with an entry for each output feature, or for each output feature and block; DoRA's lengths of rows."""
 
 
 class ShardingTable:
@@ -36,12 +43,14 @@ class ShardingTable:
         parameter = name.partition("/")[0]
         if is_side_tensor(parameter):
             return self._axes_of_scales(parameter, shape)
+        if is_magnitude(parameter) and not any(_matches(glob, parameter) for glob in self.rules):
+            return in_use(self._axes_of_scales(parameter, shape))  # along `tensor` alone, as adapters are
         if is_stack(parameter):
             return (None, *self._axes(parameter, shape[1:]))
         return self._axes(parameter, shape)
 
     def _axes_of_scales(self, name: str, shape: tuple[int, ...]) -> Axes:
-        """Return the axes of the scales of quantised weights: those of the weights, where they divide.
+        """Return the axes of quantised weights' scales, or of DoRA's lengths: those of the weights, where they divide.
 
         They have one entry per output feature, or per output feature and block; others are whole on every device.
         """
