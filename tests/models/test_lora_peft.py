@@ -25,13 +25,16 @@ def overrides(model: str, *more: str) -> list[str]:
     return [f"model={model}", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "hw.runtime=eager", *more]
 
 
-@pytest.fixture(params=itertools.product(ARCHITECTURES, [False, True]), ids=lambda p: f"{p[0]}-{'dora' if p[1] else 'lora'}")
+@pytest.fixture(
+    params=itertools.product(ARCHITECTURES, [False, True]), ids=lambda p: f"{p[0]}-{'dora' if p[1] else 'lora'}"
+)
 def pair(request, make_config):
     """Our run and a PEFT model with the same base weights and the same adapter."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    architecture, dora = request.param
+    architecture, variant = request.param
+    dora = variant == "dora"
     config = make_config(*overrides(architecture, f"lora.dora={dora}"))
     run = Run(config, EagerRuntime(config.hw))
     torch.manual_seed(config.seed)
