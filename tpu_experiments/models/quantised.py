@@ -5,9 +5,8 @@ and a scale per block of 64 weights, itself in 8 bits where `double_quant` (QLoR
 are bitsandbytes' bit for bit. A product saves codes for its backward pass, never a decoded weight.
 Legend: N output features, K input features, G blocks of 64 weights."""
 
-import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ALL_LINEAR, ModelConfig, is_target
+from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.stacked import SIDE_TENSORS
 
 BLOCK = 64
@@ -36,6 +36,20 @@ NF4 = (
 SCALE, ABSMAX, NESTED, OFFSET = SIDE_TENSORS
 Parts = Mapping[str, Tensor]
 """Codes and their scales by the last part of their name."""
+
+
+def _eight_bit_values() -> tuple[float, ...]:
+    """Return the 256 values of the signed dynamic data type (arXiv 1511.04561), sorted, as bitsandbytes has them."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
+        means = 10.0 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)
+        values += [*means.tolist(), *(-means).tolist()]
+    return tuple(sorted(values))
+
+
+EIGHT_BIT = _eight_bit_values()
+"""Made here once: inside a trace, tensors have no values."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class Format:
         if self.base == "int8":
             return {"weight": (shape, torch.int8), SCALE: ((rows,), torch.float32)}
         if rows * columns % BLOCK or columns % 2:
-            raise ValueError(f"{rows} x {columns} weights do not divide into blocks of {BLOCK}")
+            raise ValueError(f"{rows} x {columns} weights do not divide into blocks of {BLOCK}, or are of odd width")
         blocks = rows * columns // BLOCK
         blocked = (rows, columns // BLOCK) if columns % BLOCK == 0 else (blocks,)
         codes = {"weight": ((rows, columns // 2), torch.uint8)}
@@ -85,7 +99,7 @@ class Format:
         codes = parts["weight"]
         if self.base == "int8":
             return (codes.to(torch.float32) * parts[SCALE][:, None]).to(dtype)
-        values = _looked_up(_unpacked(codes), NF4).view(-1, BLOCK) * _scales_of_blocks(parts)[:, None]
+        values = _nf4_values(_unpacked(codes)).view(-1, BLOCK) * _scales_of_blocks(parts)[:, None]
         return values.view(len(codes), -1).to(dtype)
 
 
@@ -112,11 +126,7 @@ def _nf4(weight_NK: Tensor, *, shapes: Mapping[str, tuple[tuple[int, ...], torch
     centred_HB = F.pad(absmax_G - offset, (0, padding)).view(-1, NESTED_BLOCK)
     nested_H = centred_HB.abs().amax(1)
     scaled_HB = centred_HB * (1.0 / nested_H.clamp(min=1e-38))[:, None]
-    scales_G = (
-        torch.bucketize(scaled_HB, _between(torch.tensor(eight_bit_values())))
-        .to(torch.uint8)
-        .flatten()[: len(absmax_G)]
-    )
+    scales_G = torch.bucketize(scaled_HB, _between(torch.tensor(EIGHT_BIT))).to(torch.uint8).flatten()[: len(absmax_G)]
     return {"weight": packed, ABSMAX: scales_G.view(shape), NESTED: nested_H, OFFSET: offset.view(1)}
 
 
@@ -125,31 +135,20 @@ def _between(values: Tensor) -> Tensor:
     return (values[:-1] + values[1:]) / 2
 
 
-@functools.cache
-def eight_bit_values() -> tuple[float, ...]:
-    """Return the 256 values of the signed dynamic data type (arXiv 1511.04561), sorted, as bitsandbytes has them."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
-        means = 10.0 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)
-        values += [*means.tolist(), *(-means).tolist()]
-    return tuple(sorted(values))
-
-
 def _unpacked(packed: Tensor) -> Tensor:
     """Return the codes of a tensor of bytes in their order: (2 x its elements,)."""
     return torch.stack((packed >> 4, packed & 15), -1).flatten()
 
 
-def _looked_up(codes: Tensor, table: Sequence[float]) -> Tensor:
-    """Return the float32 values at the codes, of a table of a power of two.
+def _nf4_values(codes: Tensor) -> Tensor:
+    """Return NF4's values at the codes, float32.
 
     On XLA by choosing between pairs, bit by bit: a TPU has no fast gather, and a table would be sent with every step.
     """
     if codes.device.type != "xla":
-        return torch.tensor(table, device=codes.device)[codes.int()]
-    values: list[Tensor | float] = list(table)
-    for bit in range(len(table).bit_length() - 1):
+        return torch.tensor(NF4, device=codes.device)[codes.int()]
+    values: list[Tensor | float] = list(NF4)
+    for bit in range(4):
         is_set = (codes >> bit & 1).bool()
         values = [torch.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
     (found,) = values
@@ -157,12 +156,30 @@ def _looked_up(codes: Tensor, table: Sequence[float]) -> Tensor:
     return found.to(torch.float32)
 
 
+def _eight_bit(codes: Tensor) -> Tensor:
+    """Return the values of the dynamic data type at the codes, float32; on XLA computed, to one unit in the last place.
+
+    Magnitude m of m - 127 has a decade 10^(e - 6) with e = floor(log2 m), of which it is one of 2^e equal parts.
+    """
+    if codes.device.type != "xla":
+        return torch.tensor(EIGHT_BIT, device=codes.device)[codes.int()]
+    signed = codes.to(torch.int32) - 127
+    magnitude = signed.abs()
+    parts, decade = torch.ones_like(magnitude), torch.full_like(magnitude, 1e-6, dtype=torch.float32)
+    for exponent in range(1, 7):
+        is_above = magnitude >= 2**exponent
+        parts = torch.where(is_above, 2**exponent, parts)
+        decade = torch.where(is_above, 10.0 ** (exponent - 6), decade)
+    values = torch.sign(signed) * decade * (0.1 + (magnitude - parts + 0.5) * (0.9 / parts))
+    return torch.where(signed == 128, 1.0, values)
+
+
 def _scales_of_blocks(parts: Parts) -> Tensor:
     """Return the scale of every block, float32 (G,)."""
     absmax_G = parts[ABSMAX].flatten()
     if NESTED not in parts:
         return absmax_G
-    values = _looked_up(absmax_G, eight_bit_values())
+    values = _eight_bit(absmax_G)
     nested_G = parts[NESTED].repeat_interleave(NESTED_BLOCK)[: len(absmax_G)]
     return values * nested_G + parts[OFFSET]
 
@@ -182,7 +199,7 @@ class _Product(Function):
         if format.base == "nf4":
             return F.linear(x, format.decode(parts, dtype=x.dtype))
         if format.int8_activations:
-            return _int8_product(x, parts["weight"], parts[SCALE])
+            return (_rounded_product(x, parts["weight"], contracted=1) * parts[SCALE]).to(x.dtype)
         # int8 is exact in bf16; the scale is applied to the sum, in float32.
         return (F.linear(x, parts["weight"].to(x.dtype)).to(torch.float32) * parts[SCALE]).to(x.dtype)
 
@@ -193,27 +210,20 @@ class _Product(Function):
         if format.base == "nf4":
             of_x = grad @ format.decode(parts, dtype=grad.dtype)
         else:
-            scaled = (grad.to(torch.float32) * parts[SCALE]).to(grad.dtype)
+            scaled = grad.to(torch.float32) * parts[SCALE]
             if format.int8_activations:
-                of_x = _int8_product(scaled, parts["weight"].T, None)
+                of_x = _rounded_product(scaled, parts["weight"], contracted=0).to(grad.dtype)
             else:
-                of_x = scaled @ parts["weight"].to(grad.dtype)
+                of_x = scaled.to(grad.dtype) @ parts["weight"].to(grad.dtype)
         return (of_x, None, None, *(None for _ in ctx.names))
 
 
-def _int8_product(x: Tensor, codes_NK: Tensor, scale_N: Tensor | None) -> Tensor:
-    """Multiply tokens that are rounded to int8, each by its own largest magnitude, with int8 weights."""
+def _rounded_product(x: Tensor, codes_NK: Tensor, *, contracted: int) -> Tensor:
+    """Multiply tokens that are rounded to int8, each by its own largest magnitude, with int8 weights: float32."""
     absmax = x.abs().amax(-1, keepdim=True).to(torch.float32).clamp(min=1e-30)
     rounded = torch.round(x.to(torch.float32) * (127.0 / absmax)).to(torch.int8)
-    flat = rounded.flatten(0, -2)
-    sums = int8_sums(flat, codes_NK).view(*x.shape[:-1], len(codes_NK))
-    scaled = sums.to(torch.float32) * (absmax / 127.0)
-    return (scaled if scale_N is None else scaled * scale_N).to(x.dtype)
-
-
-def int8_sums(x_TK: Tensor, codes_NK: Tensor) -> Tensor:
-    """Return the int32 products (T, N) of two int8 matrices."""
-    return torch._int_mm(x_TK, codes_NK.T)
+    sums = int8_product(rounded.flatten(0, -2), codes_NK, contracted)
+    return sums.view(*x.shape[:-1], -1).to(torch.float32) * (absmax / 127.0)
 
 
 class QuantLinear(nn.Module):

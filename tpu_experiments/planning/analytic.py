@@ -32,6 +32,8 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         sharding="fsdp" if config.hw.parallel == "spmd" and config.sharding.name != "replicated" else "replicated",
         chips=mesh.fsdp * mesh.tensor,
         weight_bytes=ITEM_BYTES[config.model.dtype],
+        base=config.model.base,
+        double_quant=config.model.base_double_quant,
     )
 
 

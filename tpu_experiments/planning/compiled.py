@@ -146,7 +146,17 @@ def _shortage(answer: dict[str, Any], *, hw: HwConfig, place: Path, what: str) -
     raise oom.refused_program(error_text, what=what)
 
 
-ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "float64": 8, "bool": 1, "uint8": 1}
+ITEM_BYTES = {
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "float64": 8,
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 FLOPs of a token are in metrics/flops.py, which the run uses too.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ class MemoryEstimate:
     """GiB per chip by class, by formulas instead of a compiler."""
 
     base: float
-    """Frozen weights in the model's data type; 0 where every weight is trained."""
+    """Frozen weights, as `model.base` stores them; 0 where every weight is trained."""
     adapters: float
     """Trained parameters in float32."""
     optimizer: float
@@ -93,6 +94,30 @@ class StepSettings:
     """Number of chips that share a weight in `fsdp`."""
     weight_bytes: int = 2
     """Bytes of one element in the model's data type."""
+    base: str = "dense"
+    """Storage of the layers' matrices, as in `model.base`."""
+    double_quant: bool = True
+
+
+def matrix_bytes(rows: int, columns: int, *, base: str, double_quant: bool, item_bytes: int) -> float:
+    """Return the bytes of a frozen matrix and its scales (models/quantised.py)."""
+    elements = rows * columns
+    if base == "int8":
+        return elements + 4 * rows
+    if base == "nf4":
+        blocks = elements / 64
+        return elements / 2 + (blocks + 4 * math.ceil(blocks / 256) + 4 if double_quant else 4 * blocks)
+    return elements * item_bytes
+
+
+def base_bytes(decoder: Decoder, *, base: str, double_quant: bool, item_bytes: int) -> tuple[float, float]:
+    """Return the bytes of a model's matrices, which are sharded, and of its vectors, which are whole."""
+    of_layer = sum(
+        matrix_bytes(high, wide, base=base, double_quant=double_quant, item_bytes=item_bytes)
+        for wide, high in decoder.projections.values()
+    )
+    rest = decoder.matrices - decoder.num_layers * decoder.layer_matrices
+    return decoder.num_layers * of_layer + rest * item_bytes, decoder.vectors * item_bytes
 
 
 def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
@@ -106,7 +131,10 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     """
     decoder = read_decoder(arch)
     split = step.chips if step.sharding == "fsdp" else 1
-    base, trained, moments = _state(decoder, step=step, split=split)
+    trained, moments = _state(decoder, step=step, split=split)
+    matrices, vectors = base_bytes(
+        decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
+    )
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
@@ -117,7 +145,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     inputs = decoder.num_layers * decoder.hidden * per_element
     largest = max(wide * high for wide, high in decoder.projections.values())
     return MemoryEstimate(
-        base=base * step.weight_bytes / GIB,
+        base=(matrices / split + vectors) / GIB if step.trainable != "full" else 0.0,
         adapters=trained * 4 / GIB,
         optimizer=moments * 4 / GIB,
         gradients=trained * (4 + step.weight_bytes) / GIB,
@@ -128,21 +156,20 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     )
 
 
-def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, float, float]:
-    """Return elements per chip: frozen, trained, and of the optimizer.
+def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, float]:
+    """Return elements per chip: trained, and of the optimizer.
 
     Matrices are sharded, vectors and adapters are whole.
     """
-    weights = decoder.matrices / split + decoder.vectors
     if step.trainable == "full":
-        return 0.0, weights, _moments(decoder, step.optimizer) / split
+        return decoder.matrices / split + decoder.vectors, _moments(decoder, step.optimizer) / split
     trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora))
     if step.optimizer == "adamw":
-        return weights, trained, 2 * trained
+        return trained, 2 * trained
     factored = sum(
         wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in decoder.adapted(step.targets)
     )
-    return weights, trained, float(factored)
+    return trained, float(factored)
 
 
 def _moments(decoder: Decoder, optimizer: str) -> float:
