@@ -25,6 +25,14 @@ CASES = {
         "sharding.mesh.data=2",
         "hw.num_devices=8",
     ),
+    "mistral, fsdp 2 x tensor 2, lengths of rows": ("model=mistral7b", LORA, "lora.dora=true", TENSOR),
+    "qwen, fsdp 4, lengths of rows over NF4": (
+        "model=qwen05b",
+        LORA,
+        "lora.dora=true",
+        "sharding=fsdp",
+        "model.base=nf4",
+    ),
     "gemma, fsdp 2 x tensor 2, all weights": ("model=gemma3_270m", ALL, TENSOR, PAIRS),
 }
 """Others by hand: `python -m tests.training.mesh_run hw.num_devices=4 model=... sharding=...`, half a minute each."""

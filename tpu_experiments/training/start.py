@@ -291,7 +291,7 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     Raises:
         ConfigError: the model, the adapters or, with `start.take=all`, the optimizer differ.
     """
-    now = identity(config)
+    now = {"lora.dora": False, **identity(config)}  # which leaves it out where it has no effect
     theirs = stored.get("lora.r", config.lora.r)
     if theirs == 0 and config.lora.r > 0:
         raise ConfigError(
@@ -305,6 +305,7 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     if is_drawn:
         keys += [key for key in sorted(stored.keys() | now.keys()) if key.startswith(DRAWN)]
     if config.lora.r > 0:
+        stored = {"lora.dora": False, **stored}
         keys += ["seed"] if is_drawn or config.lora.init == "pissa" else []
         keys += ["lora.r", "lora.alpha", "lora.scaling", "lora.dora"] if "lora.r" in stored else []
     if config.lora.init == "pissa" and "lora.r" in stored:
