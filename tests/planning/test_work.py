@@ -85,6 +85,27 @@ def test_recomputation_is_a_forward_pass_up_to_the_last_projection_and_not_count
     assert once.recomputation == 0
 
 
+def test_lengths_of_rows_have_another_product_with_dropout_and_recompute_the_last_projection() -> None:
+    settings = {"seq_len": 2048, "trainable": "lora", "lora_rank": 16, "targets": TARGETS, "recompute": True}
+    plain, dora = flops_of_token(MISTRAL, **settings), flops_of_token(MISTRAL, **settings, dora=True)
+    assert dora.model == plain.model
+    last = 2.0 * 32 * 14336 * 4096  # whose outputs the gradient of their lengths reads
+    assert dora.recomputation == pytest.approx(plain.recomputation + last + 2.0 * 32 * 16 * 4096)
+    twice = flops_of_token(MISTRAL, **settings, dora=True, dropout=0.1)
+    assert twice.lora == pytest.approx(dora.lora + 2 * dora.forward)
+    assert twice.recomputation == pytest.approx(dora.recomputation + dora.forward)
+
+
+def test_lengths_of_rows_are_float32_with_two_moments() -> None:
+    settings = {"trainable": "lora", "lora_rank": 16, "targets": TARGETS, "seq_len": 2048, "micro_rows": 1}
+    plain = analytic_memory(MISTRAL, step=StepSettings(**settings))
+    dora = analytic_memory(MISTRAL, step=StepSettings(**settings, dora=True))
+    rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert (dora.adapters - plain.adapters) * 2**30 == pytest.approx(4 * rows)
+    assert dora.optimizer == pytest.approx(2 * dora.adapters)
+    assert (dora.activations - plain.activations) * 2**30 == pytest.approx(2048 * 2 * rows)
+
+
 def test_gemma_spends_most_on_its_vocabulary() -> None:
     flops = flops_of_token(composed("model=gemma3_270m").model.arch, seq_len=1024, trainable="full")
     assert 0.55 < flops.head / flops.total < 0.65

@@ -30,6 +30,17 @@ def test_what_no_rule_names_is_replicated():
     assert table({}).axes("norm.weight", (7,)) == (None,)
 
 
+def test_lengths_of_rows_are_split_as_the_rows_are_along_tensor_alone():
+    rules = {"*.o_proj.weight": ["fsdp", "tensor"], "*_proj.weight": ["tensor", "fsdp"]}
+    sharding = table(rules, mesh=Mesh(fsdp=2, tensor=2))
+    assert sharding.axes("layers.0.q_proj.lora_magnitude_vector", (8,)) == ("tensor",)
+    assert sharding.axes("layers.0:2:1.q_proj.lora_magnitude_vector/exp_avg", (2, 8)) == (None, "tensor")
+    assert sharding.axes("layers.0.q_proj.lora_magnitude_vector", (7,)) == (None,)
+    assert sharding.axes("layers.0.o_proj.lora_magnitude_vector", (8,)) == (None,)
+    named = table({"*.lora_magnitude_vector": ["fsdp"], **rules}, mesh=Mesh(fsdp=2, tensor=2))
+    assert named.axes("layers.0.o_proj.lora_magnitude_vector", (8,)) == ("fsdp",)
+
+
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_a_bar_separates_alternatives(name):
     sharding = table({"*embed_tokens.weight|lm_head.weight": [None, "fsdp"]})

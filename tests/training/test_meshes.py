@@ -28,6 +28,14 @@ CASES = {
     ),
     "mistral, int8, fsdp 2 x tensor 2": ("model=mistral7b", LORA, TENSOR, "model.base=int8"),
     "mistral, nf4, data 2 x fsdp 2": ("model=mistral7b", LORA, HSDP, "model.base=nf4"),
+    "mistral, fsdp 2 x tensor 2, lengths of rows": ("model=mistral7b", LORA, "lora.dora=true", TENSOR),
+    "qwen, fsdp 4, lengths of rows over NF4": (
+        "model=qwen05b",
+        LORA,
+        "lora.dora=true",
+        "sharding=fsdp",
+        "model.base=nf4",
+    ),
     "gemma, fsdp 2 x tensor 2, all weights": ("model=gemma3_270m", ALL, TENSOR, PAIRS),
     "mistral, data 2 x fsdp 2, all weights, 8-bit moments": ("model=mistral7b", ALL, HSDP, "optim=adamw8bit", WIDE),
     "mistral, data 2 x tensor 2, 8-bit moments": (

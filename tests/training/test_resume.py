@@ -79,6 +79,28 @@ def test_moments_of_8_bits_resume_bit_for_bit(tmp_path):
     assert len(losses) == 6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [("lora.dora=true",), ("lora.dora=true", "lora.init=loftq", "model.base=nf4")])
+def test_variants_of_adapters_resume_with_the_same_bytes(tmp_path, variant):
+    """A finished run without its last checkpoints and its result; its export is for the base without anything taken."""
+    command = (*COMMON, *variant, "data=[sample_text]")
+    first = finished(*command, output_dir=tmp_path)
+    assert first["proof"]["trained"]["with_effect"] == first["proof"]["trained"]["modules"] > 0
+    folder = tmp_path / "again"
+    adapter = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    losses = {r["step"]: r["train/loss"] for r in records(tmp_path) if "train/loss" in r}
+    (folder / "result.json").unlink()
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step_")) > 2:
+            shutil.rmtree(checkpoint)
+    second = finished(*command, output_dir=tmp_path)
+    assert (folder / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
+    assert {r["step"]: r["train/loss"] for r in records(tmp_path) if "train/loss" in r} == losses
+    assert second["eval_loss"] == first["eval_loss"]
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (settings["use_dora"], settings["r"], settings["init_lora_weights"]) == (True, 8, True)
+
+
 def test_a_finished_run_is_not_run_again(uninterrupted):
     folder, first = uninterrupted
     before = (folder / "again" / "metrics.jsonl").read_bytes()

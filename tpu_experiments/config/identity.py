@@ -73,6 +73,7 @@ ADDED: dict[str, Any] = {
     "model.base_double_quant": True,
     "model.base_activations": "as_they_are",
     "optim.b_lr_ratio": 1.0,
+    "lora.dora": False,
 }
 """Keys that runs, plans and tuned settings of earlier versions lack, with the value that they were computed with."""
 _SET = object()

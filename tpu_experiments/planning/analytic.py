@@ -26,6 +26,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         accumulation=geometry.accumulation,
         lora_rank=config.lora.r,
         targets=tuple(config.lora.targets),
+        dora=config.lora.dora,
         optimizer=next((name for name in NOT_ADAMW if name in config.optim._target_.lower()), "adamw"),
         recompute=recomputes(config),
         loss_chunk_tokens=config.trainer.loss_chunk_tokens,

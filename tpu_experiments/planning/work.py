@@ -84,6 +84,7 @@ class StepSettings:
     """Number of micro-batches in one step."""
     lora_rank: int = 0
     targets: tuple[str, ...] = ()
+    dora: bool = False
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
     recompute: bool = False
     """Only the layers' inputs are saved."""
@@ -139,7 +140,10 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
-    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention) * per_element
+    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention)
+    if step.dora:  # outputs before they get their lengths
+        kept += sum(high for _, high in decoder.adapted(step.targets)) / decoder.num_layers
+    kept *= per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
     largest = max(wide * high for wide, high in decoder.projections.values())
     return MemoryEstimate(
@@ -161,13 +165,14 @@ def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, 
     """
     if step.trainable == "full":
         return decoder.matrices / split + decoder.vectors, _moment_bytes(decoder, step.optimizer) / split
-    trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets))
+    trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora))
     adapted = decoder.adapted(step.targets)
+    lengths = 8.0 * sum(high for _, high in adapted) if step.dora else 0.0
     if step.optimizer == "adamw":
         return trained, 8 * trained
     if step.optimizer == "adamw8bit":
-        return trained, sum(_in_8_bits(step.lora_rank * edge) for pair in adapted for edge in pair)
-    factored = sum(wide + high + 2 * step.lora_rank for wide, high in adapted)
+        return trained, sum(_in_8_bits(step.lora_rank * edge) for pair in adapted for edge in pair) + lengths
+    factored = sum(wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in adapted)
     return trained, 4.0 * factored
 
 
