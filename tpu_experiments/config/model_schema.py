@@ -130,11 +130,16 @@ class LoraConfig:
     targets: list[str] = field(default_factory=list)
     """Linear modules that get an adapter, by the last part of their name or by a glob over the full name; `all-linear`
     selects every Linear of every layer."""
-    init: str = choice("b_zero", "a_zero", "pissa", default="b_zero")
+    init: str = choice("b_zero", "a_zero", "pissa", "loftq", default="b_zero")
     """`b_zero`: A Kaiming-uniform, B zero. `a_zero`: A zero, B normal. `pissa`: principal singular directions
-    of W, which is reduced by them (arXiv 2404.02948)."""
+    of W, which is reduced by them (arXiv 2404.02948). `loftq`: those of what `model.base=nf4` loses of W, so that the
+    start is nearer to W than the codes alone (arXiv 2310.08659)."""
     scaling: str = choice("alpha_over_r", "alpha_over_sqrt_r", default="alpha_over_r")
     """Scale of the adapter; `alpha_over_sqrt_r` is rsLoRA (arXiv 2312.03732)."""
+    dora: bool = False
+    """Whether the length of each row of W + scale * B A is trained beside its direction (arXiv 2402.09353): one more
+    float32 per output feature. W is read once more per micro-batch for the rows' norms; with `dropout`, the product
+    with W is computed twice."""
 
 
 @dataclass

@@ -13,11 +13,14 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
+from tpu_experiments.models.lora import A, B, ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
 from tpu_experiments.runtime.ops import Folding, PlaceTensor
-from tpu_experiments.runtime.stacked import hugging_face_names, is_side_tensor, is_stack
+from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
+
+STARTS = ("pissa", "loftq")
+"""Values of `lora.init` whose B A is not zero."""
 
 
 def stacked_weights(
@@ -37,7 +40,7 @@ def stacked_weights(
     Args:
         shapes: shapes of the module's base weights.
         adapted: base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
-        initial: receives PiSSA's initial A and B, under Hugging Face's names.
+        initial: receives the initial A and B of `STARTS`, under Hugging Face's names.
         quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
             is read.
     """
@@ -47,14 +50,14 @@ def stacked_weights(
         made: dict[str, Tensor] = {}
         count = len(hugging_face_names(name))
         for index, base in enumerate(itertools.islice(weights, count)):
-            is_adapted, is_transposed = base.name in adapted, adapted.get(base.name, False)
-            items = adapter_weights(base, lora=lora, seed=seed, is_transposed=is_transposed) if is_adapted else [base]
+            items = held_as(base, source.model, quantised=quantised)
+            if base.name in adapted:
+                format = format_of(source.model) if base.name in quantised else None
+                items = adapter_weights(base, lora=lora, seed=seed, is_transposed=adapted[base.name], format=format)
             for item in items:
-                if lora.init == "pissa" and item.name != base.name:
+                if lora.init in STARTS and item.name.endswith((A, B)):
                     initial[item.name] = item.tensor.clone()
-                for part in held_as(item, source.model, quantised=quantised):
-                    _collect(made, part, base=base.name, name=name, index=index, count=count)
-                    del part  # as below
+                _collect(made, item, base=base.name, name=name, index=index, count=count)
         del base, item  # otherwise they stay allocated while the next tensor is read
         while made:
             yield Named(*made.popitem())
@@ -99,12 +102,19 @@ class BuiltModel:
     report: ParameterReport
     source: HuggingFaceModel
     initial: dict[str, Tensor]
-    """Host copies of PiSSA's initial A and B, which the export subtracts; empty for other initialisations."""
+    """Host copies of the initial A and B of `STARTS`; empty for other initialisations."""
+    is_reduced: bool = False
+    """Whether `initial` was taken out of the base (PiSSA), so that the export subtracts it."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Digests of the initial trainable parameters, under Hugging Face's names (models/lora.py)."""
     order: tuple[str, ...] = ()
     """Names of the trainable parameters in the order of their upload. torch_xla orders a program's results by it, so
     tensors that replace them later must be uploaded in the same order, or the step compiles as another program."""
+
+    @property
+    def taken_out(self) -> dict[str, Tensor]:
+        """Initial A and B that the base lacks, which the export subtracts."""
+        return self.initial if self.is_reduced else {}
 
 
 def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, ParameterReport]:
@@ -136,7 +146,7 @@ def shapes_of_base(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         name: (*p.shape[:-2], *dense[name]) if name in dense else tuple(p.shape)
         for name, p in module.named_parameters()
-        if not name.endswith((".lora_A", ".lora_B")) and not is_side_tensor(name)
+        if not is_adapter_part(name) and not is_side_tensor(name)
     }
 
 
@@ -171,7 +181,8 @@ def build_model(
     placed_buffers(module, place=place)
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
-    return BuiltModel(module, in_order, report, source, initial, marks, tuple(trainable))
+    is_reduced = lora.init == "pissa"
+    return BuiltModel(module, in_order, report, source, initial, is_reduced, marks, tuple(trainable))
 
 
 def placed_buffers(module: nn.Module, *, place: PlaceTensor) -> None:

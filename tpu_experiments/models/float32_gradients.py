@@ -18,10 +18,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from tpu_experiments.runtime.stacked import is_side_tensor
+from tpu_experiments.runtime.stacked import is_adapter_part, is_side_tensor
 
-ADAPTERS = (".lora_A", ".lora_B")
-"""Name endings of weights that their module takes in float32 and casts itself (models/lora.py)."""
 FACTORS = {torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.mul}
 
 
@@ -56,7 +54,7 @@ class _Product(Function):
 
 def is_kept_as_it_is(name: str, weight: Tensor) -> bool:
     """Tell whether the module of a weight takes it in the data type in which it is stored."""
-    return name.endswith(ADAPTERS) or not weight.is_floating_point() or is_side_tensor(name)
+    return is_adapter_part(name) or not weight.is_floating_point() or is_side_tensor(name)
 
 
 @contextmanager

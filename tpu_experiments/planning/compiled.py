@@ -32,6 +32,7 @@ from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chi
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.trace import BATCH, Argument, Lowered
 from tpu_experiments.planning.work import GIB
+from tpu_experiments.runtime.stacked import is_adapter_part
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ def class_of(argument: Argument, *, trained: Collection[str]) -> str:
         return "optimizer state"
     if argument.name not in trained:
         return "base weights"
-    return "adapters" if argument.name.endswith(("lora_A", "lora_B")) else "trained weights"
+    return "adapters" if is_adapter_part(argument.name) else "trained weights"
 
 
 def gib_by_class(arguments: Iterable[Argument], *, program: Lowered, trained: Collection[str]) -> dict[str, float]:

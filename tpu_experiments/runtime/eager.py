@@ -54,8 +54,8 @@ class EagerRuntime:
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
         return tensor.to(self.device)
 
-    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
-        return torch.zeros(shape, device=self.device)
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}

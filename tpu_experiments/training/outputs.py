@@ -277,7 +277,7 @@ class RunOutputs:
         self.export_digests = write_adapter(
             self.adapter_path,
             parameters={source.outer_name(name): t for name, t in to_host(model.trainable).items()},
-            initial={source.outer_name(name): t for name, t in model.initial.items()},
+            initial={source.outer_name(name): t for name, t in model.taken_out.items()},
             lora=config.lora,
             base_path=self.base_path,
             revision=config.model.revision,

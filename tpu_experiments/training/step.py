@@ -63,7 +63,7 @@ def require_trainable_patterns(stages: Iterable[Stage], names: Sequence[str]) ->
 
 
 def masks_by_parameter(trains_N: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return boolean masks per parameter that broadcast with it and its optimizer state."""
+    """Return boolean masks per parameter that broadcast with it; of a stack, one entry per layer."""
     masks, start = {}, 0
     for name, parameter in parameters.items():
         count = len(hugging_face_names(name))
@@ -251,8 +251,16 @@ def finite(x: Tensor) -> Tensor:
 
 
 def select_where(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
-    """Return the new tensors where `where`, shape () or broadcastable, is true, else the old ones."""
-    return {name: torch.where(where, new[name], tensor) for name, tensor in old.items()}
+    """Return the new slots where `where` is true, else the old ones.
+
+    Args:
+        where: shape (), or (layers, 1, ...) with as many dimensions as the parameter, which a slot may not have.
+    """
+    found = {}
+    for name, tensor in old.items():
+        own = where if where.ndim in (0, tensor.ndim) else where.view(-1, *[1] * (tensor.ndim - 1))
+        found[name] = torch.where(own, new[name], tensor)
+    return found
 
 
 def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping[str, Tensor], State]) -> None:
