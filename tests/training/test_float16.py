@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.checkpoint.saved import save_checkpoint
-from tests.config.composing import refusal
+from tests.config.composing import composed, refusal
+from tests.tiers import only
 from tests.training.runs import run
 from tests.training.test_guard import progress
 from tests.training.test_window import pending
@@ -42,7 +43,7 @@ def slots(state: State) -> tuple[float, float]:
     return float(state[""][SCALE]), float(state[""][GOOD])
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", only(["mistral7b"], ARCHITECTURES))
 def test_twenty_steps_are_close_to_float32(make_run, model):
     batches = [random_batch(i, accumulation=2, rows=2) for i in range(20)]
     half, full = make_run(model, "float16"), make_run(model, "float32")
@@ -186,6 +187,10 @@ def test_at_the_least_scale_the_gradient_itself_is_bad():
 def test_where_float16_is_refused():
     words = refusal("model.dtype=float16", "hw=v6e8", "trainer.global_batch_rows=64")
     assert "model.dtype=float16 with hw=v6e8; torch_xla and TPUs compute in bfloat16 or float32" in words
-    assert "model.dtype=float16 with hw=cpu" in refusal("model.dtype=float16")
+    assert "use model.dtype=bfloat16, or plain torch (hw=t4, or hw=cpu hw.runtime=eager)" in words
+    words = refusal("model.dtype=float16", "task=generate", "task.prompt=x")
+    assert "model.dtype=float16 with hw=cpu" in words
+    assert "use task.dtype=bfloat16" in words
+    assert composed("model.dtype=float16", "task=generate", "task.prompt=x", "task.dtype=bfloat16")
     words = refusal("model.dtype=float16", "hw.runtime=eager", "model.base=int8")
     assert "model.base=int8 with model.dtype=float16; sums over integer codes exceed float16's 65,504" in words

@@ -289,10 +289,13 @@ def _model(config: Config) -> list[str]:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     problems += _variants(config)
     problems += _base(config)
-    if model.dtype == "float16" and config.hw.runtime == "xla":
+    key, chosen = "model.dtype", model.dtype
+    if isinstance(config.task, GenerateTaskConfig):
+        key, chosen = "task.dtype", config.task.dtype or model.dtype
+    if chosen == "float16" and config.hw.runtime == "xla":
         problems.append(
             f"model.dtype=float16 with hw={config.hw.name}; torch_xla and TPUs compute in bfloat16 or float32; use "
-            "model.dtype=bfloat16, or a GPU without bf16 (hw=t4)."
+            f"{key}=bfloat16, or plain torch (hw=t4, or hw=cpu hw.runtime=eager)."
         )
     if config.optim.b_lr_ratio != 1 and config.lora.r == 0:
         problems.append(
