@@ -33,7 +33,7 @@ def make_run(make_config):
         run = Run(config, EagerRuntime(config.hw))
         if dtype == "float16":
             run.step.optimizer = LossScaled(run.step.optimizer)
-            run.state = zero_state(run.step.optimizer, run.parameters, zeros=lambda shape, *, name: torch.zeros(shape))
+            run.state = zero_state(run.step.optimizer, run.parameters, zeros=run.runtime.zeros)
         return run
 
     return make
