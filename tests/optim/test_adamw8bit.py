@@ -87,8 +87,8 @@ def test_twenty_steps_are_near_those_of_bitsandbytes() -> None:
 def test_twenty_steps_are_those_of_the_published_rule(weight_decay: float) -> None:
     """bitsandbytes' own functions around torch's AdamW; of float64 they take the nearest codes (0.50).
 
-    A moment that rounds to the other side of a midpoint has the next code, and ours is another where theirs is 0: that is
-    at most one element in 100.
+    A moment that rounds to the other side of a midpoint has the next code, and ours is another where theirs is 0: at
+    most one element in 100.
     """
     functional = pytest.importorskip("bitsandbytes.functional")
     tables = {slot: functional.create_dynamic_map(signed=slot == "first") for slot in ("first", "second")}

@@ -2,8 +2,8 @@
 
 A block is 256 neighbouring elements of one parameter in row-major order, the last one may be shorter; it has one
 float32 absmax, and each element a byte that selects one of 256 values in [-1, 1] of the dynamic data type
-(arXiv 1511.04561). Blocks and, but for `LEAST`, values are bitsandbytes'. Of a stack over layers, each layer has blocks of its own, so
-that folded and unrolled layers have equal numbers, and a checkpoint's tensors are those of single layers.
+(arXiv 1511.04561). Blocks and, but for `LEAST`, values are bitsandbytes'. In a stack over layers each layer has its own
+blocks, so that folded and unrolled layers have equal numbers, and a checkpoint's tensors are those of single layers.
 
 A block is defined over the whole parameter, not over a device's share of it, so that numbers do not depend on the
 sharding and a checkpoint resumes on another mesh. Codes have the parameter's shape and are sharded as it is; XLA
