@@ -9,7 +9,7 @@ from torch import Tensor
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.adamw8bit import AdamW8bit
 from tpu_experiments.optim.base import Named, State
-from tpu_experiments.optim.blockwise import BLOCK, absmax_shape, decoded, dynamic_values, encoded
+from tpu_experiments.optim.blockwise import BLOCK, LEAST, absmax_shape, decoded, dynamic_values, encoded
 from tpu_experiments.runtime.stacked import unstacked
 
 NUM_STEPS, LR = 20, 3e-3
@@ -87,7 +87,8 @@ def test_twenty_steps_are_near_those_of_bitsandbytes() -> None:
 def test_twenty_steps_are_those_of_the_published_rule(weight_decay: float) -> None:
     """bitsandbytes' own functions around torch's AdamW; of float64 they take the nearest codes (0.50).
 
-    A moment that rounds to the other side of a midpoint has the next code: that is at most one element in 100.
+    A moment that rounds to the other side of a midpoint has the next code, and ours is another where theirs is 0: at
+    most one element in 100.
     """
     functional = pytest.importorskip("bitsandbytes.functional")
     tables = {slot: functional.create_dynamic_map(signed=slot == "first") for slot in ("first", "second")}
@@ -114,8 +115,28 @@ def test_twenty_steps_are_those_of_the_published_rule(weight_decay: float) -> No
                 moment = adamw.state[leaf][key].double()
                 packed[name][slot] = torch.ops.bitsandbytes.quantize_blockwise(moment, tables[slot], BLOCK)
             off = (ours[step][name] - current[name]).abs()
-            assert off.max() <= LR
-            assert (off > 1e-6).sum() <= 1e-2 * off.numel(), (step, name, int((off > 1e-6).sum()))
+            assert (off > 5e-6).sum() <= 1e-2 * off.numel(), (step, name, int((off > 5e-6).sum()))
+
+
+def test_no_step_is_larger_than_exact_moments_allow() -> None:
+    """An embedding's gradient, of few rows and elements of very different sizes, is within 1.3 times the bound.
+
+    By the Cauchy-Schwarz inequality the square of exact first moments is at most a multiple of the second.
+    """
+    generator = torch.Generator().manual_seed(0)
+    multiple = (1 - 0.9) ** 2 / ((1 - 0.95) * (1 - 0.9**2 / 0.95))
+    for kind in (AdamW, AdamW8bit):
+        optimizer, current = kind(weight_decay=0.0, **SETTINGS), {"p": torch.zeros(64, 512)}
+        state = optimizer.init(current)
+        for step in range(1, 30):
+            rows = torch.rand(64, 1, generator=generator) < 0.2
+            sizes = 10.0 ** (-6 * torch.rand(64, 512, generator=generator))
+            grads = {"p": torch.randn(64, 512, generator=generator) * sizes * rows}
+            moved, state = optimizer.update(current, grads, state, lr=torch.tensor([LR]))
+            bound = LR * (multiple * (1 - 0.95**step)) ** 0.5 / (1 - 0.9**step)
+            largest = float((moved["p"] - current["p"]).abs().max())
+            assert largest <= bound * (1.001 if kind is AdamW else 1.3), (kind, step, largest / bound)
+            current = moved
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -128,7 +149,12 @@ def test_codes_are_the_nearest_and_values_those_of_bitsandbytes(signed: bool) ->
     codes, absmax = encoded(values, signed=signed, is_stack=False)
     _, theirs = functional.quantize_blockwise(values, code=table, blocksize=BLOCK)
     assert torch.equal(absmax, theirs.absmax)
-    assert torch.equal(decoded(codes, absmax, signed=signed), functional.dequantize_blockwise(codes, theirs))
+    found, expected = decoded(codes, absmax, signed=signed), functional.dequantize_blockwise(codes, theirs)
+    is_zero = expected == 0
+    assert torch.equal(found[~is_zero], expected[~is_zero])
+    least = (absmax * (0 if signed else LEAST)).repeat_interleave(BLOCK)[: values.numel()].view(values.shape)
+    assert torch.equal(found[is_zero], least[is_zero])
+    assert is_zero.any()
     scaled = values.flatten() / absmax.repeat_interleave(BLOCK)[: values.numel()]
     off = (scaled[:, None] - table).abs()
     chosen = (scaled - table[codes.flatten().int()]).abs()

@@ -55,8 +55,9 @@ def test_twenty_steps_are_those_of_one_device(case: str) -> None:
     done = forks.run(command, env=os.environ | SAME_SUMS)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["losses"] < 1e-5
-    # A moment of 8 bits that rounds to the next code moves its element by up to a learning rate, 1e-3.
-    assert found["parameters"] < (2e-3 if "8-bit" in case else 1e-4)
+    # A moment of 8 bits that rounds to the next code moves its element by part of a learning rate, 1e-3, at each step.
+    losses, parameters = (1e-3, 1e-2) if "8-bit" in case else (1e-5, 1e-4)
+    assert found["losses"] < losses
+    assert found["parameters"] < parameters
     assert found["moved"] > 1e-3
     assert found["misplaced"] == []

@@ -1,4 +1,11 @@
-"""AdamW with block-wise 8-bit moments (arXiv 2110.02861) as a pure function; bitsandbytes' AdamW8bit, tested."""
+"""AdamW with block-wise 8-bit moments (arXiv 2110.02861) as a pure function.
+
+Codes, blocks and update are those of bitsandbytes' AdamW8bit, tested, with one difference. A second moment below 1.6e-7
+of its block's largest is rounded to 0, and the first moment over 0 + eps is a step of any size: in an embedding, some
+elements moved by up to 123 learning rates at the second step of a tiny model. Here such a moment is read as 1e-7 of the
+block's largest, between 0 and the next value, and steps stay within 1.3 times those that exact moments allow.
+(bitsandbytes' users keep embeddings in 32 bits instead.)
+"""
 
 import torch
 from torch import Tensor

@@ -2,8 +2,8 @@
 
 A block is 256 neighbouring elements of one parameter in row-major order, the last one may be shorter; it has one
 float32 absmax, and each element a byte that selects one of 256 values in [-1, 1] of the dynamic data type
-(arXiv 1511.04561). Values and blocks are bitsandbytes'. Of a stack over layers, each layer has blocks of its own, so
-that folded and unrolled layers have equal numbers, and a checkpoint's tensors are those of single layers.
+(arXiv 1511.04561). Blocks and, but for `LEAST`, values are bitsandbytes'. In a stack over layers each layer has its own
+blocks, so that folded and unrolled layers have equal numbers, and a checkpoint's tensors are those of single layers.
 
 A block is defined over the whole parameter, not over a device's share of it, so that numbers do not depend on the
 sharding and a checkpoint resumes on another mesh. Codes have the parameter's shape and are sharded as it is; XLA
@@ -26,6 +26,8 @@ DECADES = range(7)
 """Numbers of the decades (10^(i - 7), 10^(i - 6)], which have 2^i values each, or twice as many without a sign."""
 ZERO = 127
 """Code of 0 in the signed data type; those of negative values are below it."""
+LEAST = 1e-7
+"""Value of code 0 without a sign, in place of 0 and below the next, 3.25e-7 (adamw8bit.py has the reason)."""
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -63,7 +65,8 @@ def encoded(values: Tensor, *, signed: bool, is_stack: bool) -> tuple[Tensor, Te
 
 def decoded(codes: Tensor, absmax: Tensor, *, signed: bool) -> Tensor:
     """Return the float32 values that codes and absmax stand for."""
-    blocks = _blocks(_values_at(codes, signed=signed), tuple(absmax.shape))
+    values = _values_at(codes, signed=signed)
+    blocks = _blocks(values if signed else values.clamp(min=LEAST), tuple(absmax.shape))
     return _elements(blocks * absmax[..., None], tuple(codes.shape))
 
 
