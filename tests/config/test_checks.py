@@ -13,7 +13,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import sentence
 
 CASES = {
-    "unknown key": (["lora.rnak=8"], ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, dropout"]),
+    "unknown key": (["lora.rnak=8"], ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, dora"]),
     "unknown key, letters swapped": (["laro.r=8"], ["laro.r=8; there is no key laro. Did you mean 'lora'?"]),
     "unknown group": (["modelo=tiny"], ["modelo=tiny; there is no key modelo. Did you mean 'model'?"]),
     "key of another group": (["trainer.lr=1"], ["trainer.lr=1; ", "Did you mean model.lr or", "optim.lr?"]),
@@ -69,6 +69,9 @@ CASES = {
         ["curriculum.stages.chat.seq_len=4096"],
         ["curriculum.stages.chat.seq_len=4096 is longer than model=tiny allows"],
     ),
+    "DoRA without adapters": (["lora=none", "lora.dora=true"], ["lora.dora=true with lora=none; DoRA trains"]),
+    "LoftQ over a dense base": (["lora.init=loftq"], ["lora.init=loftq with model.base=dense;", "model.base=nf4"]),
+    "LoftQ over int8": (["lora.init=loftq", "model.base=int8"], ["lora.init=loftq with model.base=int8;"]),
     "no adapter target": (["lora.targets=[]"], ["lora.targets=[] with lora.r=16; name the modules", "lora=none"]),
     "saved name": (["model.saved=[up_porj]"], ["model.saved has 'up_porj'", "Did you mean 'up_proj'?"]),
     "steps and epochs": (

@@ -17,10 +17,10 @@ MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
 A_OF_FIRST = f"base_model.model.{MODULES[0]}.lora_A.weight"
 
 
-def tensors_of(seed: int) -> dict[str, torch.Tensor]:
-    """A (2, 5) and B (3, 2) of two modules."""
+def tensors_of(seed: int, *, dora: bool = False) -> dict[str, torch.Tensor]:
+    """A (2, 5) and B (3, 2) of two modules, and lengths (3,)."""
     draws = torch.Generator().manual_seed(seed)
-    shapes = {"lora_A": (2, 5), "lora_B": (3, 2)}
+    shapes = {"lora_A": (2, 5), "lora_B": (3, 2)} | ({"lora_magnitude_vector": (3,)} if dora else {})
     return {f"{m}.{part}": torch.randn(shape, generator=draws) for m in MODULES for part, shape in shapes.items()}
 
 
@@ -28,17 +28,19 @@ def written(folder: Path, *, initial: dict[str, torch.Tensor] | None = None, **l
     """Write an adapter of rank 2; its parameters."""
     chosen = LoraConfig(r=2, alpha=6.0, targets=["q_proj", "down_proj"], **lora)
     where = {"base_path": "lab/base", "revision": None}
-    write_adapter(str(folder), parameters=tensors_of(0), initial=initial or {}, lora=chosen, **where)
-    return tensors_of(0)
+    parameters = tensors_of(0, dora=chosen.dora)
+    write_adapter(str(folder), parameters=parameters, initial=initial or {}, lora=chosen, **where)
+    return parameters
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("scaling", ["alpha_over_r", "alpha_over_sqrt_r"])
-def test_what_was_written_comes_back(tmp_path: Path, scaling: str) -> None:
-    parameters = written(tmp_path, scaling=scaling, init="a_zero", dropout=0.1)
+def test_what_was_written_comes_back(tmp_path: Path, scaling: str, dora: bool) -> None:
+    parameters = written(tmp_path, scaling=scaling, init="a_zero", dropout=0.1, dora=dora)
     found = read_adapter(str(tmp_path))
     assert found.tensors.keys() == parameters.keys()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in parameters.items())
-    assert found.lora == LoraConfig(r=2, alpha=6.0, targets=list(MODULES), scaling=scaling)
+    assert found.lora == LoraConfig(r=2, alpha=6.0, targets=list(MODULES), scaling=scaling, dora=dora)
     assert found.base == "lab/base"
 
 
@@ -58,7 +60,6 @@ def test_that_of_a_reduced_base_is_one_of_the_whole_base(tmp_path: Path) -> None
 MORE: dict[str, dict[str, Any]] = {
     "rank_pattern={'q_proj': 4}": {"rank_pattern": {"q_proj": 4}},
     "alpha_pattern={'q_proj': 4}": {"alpha_pattern": {"q_proj": 4}},
-    "use_dora=True": {"use_dora": True},
     "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
     "layer_replication=[[0, 1]]": {"layer_replication": [[0, 1]]},
     "peft_type=LOHA": {"peft_type": "LOHA"},
@@ -73,7 +74,7 @@ def test_more_than_a_and_b_is_refused(tmp_path: Path, told: str) -> None:
     written(tmp_path)
     file = tmp_path / ADAPTER_CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | MORE[told]))
-    assert complaint(tmp_path).startswith(f"{tmp_path}; it is more than a plain LoRA adapter ({told}); merge it")
+    assert complaint(tmp_path).startswith(f"{tmp_path}; it is more than a LoRA or DoRA adapter ({told}); merge it")
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,31 @@ def test_what_peft_saves_is_read_and_needs_no_names_of_targets(tmp_path: Path) -
     model = get_peft_model(base, theirs)
     model.save_pretrained(str(tmp_path / "listed"))
     pattern = TheirConfig(r=3, lora_alpha=5, target_modules=r".*\.1\.self_attn\.(q|v)_proj")
-    get_peft_model(model.unload(), pattern).save_pretrained(str(tmp_path / "pattern"))
-    for folder in ("listed", "pattern"):
+    model = get_peft_model(model.unload(), pattern)
+    model.save_pretrained(str(tmp_path / "pattern"))
+    pattern.use_dora = True
+    model = get_peft_model(model.unload(), pattern)
+    model.save_pretrained(str(tmp_path / "dora"))
+    for folder in ("listed", "pattern", "dora"):
         found = read_adapter(str(tmp_path / folder))
         assert found.lora.targets == [f"model.layers.1.self_attn.{part}_proj" for part in "qv"]
-        assert (found.lora.r, found.lora.alpha) == (3, 5.0)
+        assert (found.lora.r, found.lora.alpha, found.lora.dora) == (3, 5.0, folder == "dora")
+    lengths = dict(model.named_parameters())
+    for name in found.lora.targets:
+        length = lengths[f"base_model.model.{name}.lora_magnitude_vector.default.weight"]
+        assert torch.equal(found.tensors[f"{name}.lora_magnitude_vector"], length)
+
+
+def test_lengths_that_are_missing_or_not_announced_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, dora=True)
+    name = f"base_model.model.{MODULES[0]}.lora_magnitude_vector"
+    whole = load_file(tmp_path / ADAPTER_FILE)
+    save_file({key: tensor for key, tensor in whole.items() if key != name}, tmp_path / ADAPTER_FILE)
+    assert f"use_dora=true and {MODULES[0]} has no lora_magnitude_vector" in complaint(tmp_path)
+    save_file(whole, tmp_path / ADAPTER_FILE)
+    file = tmp_path / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": False}))
+    assert f"({name} (3,) with r=2)" in complaint(tmp_path)
 
 
 def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:

@@ -129,8 +129,8 @@ def source_of(family: Family, folder: Path, *, attention: str | None = None) -> 
     return HuggingFaceModel(model, seed=0)
 
 
-def built_of(source: HuggingFaceModel, *, r: int):
-    lora = LoraConfig(r=r, alpha=2.0 * r, targets=["all-linear"])
+def built_of(source: HuggingFaceModel, *, r: int, dora: bool = False):
+    lora = LoraConfig(r=r, alpha=2.0 * r, targets=["all-linear"], dora=dora)
     return build_model(source, lora=lora, seed=0, place=lambda tensor, name: tensor)
 
 
@@ -156,12 +156,13 @@ def test_a_packed_row_computes_what_transformers_does(family, written):
     torch.testing.assert_close(ours, alone(model, rows), atol=2e-5, rtol=2e-5)
 
 
-def test_adapters_give_the_same_logits_in_peft(family, written, tmp_path):
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_adapters_give_the_same_logits_in_peft(family, written, tmp_path, dora):
     from peft import PeftModel
 
     _, folder = written
     source = source_of(family, folder)
-    built, rows = built_of(source, r=4), packed_rows()
+    built, rows = built_of(source, r=4, dora=dora), packed_rows()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in built.trainable.items():
@@ -172,7 +173,7 @@ def test_adapters_give_the_same_logits_in_peft(family, written, tmp_path):
         str(tmp_path),
         parameters={source.outer_name(name): tensor for name, tensor in built.trainable.items()},
         initial={},
-        lora=LoraConfig(r=4, alpha=8.0, targets=["all-linear"]),
+        lora=LoraConfig(r=4, alpha=8.0, targets=["all-linear"], dora=dora),
         base_path=str(folder),
         revision=None,
         is_transposed=any(adapted_weights(built.module).values()),

@@ -50,3 +50,13 @@ def test_no_gradient_was_rounded_to_bf16(make_config, model, lora, stack):
     assert min(likeness.values()) > 0.99, likeness
     rounded = {name: share for name, grad in found.items() if (share := share_of_bf16(grad)) > 0.1}
     assert not rounded
+
+
+@pytest.mark.parametrize("stack", ["scanned", pytest.param("unrolled", marks=pytest.mark.slow)])
+def test_no_gradient_of_a_length_was_rounded_to_bf16(make_config, stack):
+    """In a model of bf16, they are summed over the tokens in float32."""
+    found = gradients(make_config, "model=qwen05b", "lora=all_linear_r8", "lora.dora=true", f"model.stack={stack}")
+    lengths = {name: grad for name, grad in found.items() if name.endswith("lora_magnitude_vector")}
+    assert len(lengths) == 7 * (1 if stack == "scanned" else 2)
+    assert {grad.dtype for grad in lengths.values()} == {torch.float32}
+    assert max(map(share_of_bf16, lengths.values())) < 0.1

@@ -18,6 +18,7 @@ from tpu_experiments.runtime.ops import Folding, HostMemory, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 
 pytestmark = pytest.mark.xla
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
 MODELS = {
     "mistral7b": ["model.tiny_arch.num_hidden_layers=3"],
     "qwen05b": ["model.tiny_arch.num_hidden_layers=3"],
@@ -137,6 +138,47 @@ def test_dropout_has_the_same_masks_forward_and_backward_folded_and_layer_by_lay
         saved = [node for node in graph.forward.graph.output_node().args[0][1:] if node.op != "placeholder"]
         assert len(saved) == 4, "what adapters multiply by their A, of four tensors"
         assert {node.args[1] for node in saved} == {"low"}
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("mistral7b", ["lora.dropout=0.5"]),
+        pytest.param("gemma3_270m", ["model.base=int8"], marks=pytest.mark.slow),
+        pytest.param("qwen05b", ["model.base=nf4"], marks=pytest.mark.slow),
+        pytest.param("qwen05b", ["lora.init=pissa"], marks=pytest.mark.slow),
+    ],
+)
+def test_lengths_of_rows_folded_are_those_layer_by_layer(gradients_of, model, more):
+    """Saved are what adapters multiply by their A, of four tensors, and the norms of seven weights."""
+    overrides = ("lora=all_linear_r8", "lora.dora=true", "model.remat=layer_inputs", *more)
+    folded = gradients_of(model, *overrides)
+    agree(folded, gradients_of(model, *overrides, eager=True))
+    for graph in folded[2].model.module.model.layers.graphs.values():
+        saved = [node for node in graph.forward.graph.output_node().args[0][1:] if node.op != "placeholder"]
+        assert len(saved) == 4 + 7
+        assert {node.args[1] for node in saved} == {"low"}
+
+
+@pytest.mark.parametrize("dropout", ["0", pytest.param("0.5", marks=pytest.mark.slow)])
+def test_lengths_of_rows_need_no_product_of_a_projection_again(gradients_of, dropout):
+    """Saved is the output before it gets its length, which the length's gradient reads."""
+    overrides = ("lora=all_linear_r8", f"lora.dropout={dropout}", "model.remat=save_dots")
+    folded = gradients_of("mistral7b", *overrides, "lora.dora=true")
+    agree(folded, gradients_of("mistral7b", *overrides, "lora.dora=true", eager=True))
+    plain = gradients_of("mistral7b", *overrides)
+    forward, backward = (ours - theirs for ours, theirs in zip(*map(num_products, (folded, plain)), strict=True))
+    second = 7 * (dropout != "0")  # with dropout W is multiplied twice
+    assert forward == 3 * 7 + second, "W A^T, A A^T and B (A A^T) for the norms"
+    assert backward == second
+
+
+def num_products(found: tuple[Tensor, dict[str, Tensor], Run]) -> tuple[int, int]:
+    """Matrix products of a layer's forward and of its backward pass."""
+    (graph,) = found[2].model.module.model.layers.graphs.values()
+    parts = [part.graph.nodes for part in (graph.forward, graph.backward)]
+    forward, backward = (sum(node.target in PRODUCTS for node in nodes) for nodes in parts)
+    return forward, backward
 
 
 def test_several_layers_in_one_iteration(gradients_of):

@@ -1,5 +1,6 @@
 """Our LoRA against PEFT's on the same weights: forward, gradients, 20 training steps, and the exported adapter."""
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from tests.training.tiny import ARCHITECTURES, Run, plain_config, random_batch
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.forward import attention_masks, logits_of, row_losses
 from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.runtime.stacked import MAGNITUDE
 
 pytestmark = [
     pytest.mark.xla,  # importing peft imports torch_xla
@@ -23,23 +25,33 @@ def overrides(model: str, *more: str) -> list[str]:
     return [f"model={model}", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "hw.runtime=eager", *more]
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(
+    params=itertools.product(ARCHITECTURES, [False, True]), ids=lambda p: f"{p[0]}-{'dora' if p[1] else 'lora'}"
+)
 def pair(request, make_config):
-    """Our run and a PEFT model with the same base weights and the same A and B."""
+    """Our run and a PEFT model with the same base weights and the same adapter."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    config = make_config(*overrides(request.param))
+    architecture, variant = request.param
+    dora = variant == "dora"
+    config = make_config(*overrides(architecture, f"lora.dora={dora}"))
     run = Run(config, EagerRuntime(config.hw))
     torch.manual_seed(config.seed)
     base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
     settings = LoraConfig(
-        r=config.lora.r, lora_alpha=config.lora.alpha, target_modules=config.lora.targets, task_type="CAUSAL_LM"
+        r=config.lora.r,
+        lora_alpha=config.lora.alpha,
+        target_modules=config.lora.targets,
+        task_type="CAUSAL_LM",
+        use_dora=dora,
     )
     model = get_peft_model(base, settings)
     named = dict(model.named_parameters())
     for name, value in run.parameters.items():
         with torch.no_grad():
+            if name.endswith(MAGNITUDE):
+                torch.testing.assert_close(value, named[peft_name(name)], atol=0, rtol=1e-6)
             named[peft_name(name)].copy_(value)
     return run, model
 
@@ -61,14 +73,16 @@ def peft_loss(model: nn.Module, batch) -> torch.Tensor:
 
 
 def randomise_b(run: Run, model: nn.Module) -> None:
-    """B starts at zero, which would hide A; give both the same random B."""
+    """B starts at zero, which would hide A; give both the same random B, and lengths that are not the norms."""
     generator = torch.Generator().manual_seed(1)
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in run.parameters.items():
             if name.endswith("lora_B"):
                 value.copy_(torch.randn(value.shape, generator=generator) * 0.02)
-                named[peft_name(name)].copy_(value)
+            elif name.endswith(MAGNITUDE):
+                value.mul_(1 + torch.rand(value.shape, generator=generator))
+            named[peft_name(name)].copy_(value)
 
 
 def test_loss_and_gradients_agree_with_peft(pair):
@@ -93,7 +107,11 @@ def test_twenty_steps_agree_with_peft(pair):
     batches = [random_batch(i, lr=LR) for i in range(20)]
     ours = run.losses(batches)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     for step, batch in enumerate(batches):
         loss = peft_loss(model, batch)
         optimizer.zero_grad()
@@ -105,17 +123,18 @@ def test_twenty_steps_agree_with_peft(pair):
 
 @pytest.mark.parametrize("init", ["b_zero", "a_zero", "pissa"])
 @pytest.mark.parametrize("scaling", ["alpha_over_r", "alpha_over_sqrt_r"])
-def test_exported_adapter_gives_the_same_logits_in_peft(make_config, tmp_path, init, scaling):
+@pytest.mark.parametrize("dora", [False, True])
+def test_exported_adapter_gives_the_same_logits_in_peft(make_config, tmp_path, init, scaling, dora):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    config = make_config(*overrides("qwen05b", f"lora.init={init}", f"lora.scaling={scaling}"))
+    config = make_config(*overrides("qwen05b", f"lora.init={init}", f"lora.scaling={scaling}", f"lora.dora={dora}"))
     run = Run(config, EagerRuntime(config.hw))
     run.losses([random_batch(i) for i in range(3)])
     write_adapter(
         str(tmp_path),
         parameters=run.parameters,
-        initial=run.model.initial,
+        initial=run.model.taken_out,
         lora=config.lora,
         base_path="base",
         revision=None,
@@ -136,8 +155,9 @@ def test_exported_adapter_gives_the_same_logits_in_peft(make_config, tmp_path, i
 
 
 @pytest.mark.parametrize("init", ["b_zero", "a_zero", "pissa"])
-def test_every_initialisation_starts_at_the_base_model(make_config, init):
-    config = make_config(*overrides("mistral7b", f"lora.init={init}"))
+@pytest.mark.parametrize("dora", [False, True])
+def test_every_initialisation_starts_at_the_base_model(make_config, init, dora):
+    config = make_config(*overrides("mistral7b", f"lora.init={init}", f"lora.dora={dora}"))
     run = Run(config, EagerRuntime(config.hw))
     from transformers import AutoModelForCausalLM
 

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from tpu_experiments.checkpoint.errors import UnprovenError
+from tpu_experiments.checkpoint.progress import Progress
+from tpu_experiments.checkpoint.proof import InitialTensors
 from tpu_experiments.models.lora import MAX_ELEMENTS, effects, fingerprint, fingerprints, num_changed
 
 
@@ -49,3 +52,15 @@ def test_effect_of_pissa_is_what_has_changed():
     trained = {name: t + 1e-6 * drawn(*t.shape, seed=2) for name, t in start.items()}
     product = [t["m.lora_B"].double() @ t["m.lora_A"].double() for t in (trained, start)]
     assert effects(trained, start=start)["m"] == pytest.approx(float((product[0] - product[1]).norm()), rel=1e-9)
+
+
+def test_lengths_of_rows_are_an_effect_although_the_product_is_zero():
+    start = {"m.lora_A": drawn(4, 30), "m.lora_B": torch.zeros(50, 4), "m.lora_magnitude_vector": drawn(50)}
+    initial = InitialTensors({name: fingerprint(tensor) for name, tensor in start.items()})
+    progress = Progress(step=3, peak_lr=1e-3)
+    with pytest.raises(UnprovenError, match="every one of the 3 trained tensors has its initial value"):
+        initial.verify(start, progress)
+    with pytest.raises(UnprovenError, match="B A is zero in all 1 adapted modules"):
+        initial.verify(start | {"m.lora_A": drawn(4, 30, seed=1)}, progress)
+    found = initial.verify(start | {"m.lora_magnitude_vector": drawn(50, seed=1)}, progress)
+    assert (found["modules"], found["with_effect"], found["changed"]) == (1, 1, 1)

@@ -7,8 +7,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.flops import flops_of_token, mean_keys, read_decoder
 from tpu_experiments.models.lora import inject
+from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.planning.analytic import step_settings
 from tpu_experiments.planning.work import StepSettings, analytic_memory, flash_attention_flops
 
 # A CPU backward pass: the XLA device must be there before the first one of a process (tests/conftest.py).
@@ -82,6 +85,27 @@ def test_recomputation_is_a_forward_pass_up_to_the_last_projection_and_not_count
     assert once.recomputation == 0
 
 
+def test_lengths_of_rows_have_another_product_with_dropout_and_recompute_the_last_projection() -> None:
+    settings = {"seq_len": 2048, "trainable": "lora", "lora_rank": 16, "targets": TARGETS, "recompute": True}
+    plain, dora = flops_of_token(MISTRAL, **settings), flops_of_token(MISTRAL, **settings, dora=True)
+    assert dora.model == plain.model
+    last = 2.0 * 32 * 14336 * 4096  # whose outputs the gradient of their lengths reads
+    assert dora.recomputation == pytest.approx(plain.recomputation + last + 2.0 * 32 * 16 * 4096)
+    twice = flops_of_token(MISTRAL, **settings, dora=True, dropout=0.1)
+    assert twice.lora == pytest.approx(dora.lora + 2 * dora.forward)
+    assert twice.recomputation == pytest.approx(dora.recomputation + dora.forward)
+
+
+def test_lengths_of_rows_are_float32_with_two_moments() -> None:
+    settings = {"trainable": "lora", "lora_rank": 16, "targets": TARGETS, "seq_len": 2048, "micro_rows": 1}
+    plain = analytic_memory(MISTRAL, step=StepSettings(**settings))
+    dora = analytic_memory(MISTRAL, step=StepSettings(**settings, dora=True))
+    rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert (dora.adapters - plain.adapters) * 2**30 == pytest.approx(4 * rows)
+    assert dora.optimizer == pytest.approx(2 * dora.adapters)
+    assert (dora.activations - plain.activations) * 2**30 == pytest.approx(2048 * 2 * rows)
+
+
 def test_gemma_spends_most_on_its_vocabulary() -> None:
     flops = flops_of_token(composed("model=gemma3_270m").model.arch, seq_len=1024, trainable="full")
     assert 0.55 < flops.head / flops.total < 0.65
@@ -141,6 +165,23 @@ def test_every_weight_trained_is_float32_with_two_moments() -> None:
         arch, step=StepSettings(seq_len=128, micro_rows=1, trainable="full", optimizer="adafactor")
     )
     assert adafactor.optimizer < 0.01 * memory.optimizer
+
+
+@pytest.mark.parametrize("choice", ["lora=all_linear_r16", "lora=none"])
+def test_moments_of_8_bits_have_the_bytes_of_the_optimizer_s_own_state(choice: str) -> None:
+    """2.03 bytes for each trained element; norms, and B of k and v with 2,048 elements, have 8."""
+    config = composed("model=qwen05b", choice, "optim=adamw8bit", "hw=v5e1")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model.arch))
+    if config.lora.r:
+        inject(module, config.lora)
+    trained = {n: p for n, p in module.named_parameters() if "lora_" in n or not config.lora.r}
+    state = optimizer_of(config).init(trained)
+    expected = sum(t.nbytes for name, slots in state.items() if name for t in slots.values()) / 2**30
+    settings = step_settings(config, resolve_stages(config)[0].geometry)
+    memory = analytic_memory(config.model.arch, step=settings)
+    assert memory.optimizer == pytest.approx(expected, rel=1e-3)
+    assert 2.03 <= 4 * memory.optimizer / memory.adapters < 2.1
 
 
 def test_gemma_s_vocabulary_is_what_128_rows_cannot_hold() -> None:

@@ -25,7 +25,7 @@ from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import A, B, effects, num_changed
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.stacked import stacked
+from tpu_experiments.runtime.stacked import is_magnitude, stacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, not_finite, unequal
 
@@ -43,7 +43,7 @@ class InitialTensors:
     fingerprints: Mapping[str, str]
     """Fingerprint of every trained tensor's initial value (models/lora.py)."""
     adapters: Tensors = field(default_factory=dict)
-    """PiSSA's initial A and B; empty for other initialisations."""
+    """Initial A and B whose product is not zero (PiSSA, LoftQ); empty for other initialisations."""
     is_adapter: bool = True
 
     def verify(self, tensors: Tensors, progress: Progress) -> dict[str, Any]:
@@ -67,13 +67,18 @@ class TrainedEvidence:
         self._norms: dict[str, float] = {}
         self._halves: dict[str, Tensor] = {}
         """A or B of modules whose other half is in a later file."""
+        self._of_other_length: set[str] = set()
+        """Modules whose rows have other lengths than at the start (DoRA): an effect even where B A is zero."""
 
     def add(self, tensors: Tensors) -> None:
         """Add the tensors of one file."""
         self._num_tensors += len(tensors)
         self._num_changed += num_changed(tensors, self._start.fingerprints)
         if self._start.is_adapter:
-            known = {**self._halves, **tensors}
+            lengths = {name: t for name, t in tensors.items() if is_magnitude(name)}
+            moved = (name for name, t in lengths.items() if num_changed({name: t}, self._start.fingerprints))
+            self._of_other_length |= {name.rpartition(".")[0] for name in moved}
+            known = {**self._halves, **{name: t for name, t in tensors.items() if name not in lengths}}
             whole = {name: t for name, t in known.items() if _other_half(name) in known}
             self._halves = {name: t.clone() for name, t in known.items() if name not in whole}
             self._norms |= effects(whole, start=self._start.adapters)
@@ -91,7 +96,8 @@ class TrainedEvidence:
                 f"untrained {kind}; look at train/grad_norm, and at how many tokens are learnt"
             )
         if self._start.is_adapter:
-            found |= {"modules": len(norms), "with_effect": sum(norm > 0 for norm in norms.values())}
+            with_effect = {name for name, norm in norms.items() if norm > 0} | self._of_other_length
+            found |= {"modules": len(norms), "with_effect": len(with_effect)}
             found |= {"largest_effect": max(norms.values(), default=0.0)}
             if was_trained and not found["with_effect"]:
                 raise UnprovenError(
@@ -227,7 +233,7 @@ class Export:
         """Return the files' tensors under the run's parameter names; a large model's are read one by one."""
         if self._start.is_adapter:
             layout = load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE)))
-            return read_layout(layout, initial=self._model.initial)
+            return read_layout(layout, initial=self._model.taken_out)
         return tensors_below(self._folder, MODEL, max_held_bytes=self._max_held_bytes)
 
     def _verify_files(self, progress: Progress) -> dict[str, Any]:
@@ -243,7 +249,7 @@ class Export:
             found = load(content)
             del content  # the library has copied it
             if self._start.is_adapter:
-                found = read_layout(found, initial=self._model.initial)
+                found = read_layout(found, initial=self._model.taken_out)
                 complaint = unequal(found, to_host(self._model.trainable))
             else:
                 complaint = _other_shapes(found, {name: expected.pop(name) for name in found if name in expected})

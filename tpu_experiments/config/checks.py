@@ -287,11 +287,63 @@ def _model(config: Config) -> list[str]:
         problems.append(f"model.arch.max_position_embeddings={limit}; it must be a whole number.")
     if config.lora.r > 0 and not config.lora.targets:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
+    problems += _variants(config)
+    problems += _base(config)
+    key, chosen = "model.dtype", model.dtype
+    if isinstance(config.task, GenerateTaskConfig):
+        key, chosen = "task.dtype", config.task.dtype or model.dtype
+    if chosen == "float16" and config.hw.runtime == "xla":
+        problems.append(
+            f"model.dtype=float16 with hw={config.hw.name}; torch_xla and TPUs compute in bfloat16 or float32; use "
+            f"{key}=bfloat16, or plain torch (hw=t4, or hw=cpu hw.runtime=eager)."
+        )
+    if config.optim.b_lr_ratio != 1 and config.lora.r == 0:
+        problems.append(
+            f"optim.b_lr_ratio={config.optim.b_lr_ratio:g} with lora=none; only adapters have a B whose learning rate "
+            "it scales; leave it at 1, or use adapters, for example lora=all_linear_r16."
+        )
     problems += [
         f"model.saved has {name!r}; no value of a layer is called so. {suggest(name, SAVABLE)}"
         for name in config.model.saved
         if name not in SAVABLE
     ]
+    return problems
+
+
+def _variants(config: Config) -> list[str]:
+    """Return what variants of adapters lack."""
+    lora, base, problems = config.lora, config.model.base, []
+    if lora.dora and lora.r == 0:
+        problems.append(
+            "lora.dora=true with lora=none; DoRA trains the lengths of adapted weights, and there are no adapters; use "
+            "adapters, for example lora=all_linear_r16, or lora.dora=false."
+        )
+    if lora.init == "loftq" and base != "nf4":
+        problems.append(
+            f"lora.init=loftq with model.base={base}; LoftQ starts from what the codes of NF4 lose of a weight; use "
+            "model.base=nf4, or lora.init=b_zero or pissa."
+        )
+    return problems
+
+
+def _base(config: Config) -> list[str]:
+    """Return what a quantised base cannot do."""
+    model, problems = config.model, []
+    if model.base != "dense" and config.lora.r == 0 and config.task.name == "train":
+        problems.append(
+            f"model.base={model.base} with lora=none; codes of {model.base} are not trained; use model.base=dense, or "
+            "adapters, for example lora=all_linear_r16."
+        )
+    if model.base_activations == "int8" and model.base != "int8":
+        problems.append(
+            f"model.base_activations=int8 with model.base={model.base}; integers are multiplied with the codes of int8 "
+            "weights only; use model.base=int8."
+        )
+    if model.base == "int8" and model.dtype == "float16":
+        problems.append(
+            "model.base=int8 with model.dtype=float16; sums over integer codes exceed float16's 65,504; use "
+            "model.base=nf4 or dense."
+        )
     return problems
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.tokenizer import write_tokenizer
+from tpu_experiments.runtime.stacked import is_magnitude
 from tpu_experiments.storage import paths
 
 PREFIX = "base_model.model."
@@ -37,7 +38,7 @@ def write_adapter(
     is_transposed: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, str]:
-    """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `<module>.lora_B`).
+    """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `.lora_B`, `.lora_magnitude_vector`).
 
     Args:
         initial: PiSSA's A and B before training. The adapter is for the original base weights, not the reduced ones, so
@@ -51,10 +52,12 @@ def write_adapter(
     tensors = dict(parameters)
     r, alpha = lora.r, lora.alpha
     if initial:
-        tensors = {name: _with_initial(name, t, initial[name].to(t)) for name, t in tensors.items()}
+        # DoRA's lengths stay: W + B A - B0 A0 has the rows of the reduced base with B A.
+        for name, start in initial.items():
+            tensors[name] = _with_initial(name, tensors[name], start.to(tensors[name]))
         r = 2 * lora.r
         alpha = lora.alpha * (2 if lora.scaling == "alpha_over_r" else math.sqrt(2))
-    layout = {f"{PREFIX}{name}.weight": t.detach().contiguous() for name, t in tensors.items()}
+    layout = {_outer_name(name): t.detach().contiguous() for name, t in tensors.items()}
     paths.make_dirs(folder)
     content = save(layout, metadata={"format": "pt"})
     if tokenizer is not None:
@@ -81,6 +84,10 @@ def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) 
     return found
 
 
+def _outer_name(name: str) -> str:
+    return f"{PREFIX}{name}" if is_magnitude(name) else f"{PREFIX}{name}.weight"
+
+
 def _inner_name(key: str) -> str:
     name = key.removeprefix(PREFIX).removesuffix(".weight")
     return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name
@@ -99,6 +106,7 @@ def adapter_config(
         "lora_alpha": alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.scaling == "alpha_over_sqrt_r",
+        "use_dora": lora.dora,
         "target_modules": modules,
         "bias": "none",
         "init_lora_weights": True,

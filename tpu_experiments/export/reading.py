@@ -11,6 +11,7 @@ from torch import Tensor
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, read_layout
+from tpu_experiments.runtime.stacked import MAGNITUDE
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import require_finite
 
@@ -18,7 +19,6 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 REFUSED = (
     "rank_pattern",
     "alpha_pattern",
-    "use_dora",
     "modules_to_save",
     "lora_bias",
     "alora_invocation_tokens",
@@ -27,19 +27,19 @@ REFUSED = (
     "arrow_config",
     "kasa_config",
 )
-"""Fields of PEFT's LoraConfig (0.21) that change or extend what an adapter computes; a plain LoRA has them empty."""
+"""Fields of PEFT's LoraConfig (0.21) that change or extend what an adapter computes; LoRA and DoRA have them empty."""
 OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base unchanged; with others PEFT changes the base when it loads."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter on the host."""
+    """A LoRA or DoRA adapter on the host."""
 
     lora: LoraConfig
     """Rank, scale and targets; the targets are the full names of the modules that have tensors."""
     tensors: dict[str, Tensor]
-    """A and B of every adapted module."""
+    """A and B of every adapted module, and with DoRA the lengths of its rows."""
     base: str
     """Name or path of its base model as in adapter_config.json; may be empty."""
 
@@ -48,8 +48,7 @@ def read_adapter(folder: str) -> Adapter:
     """Read the adapter in a local or remote folder.
 
     Raises:
-        ConfigError: there is no adapter, it is not a plain LoRA of A and B, or it has no tensors, or NaN or infinite
-            values.
+        ConfigError: there is no adapter, it is neither LoRA nor DoRA, or it has no tensors, or NaN or infinite values.
     """
     try:
         config: dict[str, Any] = strict_json.loads(paths.read_bytes(paths.join(folder, ADAPTER_CONFIG)))
@@ -62,10 +61,11 @@ def read_adapter(folder: str) -> Adapter:
         ) from error
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
-    more = [*_more_in(config), *_more_among(layout, r=r)]
+    dora = bool(config.get("use_dora"))
+    more = [*_more_in(config), *_more_among(layout, r=r, dora=dora)]
     if more:
         raise ConfigError(
-            f"{folder}; it is more than a plain LoRA adapter ({', '.join(more)}); merge it into its base with PEFT's "
+            f"{folder}; it is more than a LoRA or DoRA adapter ({', '.join(more)}); merge it into its base with PEFT's "
             "merge_and_unload, save that, and give its folder as model.path (of task=generate also as task.base)."
         )
     place = paths.join(folder, ADAPTER_FILE)
@@ -76,7 +76,13 @@ def read_adapter(folder: str) -> Adapter:
     tensors = read_layout(layout, initial={})
     targets = sorted({name.rpartition(".")[0] for name in tensors})
     scaling = "alpha_over_sqrt_r" if config.get("use_rslora") else "alpha_over_r"
-    lora = LoraConfig(r=r, alpha=alpha, targets=targets, scaling=scaling)
+    lacking = [name for name in targets if dora and f"{name}.{MAGNITUDE}" not in tensors]
+    if lacking:
+        raise ConfigError(
+            f"{place}; use_dora=true and {lacking[0]} has no {MAGNITUDE}; write or copy it again, or set "
+            f"use_dora=false in {ADAPTER_CONFIG} if it is a plain LoRA adapter."
+        )
+    lora = LoraConfig(r=r, alpha=alpha, targets=targets, scaling=scaling, dora=dora)
     return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""))
 
 
@@ -91,9 +97,11 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}={config[name]}" for name in REFUSED if config.get(name))
 
 
-def _more_among(layout: Mapping[str, Tensor], *, r: int) -> Iterator[str]:
-    """Yield the first tensor, if any, that is neither A (r, in) nor B (out, r)."""
+def _more_among(layout: Mapping[str, Tensor], *, r: int, dora: bool) -> Iterator[str]:
+    """Yield the first tensor, if any, that is neither A (r, in) nor B (out, r), nor DoRA's lengths (out,)."""
     for name, tensor in sorted(layout.items()):
+        if dora and name.removesuffix(".weight").endswith(f".{MAGNITUDE}") and tensor.ndim == 1:
+            continue
         rank_dim = 0 if name.endswith(A) else 1
         if not name.endswith((A, B)) or tensor.ndim != 2 or tensor.shape[rank_dim] != r:
             yield f"{name} {tuple(tensor.shape)} with r={r}"

@@ -113,9 +113,9 @@ class Decoder:
         named = ((name, name.rpartition(".")[2], shape) for name, shape in self._linears())
         return [(leaf, shape) for name, leaf, shape in named if any(is_target(name, each) for each in wanted)]
 
-    def adapter_parameters(self, *, rank: int, targets: Iterable[str]) -> int:
-        """Count the elements of all A (rank, in) and B (out, rank)."""
-        return sum(rank * (wide + high) for wide, high in self.adapted(targets))
+    def adapter_parameters(self, *, rank: int, targets: Iterable[str], dora: bool = False) -> int:
+        """Count the elements of all A (rank, in) and B (out, rank), and of DoRA's lengths (out,)."""
+        return sum(rank * (wide + high) + (high if dora else 0) for wide, high in self.adapted(targets))
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
@@ -229,7 +229,7 @@ def trainable(config: Config) -> Trainable:
 
 
 def recomputes(config: Config) -> bool:
-    """Return whether the backward pass recomputes layers: scanned ones do, unless everything is saved."""
+    """Return whether the backward pass recomputes layers, on either runtime: unless everything is saved."""
     return config.model.remat != "none" and config.model.stack == "scanned"
 
 
@@ -245,23 +245,27 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
         trainable=trainable(config),
         lora_rank=config.lora.r,
         targets=config.lora.targets,
+        dora=config.lora.dora,
+        dropout=config.lora.dropout,
         recompute=recomputes(config),
         saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
         kernel=config.model.attention == "flash",
     )
 
 
-def flops_by_length(config: Config, arch: Any, *, seq_lens: Iterable[int], is_folded: bool) -> dict[int, FlopsPerToken]:
+def flops_by_length(
+    config: Config, arch: Any, *, seq_lens: Iterable[int], is_recomputed: bool
+) -> dict[int, FlopsPerToken]:
     """Return FLOPs per token for each row length; empty for a model that is not supported.
 
     Args:
-        is_folded: whether layers were folded; layers that were not recompute nothing.
+        is_recomputed: whether layers were folded, or are recomputed in plain torch; others recompute nothing.
     """
     try:
         counted = {seq_len: trained_flops(config, arch, seq_len=seq_len) for seq_len in seq_lens}
     except ConfigError:
         return {}
-    return counted if is_folded else {length: replace(each, recomputation=0.0) for length, each in counted.items()}
+    return counted if is_recomputed else {length: replace(each, recomputation=0.0) for length, each in counted.items()}
 
 
 def mean_keys(seq_len: int, *, window: int | None) -> float:
@@ -277,15 +281,20 @@ def flops_of_token(
     trainable: Trainable,
     lora_rank: int = 0,
     targets: Iterable[str] = (),
+    dora: bool = False,
+    dropout: float = 0.0,
     recompute: bool = False,
     saved: Collection[str] = (),
     kernel: bool = True,
 ) -> FlopsPerToken:
     """Return FLOPs per token of forward, backward and recomputation; the optimizer's are not counted.
 
-    Under LoRA nothing needs the gradient of the first layer's input; a scanned stack computes it, so it is counted.
+    Under LoRA nothing needs the gradient of the first layer's input; a scanned stack computes it, so it is counted. Not
+    counted are the norms of DoRA, which a micro-batch needs once: they are as many FLOPs as the frozen weights' product
+    with `lora_rank` tokens.
 
     Args:
+        dropout: with it, DoRA multiplies adapted weights twice: with the input, and with what dropout leaves of it.
         recompute: the backward pass recomputes the layers from their inputs.
         saved: exceptions that are saved: `attention`, or projections by name.
         kernel: attention is a kernel, which saves what its own backward pass needs where attention is saved.
@@ -299,8 +308,12 @@ def flops_of_token(
     keys = sum(mean_keys(seq_len, window=window) for window in decoder.windows)
     attention = 4.0 * decoder.num_heads * decoder.head_dim * keys
     adapters = 2.0 * decoder.adapter_parameters(rank=lora_rank, targets=names)
+    twice = dora and dropout > 0
+    second = 2.0 * sum(wide * high for wide, high in decoder.adapted(names)) if twice else 0.0
     share = 1.0 if "attention" not in saved else 0.0 if kernel else 0.5  # plain operations need the scores again
-    recomputed = _recomputed(decoder, saved, attention=share * attention, rank=lora_rank, targets=names)
+    recomputed = _recomputed(
+        decoder, saved, attention=share * attention, rank=lora_rank, targets=names, dora=dora, twice=twice
+    )
     return FlopsPerToken(
         forward=layers,
         activation_gradient=layers,
@@ -308,21 +321,31 @@ def flops_of_token(
         recomputation=recomputed if recompute else 0.0,
         attention=3 * attention,  # two products forward, four backward
         head=head * (3 if trained else 2),
-        lora=3 * adapters,
+        lora=3 * adapters + 2 * second,  # no gradient of the weight
     )
 
 
-def _recomputed(decoder: Decoder, saved: Collection[str], *, attention: float, rank: int, targets: list[str]) -> float:
+def _recomputed(
+    decoder: Decoder,
+    saved: Collection[str],
+    *,
+    attention: float,
+    rank: int,
+    targets: list[str],
+    dora: bool,
+    twice: bool,
+) -> float:
     """Return the FLOPs of the layers that the backward pass recomputes.
 
-    It reads the output of a layer's last projection only where a norm follows (Gemma 3). An adapter's first product is
-    never recomputed, its second where the projection is.
+    It reads the output of a layer's last projection only where a norm follows (Gemma 3), or a trained length (DoRA). An
+    adapter's first product is never recomputed, its second where the projection is.
     """
-    has_norm_behind = decoder.family.norms > 2
+    is_last_read = decoder.family.norms > 2 or dora
     again = {
         name: wide * high
         for name, (wide, high) in decoder.projections.items()
-        if name not in saved and (name != "down_proj" or has_norm_behind)
+        if name not in saved and (name != "down_proj" or is_last_read)
     }
-    adapters = sum(rank * high for leaf, (_, high) in decoder.adapted_by_leaf(targets) if leaf in again)
+    repeated = [shape for leaf, shape in decoder.adapted_by_leaf(targets) if leaf in again]
+    adapters = sum((rank + (wide if twice else 0)) * high for wide, high in repeated)
     return 2.0 * (decoder.num_layers * sum(again.values()) + adapters) + attention

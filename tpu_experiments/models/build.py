@@ -3,19 +3,24 @@
 import ctypes
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
+from tpu_experiments.models.lora import A, B, ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
+from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
+from tpu_experiments.models.recomputed import recompute
 from tpu_experiments.runtime.ops import Folding, PlaceTensor
-from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
+from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
+
+STARTS = ("pissa", "loftq")
+"""Values of `lora.init` whose B A is not zero."""
 
 
 def stacked_weights(
@@ -26,6 +31,7 @@ def stacked_weights(
     lora: LoraConfig,
     seed: int,
     initial: dict[str, Tensor],
+    quantised: Collection[str] = (),
 ) -> Iterator[Named]:
     """Yield base weights and their adapters under the (folded) module's names, the largest first.
 
@@ -34,7 +40,9 @@ def stacked_weights(
     Args:
         shapes: shapes of the module's base weights.
         adapted: base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
-        initial: receives PiSSA's initial A and B, under Hugging Face's names.
+        initial: receives the initial A and B of `STARTS`, under Hugging Face's names.
+        quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
+            is read.
     """
     names = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
     weights = source.weights([part for name in names for part in hugging_face_names(name)])
@@ -42,15 +50,27 @@ def stacked_weights(
         made: dict[str, Tensor] = {}
         count = len(hugging_face_names(name))
         for index, base in enumerate(itertools.islice(weights, count)):
-            is_adapted, is_transposed = base.name in adapted, adapted.get(base.name, False)
-            items = adapter_weights(base, lora=lora, seed=seed, is_transposed=is_transposed) if is_adapted else [base]
+            items = held_as(base, source.model, quantised=quantised)
+            if base.name in adapted:
+                format = format_of(source.model) if base.name in quantised else None
+                items = adapter_weights(base, lora=lora, seed=seed, is_transposed=adapted[base.name], format=format)
             for item in items:
-                if lora.init == "pissa" and item.name != base.name:
+                if lora.init in STARTS and item.name.endswith((A, B)):
                     initial[item.name] = item.tensor.clone()
                 _collect(made, item, base=base.name, name=name, index=index, count=count)
         del base, item  # otherwise they stay allocated while the next tensor is read
         while made:
             yield Named(*made.popitem())
+
+
+def held_as(item: Named, model: ModelConfig, *, quantised: Collection[str]) -> Iterator[Named]:
+    """Yield a weight as its module holds it: as it is, or codes and scales."""
+    format = format_of(model) if item.name in quantised else None
+    if format is None:
+        yield item
+        return
+    for name, tensor in as_parts(item.name, item.tensor, format=format):
+        yield Named(name, tensor)
 
 
 def _collect(made: dict[str, Tensor], item: Named, *, base: str, name: str, index: int, count: int) -> None:
@@ -82,12 +102,19 @@ class BuiltModel:
     report: ParameterReport
     source: HuggingFaceModel
     initial: dict[str, Tensor]
-    """Host copies of PiSSA's initial A and B, which the export subtracts; empty for other initialisations."""
+    """Host copies of the initial A and B of `STARTS`; empty for other initialisations."""
+    is_reduced: bool = False
+    """Whether `initial` was taken out of the base (PiSSA), so that the export subtracts it."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Digests of the initial trainable parameters, under Hugging Face's names (models/lora.py)."""
     order: tuple[str, ...] = ()
     """Names of the trainable parameters in the order of their upload. torch_xla orders a program's results by it, so
     tensors that replace them later must be uploaded in the same order, or the step compiles as another program."""
+
+    @property
+    def taken_out(self) -> dict[str, Tensor]:
+        """Initial A and B that the base lacks, which the export subtracts."""
+        return self.initial if self.is_reduced else {}
 
 
 def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, ParameterReport]:
@@ -98,6 +125,7 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
             requested.
     """
     module = source.empty()
+    quantise_linears(module, source.model)
     report = inject(module, lora)
     named = {name for name, _ in module.named_parameters()}
     shared = [name.removesuffix(".weight") for name in adapted_weights(module) if name not in named]
@@ -110,9 +138,16 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
 
 
 def shapes_of_base(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every parameter that the model's source provides: all but the adapters."""
-    named = module.named_parameters()
-    return {name: tuple(p.shape) for name, p in named if not name.endswith((".lora_A", ".lora_B"))}
+    """Return name and shape of every parameter that the model's source provides: all but adapters and scales.
+
+    The shape of quantised weights is that of the checkpoint's.
+    """
+    dense = quantised_shapes(module)
+    return {
+        name: (*p.shape[:-2], *dense[name]) if name in dense else tuple(p.shape)
+        for name, p in module.named_parameters()
+        if not is_adapter_part(name) and not is_side_tensor(name)
+    }
 
 
 def build_model(
@@ -127,22 +162,27 @@ def build_model(
 
     Args:
         place: uploads one host tensor with the sharding of the parameter of that name.
-        folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked.
+        folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked, for plain torch.
     """
     module, report = describe(source, lora=lora)
-    adapted = adapted_weights(module)
+    adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
-    if folding is not None and source.model.stack == "scanned":
-        chosen = source.model
+    chosen = source.model
+    if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
+        recompute(module, remat=chosen.remat, saved=chosen.saved)
+    elif chosen.stack == "scanned" and folding is not None:
         fold(module, folding, remat=chosen.remat, saved=chosen.saved, group=chosen.stack_group)
     initial: dict[str, Tensor] = {}
-    weights = stacked_weights(source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial)
+    weights = stacked_weights(
+        source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial, quantised=quantised
+    )
     marks: dict[str, str] = {}
     trainable = placed_weights(module, weights, place=place, marks=marks)
     placed_buffers(module, place=place)
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
-    return BuiltModel(module, in_order, report, source, initial, marks, tuple(trainable))
+    is_reduced = lora.init == "pissa"
+    return BuiltModel(module, in_order, report, source, initial, is_reduced, marks, tuple(trainable))
 
 
 def placed_buffers(module: nn.Module, *, place: PlaceTensor) -> None:

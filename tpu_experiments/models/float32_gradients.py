@@ -18,8 +18,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-ADAPTERS = (".lora_A", ".lora_B")
-"""Name endings of weights that their module takes in float32 and casts itself (models/lora.py)."""
+from tpu_experiments.runtime.stacked import is_adapter_part, is_side_tensor
+
 FACTORS = {torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.mul}
 
 
@@ -52,13 +52,18 @@ class _Product(Function):
         )
 
 
+def is_kept_as_it_is(name: str, weight: Tensor) -> bool:
+    """Tell whether the module of a weight takes it in the data type in which it is stored."""
+    return is_adapter_part(name) or not weight.is_floating_point() or is_side_tensor(name)
+
+
 @contextmanager
 def cast_weights(weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights as modules compute with them: all but adapters in `dtype`.
+    """Yield the weights as modules compute with them: all but adapters, codes and scales in `dtype`.
 
     Inside the block, float32 weights that are used through their casts receive float32 gradients.
     """
-    cast = {name: w if name.endswith(ADAPTERS) else w.to(dtype) for name, w in weights.items()}
+    cast = {name: w if is_kept_as_it_is(name, w) else w.to(dtype) for name, w in weights.items()}
     changed = {id(cast[name]): w for name, w in weights.items() if cast[name] is not w}
     if changed and torch.is_grad_enabled():
         with _UsedInFloat32(changed):

@@ -2,14 +2,26 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.build import describe, placed_buffers, placed_weights, shapes_of_base
+from tpu_experiments.models.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import adapted_weights, adapter_weights
+from tpu_experiments.models.lora import (
+    MAGNITUDE,
+    A,
+    B,
+    LoraLinear,
+    adapted_weights,
+    adapter_weights,
+    lengths_of_rows,
+    scale_of,
+)
+from tpu_experiments.models.quantised import format_of, quantised_shapes
 from tpu_experiments.runtime.ops import PlaceTensor
+from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor
 from tpu_experiments.storage.tensors import require_finite
 
 
@@ -26,7 +38,7 @@ def build_frozen(
 
     Args:
         lora: config of the adapters in `trained`; rank 0 where it has none.
-        trained: host tensors under Hugging Face's names: A and B of every adapter, or weights of the model, or nothing.
+        trained: host tensors under Hugging Face's names: those of every adapter, or weights of the model, or nothing.
         reduced_with_seed: seed of a run with `lora.init=pissa`, whose checkpoints hold A and B for the reduced base.
         origin: source of `trained`, for error messages.
 
@@ -44,18 +56,43 @@ def build_frozen(
     source.require_weights({name: shapes[name] for name in own})
     adapted = adapted_weights(module)
 
+    quantised = set(quantised_shapes(module))
+
+    def divided_lengths(name: str, parts: Mapping[str, Tensor]) -> Named:
+        """Divide an adapted weight's trained lengths by the norms of its rows, which do not change any more."""
+        prefix = name.removesuffix("weight")
+        magnitude = trained[prefix + MAGNITUDE].to(torch.float32)
+        require_finite(magnitude, name=prefix + MAGNITUDE, place=origin)
+        format = format_of(source.model) if name in quantised else None
+        if format is None:
+            weight = parts[name].t() if adapted[name] else parts[name]
+        else:
+            own = {part.removeprefix(prefix): tensor for part, tensor in parts.items()}
+            weight = format.decode(own, dtype=source.dtype)
+        norms = lengths_of_rows(weight, trained[prefix + A], trained[prefix + B], scale=scale_of(lora))
+        return Named(prefix + MAGNITUDE, magnitude / norms)
+
     def weights() -> Iterator[Named]:
         for base in source.weights(own):
             if reduced_with_seed is not None and base.name in adapted:
                 is_transposed = adapted[base.name]
                 base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed, is_transposed=is_transposed))
-            yield base
+            parts = list(held_as(base, source.model, quantised=quantised))
+            if lora.dora and base.name in adapted:
+                yield divided_lengths(base.name, {part.name: part.tensor for part in parts})
+            yield from parts
+            del base, parts  # as below
         for name in trained:
+            if is_magnitude(name):
+                continue
             tensor = trained[name].to(source.dtype)
             require_finite(tensor, name=name, place=origin)
-            yield Named(name, tensor)
+            yield from held_as(Named(name, tensor), source.model, quantised=quantised)
             del tensor  # otherwise it stays allocated while the next one is read
 
+    for part in module.modules():
+        if isinstance(part, LoraLinear):
+            part.is_divided = lora.dora
     placed_weights(module, weights(), place=place, marks={})
     placed_buffers(module, place=place)
     return module
@@ -75,8 +112,9 @@ def _described(
         raise _not_of_this_model(strays[0], found=trained[strays[0]].shape, expected=None, model=source, origin=origin)
     module, _ = describe(source, lora=lora)
     module.requires_grad_(False)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    for name in {**dict.fromkeys(n for n in shapes if n.endswith((".lora_A", ".lora_B"))), **dict.fromkeys(trained)}:
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if not is_side_tensor(name)}
+    shapes |= shapes_of_base(module)
+    for name in {**dict.fromkeys(n for n in shapes if is_adapter_part(n)), **dict.fromkeys(trained)}:
         found = trained[name].shape if name in trained else None
         if found is None or tuple(found) != shapes.get(name):
             raise _not_of_this_model(name, found=found, expected=shapes.get(name), model=source, origin=origin)

@@ -23,7 +23,7 @@ from torch._functorch.partitioners import (
 from tpu_experiments.config.model_schema import SAVABLE, SAVED
 
 LOW = "low"
-"""Name of an adapter's low-rank product A x: always saved, r numbers per token."""
+"""Name of an adapter's low-rank product A x, r numbers per token, and of DoRA's norms: always saved."""
 PROJECTIONS = SAVABLE[1:]
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
@@ -118,11 +118,14 @@ def not_run(graph: fx.GraphModule, _: Any) -> Callable[..., list[Any]]:
 
 @contextmanager
 def naming(layer: nn.Module) -> Iterator[None]:
-    """Name the values of a layer's projections and attention inside the block."""
+    """Name the values of a layer's projections and attention inside the block.
+
+    A projection with `names_its_products` names what the backward pass needs of it in the place of its output.
+    """
     handles: list[Any] = []
     for name, part in layer.named_modules():
         leaf = name.rpartition(".")[2]
-        if leaf in PROJECTIONS:
+        if leaf in PROJECTIONS and not getattr(part, "names_its_products", False):
             handles.append(part.register_forward_hook(lambda _m, _i, out, leaf=leaf: named(out, leaf)))
         if leaf == "o_proj":
             handles.append(

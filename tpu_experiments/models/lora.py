@@ -1,9 +1,9 @@
 """Low-rank adapters from first principles: y = W x + scale * B A x, W frozen (arXiv 2106.09685).
 
 `inject` replaces Linear modules by name; the frozen weight keeps Hugging Face's name. `adapter_weights` draws A and B
-(and, for PiSSA, takes them out of W). Shapes: A (r, in), B (out, r), both float32. Whether training changed anything
-is told by fingerprints of parameters at their start: a save that turns out to be the base model is the loudest
-complaint of TPU users (huggingface/transformers#36004)."""
+(and, for PiSSA, takes them out of W). Shapes: A (r, in), B (out, r), DoRA's lengths of rows (out,), all float32.
+Whether training changed anything is told by fingerprints of parameters at their start: a save that turns out to be the
+base model is the loudest complaint of TPU users (huggingface/transformers#36004)."""
 
 import hashlib
 import math
@@ -19,42 +19,91 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
+from tpu_experiments.models.dora import row_norms, with_length
 from tpu_experiments.models.dropout import NOISE, current_noise, random_mask
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
-from tpu_experiments.runtime.stacked import unstacked
+from tpu_experiments.models.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
+from tpu_experiments.runtime.stacked import ADAPTER_PARTS, is_side_tensor, unstacked
 
-A, B = "lora_A", "lora_B"
+A, B, MAGNITUDE = ADAPTER_PARTS
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that share one input tensor in most decoders; whether they do is checked at every call."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen Linear with an adapter; parameters `weight`, `bias` (the Linear's own), `lora_A`, `lora_B`.
+    """A frozen Linear with an adapter; parameters of the Linear itself, `lora_A`, `lora_B`, and DoRA's lengths of rows.
 
-    GPT-2's Conv1D is a Linear whose weight is (in, out) (`is_transposed`).
+    GPT-2's Conv1D is a Linear whose weight is (in, out) (`is_transposed`); a quantised one has codes and scales.
     """
 
     siblings: "Siblings | None" = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    lora_magnitude_vector: nn.Parameter | None
+    is_divided = False
+    """Whether DoRA's lengths were divided by the norms of the rows, which frozen weights need once."""
 
-    def __init__(self, linear: nn.Linear | Conv1D, *, r: int, scale: float, dropout: float, name: str = "") -> None:
+    def __init__(
+        self,
+        linear: nn.Linear | Conv1D | QuantLinear,
+        *,
+        r: int,
+        scale: float,
+        dropout: float,
+        dora: bool = False,
+        name: str = "",
+    ) -> None:
         """Wrap `linear`; `name` is its path in the model, on which dropout masks depend."""
         super().__init__()
+        self.leaf, self.names_its_products = name.rpartition(".")[2], dora
         self.layer_idx, self.site = layer_and_hash(name)
         self.is_transposed = isinstance(linear, Conv1D)
         self.in_features, self.out_features = features_of(linear)
         self.scale, self.dropout = scale, dropout
-        self.weight, self.bias = linear.weight, linear.bias
-        device = linear.weight.device
+        self.format = linear.format if isinstance(linear, QuantLinear) else None
+        for name, own in linear.named_parameters(recurse=False):
+            self.register_parameter(name, own)
+        if linear.bias is None:
+            self.register_parameter("bias", None)
+        device: torch.device = self.weight.device
         self.lora_A = nn.Parameter(torch.empty(r, self.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, r, dtype=torch.float32, device=device))
+        lengths = nn.Parameter(torch.empty(self.out_features, dtype=torch.float32, device=device)) if dora else None
+        self.register_parameter(MAGNITUDE, lengths)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), in the data type of `x`."""
         low = self.siblings.low_rank(self, x) if self.siblings else self.low_rank(x, self.lora_A)
-        weight = self.weight.t() if self.is_transposed else self.weight
-        return F.linear(x, weight, self.bias) + product(low, self.lora_B)
+        if self.lora_magnitude_vector is not None:
+            return self._with_length(x, low, self.lora_magnitude_vector)
+        return self.frozen(x, bias=self.bias) + product(low, self.lora_B)
+
+    def frozen(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
+        """Return what the layer computes without its adapter."""
+        if self.format is not None:
+            return frozen_product(x, parts_of(self), format=self.format, bias=bias)
+        return F.linear(x, self.weight.t() if self.is_transposed else self.weight, bias)
+
+    def _with_length(self, x: Tensor, low: Tensor, magnitude: Tensor) -> Tensor:
+        """Return m (W + scale B A) x / |W + scale B A| + bias.
+
+        Dropout is PEFT's: x is W's input as it is for the output without adapter, and dropped where m changes it.
+        """
+        kept = self._dropped(x)
+        plain = self.frozen(kept, bias=None)
+        out = named(plain + product(low, self.lora_B), self.leaf)
+        norm = None if self.is_divided else named(self._row_norms(x.dtype), LOW)
+        scaled = with_length(out, magnitude, norm, self.bias)
+        return scaled if kept is x else scaled + named(self.frozen(x, bias=None) - plain, self.leaf)
+
+    def _row_norms(self, dtype: torch.dtype) -> Tensor:
+        if self.format is not None:
+            weight = self.format.decode(parts_of(self), dtype=dtype)
+        else:
+            weight = self.weight.t() if self.is_transposed else self.weight
+        return row_norms(weight, self.lora_A, self.lora_B, scale=self.scale)
 
     def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
@@ -80,7 +129,7 @@ class LoraLinear(nn.Module):
         return torch.where(mask, x / keep, 0.0)
 
 
-def features_of(linear: nn.Linear | Conv1D) -> tuple[int, int]:
+def features_of(linear: nn.Linear | Conv1D | QuantLinear) -> tuple[int, int]:
     """Return the input and the output width of a linear layer."""
     if isinstance(linear, Conv1D):
         return linear.nx, linear.nf
@@ -136,14 +185,17 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
     Raises:
         ConfigError: a target matches no Linear; the names that exist are listed.
     """
-    linears = {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
+    kinds = (nn.Linear, Conv1D, QuantLinear)
+    linears = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
     if lora.r == 0:
         return report(module, adapters=0)
     module.requires_grad_(False)
     matched = _matched(linears, lora.targets)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
-        adapted = LoraLinear(linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout, name=name)
+        adapted = LoraLinear(
+            linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout, dora=lora.dora, name=name
+        )
         setattr(module.get_submodule(parent), leaf, adapted)
     for parent in {name.rpartition(".")[0]: None for name in matched}:
         _link_siblings(module.get_submodule(parent))
@@ -185,9 +237,12 @@ def _matched(linears: Mapping[str, nn.Module], targets: list[str]) -> list[str]:
 
 
 def report(module: nn.Module, *, adapters: int) -> ParameterReport:
-    """Count parameters; `module.parameters()` yields tied ones once."""
+    """Count parameters, tied ones once; quantised weights as those that they stand for, their scales not."""
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return ParameterReport(trainable, sum(p.numel() for p in module.parameters()), adapters)
+    dense = quantised_shapes(module)
+    named = ((name, p) for name, p in module.named_parameters() if not is_side_tensor(name))
+    total = sum(math.prod(dense[name]) if name in dense else p.numel() for name, p in named)
+    return ParameterReport(trainable, total, adapters)
 
 
 def adapted_weights(module: nn.Module) -> dict[str, bool]:
@@ -196,44 +251,70 @@ def adapted_weights(module: nn.Module) -> dict[str, bool]:
     return {f"{name}.weight": part.is_transposed for name, part in parts}
 
 
-def adapter_weights(base: Named, *, lora: LoraConfig, seed: int, is_transposed: bool = False) -> Iterator[Named]:
-    """Yield the base weight and its adapter: `base` (for PiSSA reduced by B A), then A and B.
+def adapter_weights(
+    base: Named, *, lora: LoraConfig, seed: int, is_transposed: bool = False, format: Format | None = None
+) -> Iterator[Named]:
+    """Yield the base weight (for PiSSA reduced by B A), A, B, and with DoRA the lengths of rows.
 
     The draw depends on the seed and the parameter's name alone, so it is the same on any number of devices.
 
     Args:
         is_transposed: the weight is (in, out), as in `adapted_weights`.
+        format: of a base that is yielded as codes and scales.
     """
     prefix = base.name.removesuffix("weight")
-    weight = base.tensor.t() if is_transposed else base.tensor
-    shape_a, shape_b = (lora.r, weight.shape[1]), (weight.shape[0], lora.r)
-    digest = hashlib.blake2b(f"{seed}:{base.name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    whole = base.tensor.t() if is_transposed else base.tensor
     if lora.init == "pissa":
-        weight, a, b = _pissa(weight, r=lora.r, scale=scale_of(lora))
-    elif lora.init == "a_zero":
-        a = torch.zeros(shape_a)
-        # standard deviation of A in b_zero, Kaiming-uniform with a = sqrt(5), for B's fan-in r
-        b = torch.randn(shape_b, generator=generator) / math.sqrt(3 * lora.r)
+        weight, a, b = _pissa(whole, r=lora.r, scale=scale_of(lora))
     else:
-        bound = 1 / math.sqrt(weight.shape[1])  # Kaiming-uniform with a = sqrt(5), as nn.Linear
-        a = torch.empty(shape_a).uniform_(-bound, bound, generator=generator)
-        b = torch.zeros(shape_b)
-    yield Named(base.name, weight.t().contiguous() if is_transposed else weight)
+        weight, (a, b) = whole, _drawn(tuple(whole.shape), name=base.name, lora=lora, seed=seed)
+    parts = {"weight": weight} if format is None else format.quantise(weight)
+    if format is not None and (lora.dora or lora.init == "loftq"):
+        weight = format.decode(parts, dtype=weight.dtype)
+        if lora.init == "loftq":  # arXiv 2310.08659, one step: the base's codes stay those of W
+            a, b = principal(whole.to(torch.float32) - weight, r=lora.r, scale=scale_of(lora))
+    for name, tensor in parts.items():
+        yield Named(prefix + name, tensor.t().contiguous() if is_transposed else tensor)
     yield Named(prefix + A, a)
     yield Named(prefix + B, b)
+    if lora.dora:
+        yield Named(prefix + MAGNITUDE, lengths_of_rows(weight, a, b, scale=scale_of(lora)))
+
+
+def _drawn(shape: tuple[int, ...], *, name: str, lora: LoraConfig, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw A and B for a weight (out, in); their product is zero."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    if lora.init == "a_zero":
+        # standard deviation of A in b_zero, Kaiming-uniform with a = sqrt(5), for B's fan-in r
+        b = torch.randn((shape[0], lora.r), generator=generator) / math.sqrt(3 * lora.r)
+        return torch.zeros(lora.r, shape[1]), b
+    bound = 1 / math.sqrt(shape[1])  # Kaiming-uniform with a = sqrt(5), as nn.Linear
+    return torch.empty(lora.r, shape[1]).uniform_(-bound, bound, generator=generator), torch.zeros(shape[0], lora.r)
+
+
+def lengths_of_rows(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """Return the norms of the rows of W + scale B A; of a weight on the meta device, an empty tensor."""
+    if weight.is_meta:
+        return torch.empty(len(weight), device="meta")
+    return row_norms(weight, a, b, scale=scale)
 
 
 def _pissa(weight: Tensor, *, r: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Split W into W - scale B A, A and B by its r largest singular values (PiSSA, arXiv 2404.02948).
+    """Split W into W - scale B A, A and B by its r largest singular values (PiSSA, arXiv 2404.02948)."""
+    full = weight.to(torch.float32)
+    a, b = principal(full, r=r, scale=scale)
+    return (full - scale * b @ a).to(weight.dtype), a, b
+
+
+def principal(matrix: Tensor, *, r: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return A and B whose scale B A is the closest matrix of rank r, by the r largest singular values.
 
     A = sqrt(S_r) V_r^T and B = U_r sqrt(S_r), each divided by sqrt(scale).
     """
-    full = weight.to(torch.float32)
-    u, s, vt = torch.linalg.svd(full, full_matrices=False)
+    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
     root = torch.sqrt(s[:r] / scale)
-    a, b = root[:, None] * vt[:r], u[:, :r] * root
-    return (full - scale * b @ a).to(weight.dtype), a, b
+    return root[:, None] * vt[:r], u[:, :r] * root
 
 
 MAX_ELEMENTS = 2**20
@@ -262,10 +343,10 @@ def num_changed(tensors: Mapping[str, Tensor], initial: Mapping[str, str]) -> in
 def effects(tensors: Mapping[str, Tensor], *, start: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the Frobenius norm of B A for every adapted module, without the scale.
 
-    Where `start` has A0 and B0 (PiSSA), the norm is that of B A - B0 A0. |B A|^2 is the sum of (B^T B) * (A A^T), two r
-    x r matrices, so the product itself is never formed. B A - B0 A0 is (B - B0) A + B0 (A - A0), which loses no digits
-    where little has changed. Float64 throughout, by numpy: torch's threads wait for each other at every small product
-    (14 modules, busy machine: 1.4 s instead of 0.05 s).
+    Where `start` has A0 and B0 (PiSSA, LoftQ), it is that of B A - B0 A0. |B A|^2 is the sum of (B^T B) * (A A^T), two
+    r x r matrices, so the product itself is never formed. B A - B0 A0 is (B - B0) A + B0 (A - A0), which loses no
+    digits where little has changed. Float64 throughout, by numpy: torch's threads wait for each other at every small
+    product (14 modules, busy machine: 1.4 s instead of 0.05 s).
     """
     found: dict[str, float] = {}
     for name in tensors:

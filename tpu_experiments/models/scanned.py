@@ -9,6 +9,7 @@ from torch import Tensor
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.layer_graph import LayerGraph
 from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, in_use
+from tpu_experiments.runtime.stacked import is_magnitude, is_side_tensor
 
 LAYER_INPUT = 0
 """Number of the hidden states among the inputs of a layer's graph."""
@@ -33,14 +34,23 @@ def scan_layers(
         offload: whether the layers' inputs are kept in host memory until the backward pass.
     """
     flat = [p for own in weights for p in own.values()]
-    out: Tensor = _Layers.apply(_Scan(graphs, splits, folding, offload), constants, hidden, *flat)
+    names = [name for own in weights for name in own]
+    out: Tensor = _Layers.apply(_Scan(graphs, splits, folding, offload, names), constants, hidden, *flat)
     return out
 
 
 class _Scan:
     """Bodies of the forward and the backward loop."""
 
-    def __init__(self, graphs: Sequence[LayerGraph], splits: Sequence[Axes], folding: Folding, offload: bool) -> None:
+    def __init__(
+        self,
+        graphs: Sequence[LayerGraph],
+        splits: Sequence[Axes],
+        folding: Folding,
+        offload: bool,
+        names: Sequence[str],
+    ) -> None:
+        self.names = names
         self.graphs, self.splits, self.loop, self.constrain = graphs, splits, folding.loop, folding.constrain
         self.host = folding.host if offload else HostMemory()
 
@@ -99,9 +109,15 @@ def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, constrain: Co
     return [w if in_use(axes) == axes else constrain(w, axes=in_use(axes)) for w, axes in pairs]
 
 
-def compute_dtype(weights: Iterable[Tensor], *, like: Tensor) -> tuple[Tensor, ...]:
-    """Cast weights to the data type that their layers compute in; numbers of layers stay integers."""
-    return tuple(w.to(like.dtype) if w.is_floating_point() else w for w in weights)
+def compute_dtype(weights: Iterable[Tensor], names: Iterable[str], *, like: Tensor) -> tuple[Tensor, ...]:
+    """Cast weights to the data type that their layers compute in.
+
+    Integers, scales of codes and DoRA's lengths of rows stay as they are.
+    """
+    return tuple(
+        w.to(like.dtype) if w.is_floating_point() and not is_side_tensor(name) and not is_magnitude(name) else w
+        for w, name in zip(weights, names, strict=True)
+    )
 
 
 def _bool_to_uint8(value: Tensor) -> Tensor:
@@ -121,7 +137,7 @@ class _Layers(torch.autograd.Function):
     def forward(ctx: Any, scan: _Scan, constants: tuple[Tensor, ...], hidden: Tensor, *kept: Tensor) -> Tensor:
         # Cast once, and before devices exchange shards. The graphs were traced for the stored weights: gradients are
         # float32 where the stored weights are.
-        weights = compute_dtype(kept, like=hidden)
+        weights = compute_dtype(kept, scan.names, like=hidden)
         (out,), saved = scan.loop(
             scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0]
         )

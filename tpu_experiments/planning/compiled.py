@@ -32,6 +32,8 @@ from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chi
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.trace import BATCH, Argument, Lowered
 from tpu_experiments.planning.work import GIB
+from tpu_experiments.runtime.sharding import ABSMAX
+from tpu_experiments.runtime.stacked import is_adapter_part
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +147,17 @@ def _shortage(answer: dict[str, Any], *, hw: HwConfig, place: Path, what: str) -
     raise oom.refused_program(error_text, what=what)
 
 
-ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "float64": 8, "bool": 1, "uint8": 1}
+ITEM_BYTES = {
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "float64": 8,
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -205,7 +217,7 @@ def planned(
 def widths_of_step(program: Lowered, arch: Any, *, rank: int, trained: Collection[str]) -> Widths:
     """Return the sizes by which the parts of a training step are identified."""
     mesh = program.mesh
-    elements = {elements_of_chip(a, mesh=mesh) for a in program.arguments if a.name in trained}
+    elements = {elements_of_chip(a, mesh=mesh) for a in program.arguments if a.name in trained or ABSMAX in a.name}
     splits = {mesh.fsdp, mesh.tensor, mesh.fsdp * mesh.tensor}
     return widths_of(arch, rank=rank, seq_len=program.shape[-1], trained=elements, splits=splits)
 
@@ -223,7 +235,7 @@ def class_of(argument: Argument, *, trained: Collection[str]) -> str:
         return "optimizer state"
     if argument.name not in trained:
         return "base weights"
-    return "adapters" if argument.name.endswith(("lora_A", "lora_B")) else "trained weights"
+    return "adapters" if is_adapter_part(argument.name) else "trained weights"
 
 
 def gib_by_class(arguments: Iterable[Argument], *, program: Lowered, trained: Collection[str]) -> dict[str, float]:

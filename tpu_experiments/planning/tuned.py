@@ -183,6 +183,7 @@ def applicable_lines(config: Config) -> Iterator[Line]:
         return
     for line in mine:
         is_no_larger = 0 < config.lora.r <= line.rank and set(config.lora.targets) <= set(line.targets)
+        is_no_larger &= not config.lora.dora  # whose steps need more memory
         if facts == line.facts and is_no_larger and longest <= min(line.row_tokens, line.micro_tokens):
             yield line
 

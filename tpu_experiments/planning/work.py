@@ -3,10 +3,13 @@
 FLOPs of a token are in metrics/flops.py, which the run uses too.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpu_experiments.metrics.flops import Decoder, Trainable, read_decoder
+from tpu_experiments.optim.adamw8bit import MIN_ELEMENTS
+from tpu_experiments.optim.blockwise import BLOCK
 
 GIB = 2**30
 
@@ -36,11 +39,11 @@ class MemoryEstimate:
     """GiB per chip by class, by formulas instead of a compiler."""
 
     base: float
-    """Frozen weights in the model's data type; 0 where every weight is trained."""
+    """Frozen weights, as `model.base` stores them; 0 where every weight is trained."""
     adapters: float
     """Trained parameters in float32."""
     optimizer: float
-    """Optimizer state in float32."""
+    """Optimizer state: float32, or 8-bit codes and their scales."""
     gradients: float
     """Gradients in float32, and the trained parameters once more in the model's data type."""
     activations: float
@@ -81,7 +84,8 @@ class StepSettings:
     """Number of micro-batches in one step."""
     lora_rank: int = 0
     targets: tuple[str, ...] = ()
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    dora: bool = False
+    optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
     recompute: bool = False
     """Only the layers' inputs are saved."""
     loss_chunk_tokens: int | None = None
@@ -92,6 +96,30 @@ class StepSettings:
     """Number of chips that share a weight in `fsdp`."""
     weight_bytes: int = 2
     """Bytes of one element in the model's data type."""
+    base: str = "dense"
+    """Storage of the layers' matrices, as in `model.base`."""
+    double_quant: bool = True
+
+
+def matrix_bytes(rows: int, columns: int, *, base: str, double_quant: bool, item_bytes: int) -> float:
+    """Return the bytes of a frozen matrix and its scales (models/quantised.py)."""
+    elements = rows * columns
+    if base == "int8":
+        return elements + 4 * rows
+    if base == "nf4":
+        blocks = elements / 64
+        return elements / 2 + (blocks + 4 * math.ceil(blocks / 256) + 4 if double_quant else 4 * blocks)
+    return elements * item_bytes
+
+
+def base_bytes(decoder: Decoder, *, base: str, double_quant: bool, item_bytes: int) -> tuple[float, float]:
+    """Return the bytes of a model's matrices, which are sharded, and of its vectors, which are whole."""
+    of_layer = sum(
+        matrix_bytes(high, wide, base=base, double_quant=double_quant, item_bytes=item_bytes)
+        for wide, high in decoder.projections.values()
+    )
+    rest = decoder.matrices - decoder.num_layers * decoder.layer_matrices
+    return decoder.num_layers * of_layer + rest * item_bytes, decoder.vectors * item_bytes
 
 
 def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
@@ -105,17 +133,23 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     """
     decoder = read_decoder(arch)
     split = step.chips if step.sharding == "fsdp" else 1
-    base, trained, moments = _state(decoder, step=step, split=split)
+    trained, moment_bytes = _state(decoder, step=step, split=split)
+    matrices, vectors = base_bytes(
+        decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
+    )
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
-    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention) * per_element
+    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention)
+    if step.dora:  # outputs before they get their lengths
+        kept += sum(high for _, high in decoder.adapted(step.targets)) / decoder.num_layers
+    kept *= per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
     largest = max(wide * high for wide, high in decoder.projections.values())
     return MemoryEstimate(
-        base=base * step.weight_bytes / GIB,
+        base=(matrices / split + vectors) / GIB if step.trainable != "full" else 0.0,
         adapters=trained * 4 / GIB,
-        optimizer=moments * 4 / GIB,
+        optimizer=moment_bytes / GIB,
         gradients=trained * (4 + step.weight_bytes) / GIB,
         activations=(inputs + kept if step.recompute else decoder.num_layers * kept) / GIB,
         logits=chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
@@ -124,31 +158,43 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     )
 
 
-def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, float, float]:
-    """Return elements per chip: frozen, trained, and of the optimizer.
+def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, float]:
+    """Return elements per chip that are trained, and bytes of the optimizer's state.
 
     Matrices are sharded, vectors and adapters are whole.
     """
-    weights = decoder.matrices / split + decoder.vectors
     if step.trainable == "full":
-        return 0.0, weights, _moments(decoder, step.optimizer) / split
-    trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets))
+        return decoder.matrices / split + decoder.vectors, _moment_bytes(decoder, step.optimizer) / split
+    trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora))
+    adapted = decoder.adapted(step.targets)
+    lengths = 8.0 * sum(high for _, high in adapted) if step.dora else 0.0
     if step.optimizer == "adamw":
-        return weights, trained, 2 * trained
-    factored = sum(wide + high + 2 * step.lora_rank for wide, high in decoder.adapted(step.targets))
-    return weights, trained, float(factored)
+        return trained, 8 * trained
+    if step.optimizer == "adamw8bit":
+        return trained, sum(_in_8_bits(step.lora_rank * edge) for pair in adapted for edge in pair) + lengths
+    factored = sum(wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in adapted)
+    return trained, 4.0 * factored
 
 
-def _moments(decoder: Decoder, optimizer: str) -> float:
-    """Return the elements of the optimizer's state over all weights.
+def _in_8_bits(elements: int) -> float:
+    """Return the bytes of AdamW's moments of one parameter, 8 bits each (optim/adamw8bit.py)."""
+    return 8.0 * elements if elements < MIN_ELEMENTS else 2.0 * elements + 8 * math.ceil(elements / BLOCK)
+
+
+def _moment_bytes(decoder: Decoder, optimizer: str) -> float:
+    """Return the bytes of the optimizer's state over all weights.
 
     AdamW has two moments, Adafactor rows and columns.
     """
     if optimizer == "adamw":
-        return 2.0 * decoder.parameters
+        return 8.0 * decoder.parameters
+    if optimizer == "adamw8bit":  # a vector is counted as long as the residual stream is wide
+        matrices = [wide * high for wide, high in decoder.projections.values()] * decoder.num_layers
+        matrices += [decoder.embedding] * (1 if decoder.tied else 2)
+        return sum(map(_in_8_bits, matrices)) + _in_8_bits(decoder.hidden) / decoder.hidden * decoder.vectors
     edges = decoder.num_layers * sum(wide + high for wide, high in decoder.projections.values())
     heads = 1 if decoder.tied else 2
-    return float(edges + heads * (decoder.hidden + decoder.vocab_size) + decoder.vectors)
+    return 4.0 * (edges + heads * (decoder.hidden + decoder.vocab_size) + decoder.vectors)
 
 
 def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:

@@ -10,12 +10,33 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+SIDE_TENSORS = ("weight_scale", "weight_absmax", "weight_nested", "weight_offset")
+"""Last parts of the names of the scales of quantised weights, whose codes are called `weight` (models/quantised.py)."""
+MAGNITUDE = "lora_magnitude_vector"
+"""Last part of the name of DoRA's trained lengths of rows (models/dora.py), as in PEFT."""
+ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE)
+"""Last parts of the names of an adapter's trained tensors (models/lora.py)."""
 RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
 
 
 def is_stack(name: str) -> bool:
     """Return whether the parameter of this name has a leading layer axis."""
     return RANGE.search(name) is not None
+
+
+def is_side_tensor(name: str) -> bool:
+    """Return whether the parameter of this name holds scales of quantised weights; a checkpoint has none."""
+    return name.rpartition(".")[2] in SIDE_TENSORS
+
+
+def is_adapter_part(name: str) -> bool:
+    """Return whether the parameter of this name belongs to an adapter."""
+    return name.rpartition(".")[2] in ADAPTER_PARTS
+
+
+def is_magnitude(name: str) -> bool:
+    """Return whether the parameter of this name holds DoRA's lengths of rows, which are always float32."""
+    return name.rpartition(".")[2] == MAGNITUDE
 
 
 def hugging_face_names(name: str) -> list[str]:

@@ -181,6 +181,8 @@ class RunOutputs:
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
         }
+        if reading.loss_scale is not None:
+            values["train/loss_scale"] = reading.loss_scale
         if reading.skipped:
             values = {name: value for name, value in values.items() if math.isfinite(value)}
             values["train/skipped"] = float(len(reading.skipped))
@@ -275,7 +277,7 @@ class RunOutputs:
         self.export_digests = write_adapter(
             self.adapter_path,
             parameters={source.outer_name(name): t for name, t in to_host(model.trainable).items()},
-            initial={source.outer_name(name): t for name, t in model.initial.items()},
+            initial={source.outer_name(name): t for name, t in model.taken_out.items()},
             lora=config.lora,
             base_path=self.base_path,
             revision=config.model.revision,

@@ -24,6 +24,7 @@ from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, flat, place_
 from tpu_experiments.checkpoint.store import latest_progress, read_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
@@ -32,6 +33,7 @@ from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import fingerprint, scale_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range
@@ -265,11 +267,11 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
             f"base_model_name_or_path in its {ADAPTER_CONFIG} where the two are the same."
         )
     theirs, ours = adapter.lora, config.lora
-    if theirs.r != ours.r or not math.isclose(scale_of(theirs), scale_of(ours), rel_tol=1e-6):
+    are_alike = (theirs.r, theirs.dora) == (ours.r, ours.dora)
+    if not are_alike or not math.isclose(scale_of(theirs), scale_of(ours), rel_tol=1e-6):
+        has, wants, words = _shape_of(theirs), _shape_of(ours), _shape_of(theirs, prefix="lora.", separator=" ")
         raise ConfigError(
-            f"start.run={folder}; it has r={theirs.r}, alpha={theirs.alpha:g}, scaling={theirs.scaling}, and the run "
-            f"r={ours.r}, alpha={ours.alpha:g}, scaling={ours.scaling}; write lora.r={theirs.r} "
-            f"lora.alpha={theirs.alpha:g} lora.scaling={theirs.scaling}, or merge it into its base first."
+            f"start.run={folder}; it has {has}, and the run {wants}; write {words}, or merge it into its base first."
         )
     sha256 = _digest([paths.join(folder, ADAPTER_FILE)])
     point = StartPoint(run=folder, kind="adapter", place=folder, take="weights", sha256=sha256)
@@ -278,13 +280,19 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     return point
 
 
+def _shape_of(lora: LoraConfig, *, prefix: str = "", separator: str = ", ") -> str:
+    """Return what determines the function of an adapter's tensors, as `key=value`."""
+    values = {"r": lora.r, "alpha": f"{lora.alpha:g}", "scaling": lora.scaling, "dora": str(lora.dora).lower()}
+    return separator.join(f"{prefix}{key}={value}" for key, value in values.items())
+
+
 def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) -> None:
     """Require another run's stored identity to have trained the same tensors as this run.
 
     Raises:
         ConfigError: the model, the adapters or, with `start.take=all`, the optimizer differ.
     """
-    now = identity(config)
+    now = {"lora.dora": False, **identity(config)}  # which leaves it out where it has no effect
     theirs = stored.get("lora.r", config.lora.r)
     if theirs == 0 and config.lora.r > 0:
         raise ConfigError(
@@ -298,8 +306,9 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     if is_drawn:
         keys += [key for key in sorted(stored.keys() | now.keys()) if key.startswith(DRAWN)]
     if config.lora.r > 0:
+        stored = {"lora.dora": False, **stored}
         keys += ["seed"] if is_drawn or config.lora.init == "pissa" else []
-        keys += ["lora.r", "lora.alpha", "lora.scaling"] if "lora.r" in stored else []
+        keys += ["lora.r", "lora.alpha", "lora.scaling", "lora.dora"] if "lora.r" in stored else []
     if config.lora.init == "pissa" and "lora.r" in stored:
         keys.append("lora.init")
     if config.start.take == "all":
@@ -355,7 +364,7 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         assert point.step is not None, "`_checkpoint_or_export` gives it"
         wanted = {PARAMETERS: parameters}
         if point.take == "all" and config.trainer._target_ == TrainerConfig._target_:
-            wanted[OPTIMIZER] = flat(optimizer_of(config).init(parameters))
+            wanted[OPTIMIZER] = flat(with_loss_scale(optimizer_of(config), config).init(parameters))
 
         def restore(_: Mapping[str, Any], groups: Groups) -> None:
             for group, expected in wanted.items():

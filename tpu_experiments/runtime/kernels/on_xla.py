@@ -14,6 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores, Target
+from tpu_experiments.runtime.kernels.integers import int8_product
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -79,3 +80,10 @@ def _computation(call: AttentionCall, *, direction: Direction, target: Target) -
         ) from error
     module = lowered(call, direction=direction, target=target)
     return xb.computation_from_module_proto(f"attention_{direction}", module)
+
+
+@int8_product.register_kernel("xla")
+def _(x_TK: Tensor, weight: Tensor, contracted: int) -> Tensor:
+    dimensions: tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]] = (([1], [contracted]), ([], []))
+    product: Tensor = torch_xla._XLAC._xla_dot_general(x_TK, weight, dimensions, preferred_element_type=torch.int32)
+    return product

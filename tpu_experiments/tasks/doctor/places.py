@@ -194,7 +194,9 @@ def checkpoint_bytes(config: Config, arch: object) -> int:
         return 0
     decoder = read_decoder(arch)
     targets = config.lora.targets
-    trained = decoder.adapter_parameters(rank=config.lora.r, targets=targets) if config.lora.r else decoder.parameters
+    trained = decoder.parameters
+    if config.lora.r:
+        trained = decoder.adapter_parameters(rank=config.lora.r, targets=targets, dora=config.lora.dora)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     return trained * ADAM_BYTES * kept
 

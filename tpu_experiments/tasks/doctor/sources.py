@@ -16,13 +16,14 @@ from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.planning.check import Finding as MemoryFinding
 from tpu_experiments.planning.check import finding as memory_finding
 from tpu_experiments.planning.stored_plans import sizes_of
+from tpu_experiments.planning.work import base_bytes
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local, is_glob
 from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, ok, shown_gb, warning, worst
 from tpu_experiments.tasks.doctor.places import ModelFiles, as_training, inspect_model_files
 
 Hub = Literal["not asked", "gives it", "gated", "missing", "no answer"]
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BASE_BYTES = 3 * 10**9
 """Host memory besides the weights: a whole run of the tiny model peaks at 1,454 MiB (README), doubled."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -195,7 +196,9 @@ def needed_bytes(config: Config, arch: Any) -> int | None:
     if not arch:
         return None
     processes = config.hw.num_devices if config.hw.parallel == "spawn" else 1
-    weights = read_decoder(arch).parameters * ITEM_BYTES[config.model.dtype]
+    model, decoder = config.model, read_decoder(arch)
+    item_bytes = ITEM_BYTES[model.dtype]
+    weights = sum(base_bytes(decoder, base=model.base, double_quant=model.base_double_quant, item_bytes=item_bytes))
     return processes * (int(1.01 * weights) + BASE_BYTES)
 
 

@@ -1,0 +1,60 @@
+"""Weight decomposition (DoRA, arXiv 2402.09353): W + scale B A with rows of trained length m.
+
+W' = m (W + scale B A) / |W + scale B A|, the norm being that of the row of each output feature. Gradients take it for a
+constant (section 4.3). Norms and products with m are float32; no matrix of W's shape is kept for the backward pass.
+Legend: N output features, K input features, R ranks."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+SMALLEST = 1e-24
+"""Lower bound of a squared norm, for rows of zeros."""
+
+
+def row_norms(weight_NK: Tensor, a_RK: Tensor, b_NR: Tensor, *, scale: float) -> Tensor:
+    """Return the norms (N,) of the rows of W + scale B A, in float32 and without gradient.
+
+    A and B are rounded to the data type of W, as the products with them do. The sum of both matrices is not formed:
+    |w + s b A|^2 = |w|^2 + 2 s (w A^T) . b + s^2 b A A^T . b for a row w of W and b of B.
+    """
+    weight_NK = weight_NK.detach()
+    a_RK, b_NR = (t.detach().to(weight_NK.dtype) for t in (a_RK, b_NR))
+    crossed_NR = F.linear(weight_NK, a_RK).to(torch.float32)
+    a_RK, b_NR = a_RK.to(torch.float32), b_NR.to(torch.float32)
+    added_N = ((2 * crossed_NR + scale * (b_NR @ (a_RK @ a_RK.T))) * b_NR).sum(1) * scale
+    return (weight_NK.to(torch.float32).square().sum(1) + added_N).clamp(min=SMALLEST).sqrt()
+
+
+def with_length(out: Tensor, magnitude_N: Tensor, norm_N: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Multiply outputs (..., N) by m / norm and add the bias, in float32; the result has the data type of `out`.
+
+    Args:
+        norm_N: the norms; None where `magnitude_N` was divided by them before.
+    """
+    factor_N = magnitude_N.to(torch.float32) if norm_N is None else magnitude_N / norm_N
+    scaled: Tensor = _Scaled.apply(out, factor_N, bias)
+    return scaled
+
+
+class _Scaled(Function):
+    """Saves the outputs in their own data type and sums the factor's gradient over tokens in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, factor_N: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(out, factor_N)
+        scaled = out.to(torch.float32) * factor_N
+        return (scaled if bias is None else scaled + bias.to(torch.float32)).to(out.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out, factor_N = ctx.saved_tensors
+        full = grad.to(torch.float32)
+        of_out = (full * factor_N).to(grad.dtype) if ctx.needs_input_grad[0] else None
+        of_factor = (full * out.to(torch.float32)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return of_out, of_factor, None
