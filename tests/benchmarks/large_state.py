@@ -98,7 +98,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     }
     optimizer = AdamW(weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
     # Placed, since the device makes no zeros before a program reads them.
-    state = zero_state(optimizer, parameters, zeros=lambda shape, name: runtime.place(torch.zeros(shape), name=name))
+    state = zero_state(optimizer, parameters, zeros=runtime.zeros)
     runtime.wait()
     held = {"parameters": parameters, "state": state}
     return loading(args, runtime, held) if args.load else saving(args, runtime, held)

@@ -19,7 +19,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 MIB = 2**20
-CASES = ("ours_eager", "ours_xla", "transformers", "transformers_to_xla")
+CASES = ("ours_eager", "ours_xla", "ours_eager_nf4", "ours_xla_int8", "transformers", "transformers_to_xla")
 WIDTHS = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
 
 
@@ -156,7 +156,7 @@ def _touched(model: Any) -> object:
     return model
 
 
-def _ours(runtime_name: str, folder: Path) -> Callable[[], object]:
+def _ours(case: str, folder: Path) -> Callable[[], object]:
     import torch
 
     from tpu_experiments.config.hardware import HwConfig
@@ -164,6 +164,7 @@ def _ours(runtime_name: str, folder: Path) -> Callable[[], object]:
     from tpu_experiments.models.build import build_model
     from tpu_experiments.models.huggingface import HuggingFaceModel
 
+    runtime_name, _, base = case.partition("_")
     hw = HwConfig(name="cpu", device="cpu", parallel="inline", num_devices=1)
     if runtime_name == "xla":
         from tpu_experiments.runtime.xla.device import XlaRuntime
@@ -175,7 +176,7 @@ def _ours(runtime_name: str, folder: Path) -> Callable[[], object]:
         runtime = EagerRuntime(hw)
     _import_model_class(folder)
     runtime.place(torch.ones(1), name="").cpu()  # starts the client
-    model = ModelConfig(name="random", path=str(folder), dtype="bfloat16")
+    model = ModelConfig(name="random", path=str(folder), dtype="bfloat16", base=base or "dense")
     lora = LoraConfig(r=8, targets=["q_proj", "v_proj"])
 
     def load() -> object:

@@ -16,6 +16,14 @@ def machine(name: str) -> HwConfig:
     return composed(f"hw={name}", LARGEST, "task=plan").hw
 
 
+GPUS = {
+    "t4": (16, 14.75, 65, 320, 1.59),
+    "t4x2": (16, 14.75, 65, 320, 1.59),
+    "l4": (24, None, 121, 300, 2.04),
+    "rtx4090": (24, 23.52, 165.2, 1008, 2.52),
+    "a100": (80, 79.15, 312, 2039, 1.41),
+    "h100": (80, None, 989.4, 3350, 1.83),
+}
 TPUS = [name for name in names("hw") if machine(name).device == "tpu"]
 CLOUD = [name for name in TPUS if not name.startswith("colab")]
 
@@ -70,6 +78,22 @@ def test_a_slice_that_is_named_after_its_cores_has_half_as_many_chips(name: str)
     refused = refusal(f"hw={name}", "hw.num_devices=8", LARGEST)
     assert "hw.num_devices=8 with hw.num_hosts=1; a host of v4 or v5p has 4 chips (two cores each, " in refused
     assert refused.endswith(f"or use hw={name} as it is.")
+
+
+def test_gpus_have_a_datasheet_and_a_dated_price() -> None:
+    assert {name for name in names("hw") if machine(name).device == "cuda"} == {*GPUS, "gpu"}
+    for name, expected in GPUS.items():
+        hw = machine(name)
+        assert (hw.runtime, hw.parallel) == ("eager", "spawn" if hw.num_devices > 1 else "inline")
+        assert hw.chip is not None
+        chip, price = hw.chip, hw.price
+        figures = (chip.hbm_gib, chip.program_hbm_gib, chip.peak_tflops_bf16, chip.hbm_gb_per_second, chip.clock_ghz)
+        assert figures == expected
+        assert price is not None
+        assert price.date.startswith("2026-")
+        assert price.source
+        assert chip.source
+    assert (machine("gpu").chip, machine("gpu").price) == (None, None)
 
 
 def test_the_hour_of_eight_chips() -> None:

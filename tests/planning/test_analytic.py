@@ -80,6 +80,29 @@ def test_machines_are_side_by_side_and_gpus_beside_them(tmp_path: Path, capsys: 
     assert [row["hw"] for row in plan_fields(tmp_path, "q")["comparisons"]] == ["t4x2", "a100"], "another job"
 
 
+@pytest.mark.parametrize("hw", ["t4", "l4", "rtx4090", "a100", "h100"])
+def test_gpus_are_planned_from_their_datasheets(hw: str, tmp_path: Path) -> None:
+    run_plan("hw=" + hw, "task.method=auto", f"output_dir={tmp_path}", "name=p")
+    fields = plan_fields(tmp_path, "p")
+    chip = composed(f"hw={hw}").hw.chip
+    assert chip is not None
+    assert (fields["method"], fields["fits"], fields["versions"].get("topology")) == ("analytic", True, None)
+    limit = chip.program_hbm_gib or chip.hbm_gib
+    assert fields["hbm_gib_per_chip"]["limit"] == limit
+    assert fields["usd"]["on_demand"] > 0
+    assert "nothing was compiled (the compiler is that of TPUs)" in " ".join(fields["notes"])
+    beside = [row["hw"] for row in fields["comparisons"]]
+    assert beside == [name for name in ("t4x2", "a100") if name != hw]
+
+
+def test_a_gpu_is_not_compiled_for_and_none_without_a_datasheet_planned(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hw=l4 with task\.method=compiled; the compiler is that of TPUs"):
+        run_plan("hw=l4", "task.method=compiled", f"output_dir={tmp_path}")
+    with pytest.raises(ConfigError, match=r"hw=gpu; task=plan .* names neither topology nor chip; choose one"):
+        run_plan("hw=gpu", f"output_dir={tmp_path}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_machines_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hw=v7; there is no conf/hw/v7\.yaml"):
         run_plan(ANALYTIC, "hw=v6e1", "task.compare=[v7]", f"output_dir={tmp_path}")

@@ -115,8 +115,12 @@ def test_a_frozen_base_can_be_too_much_by_itself(tmp_path: Path) -> None:
     assert said.startswith(
         "hw=v5e1; base weights 26.98, adapters 0.16, optimizer state 0.31, gradients 0.16 are 27.60 GiB"
     )
-    assert "half of trainer.seq_len fits on hw=v5e1: the least of them is estimated to take 27.83 of 15.75" in said
-    assert "; use hw=colab_v6e trainer.micro_batch_rows=1, the smallest machine of conf/hw that" in said
+    assert "nearest settings that fit: model.base=int8 (estimated 10.43 GiB per chip)" in said
+    with pytest.raises(ConfigError) as caught:
+        check_memory(composed(*MISTRAL, "hw=v5e1", "hw.chip.program_hbm_gib=5", f"output_dir={tmp_path}"))
+    said = str(caught.value)
+    assert "half of trainer.seq_len fits on hw=v5e1: the least of them is estimated to take" in said
+    assert " trainer.micro_batch_rows=1, the smallest machine of conf/hw that is estimated to hold it" in said
 
 
 def test_a_plan_of_the_same_programs_is_believed(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_another_error_is_not_taken_for_it(message: str) -> None:
         ((32768, 4096), "bf16", "argument", "base weights ("),
         ((14336, 4096), "bf16", "temporary", "base weights ("),
         ((32, 14336, 4096), "f32", "argument", "optimizer state ("),
+        ((32, 14336, 4096), "u8", "argument", "optimizer state ("),
         ((32, 16, 4096), "f32", "argument", "adapter, its gradient or its optimizer state ("),
         ((32, 14336, 16), "f32", "output", "adapter, its gradient or its optimizer state ("),
         ((7, 11, 13), "s32", "temporary", "s32[7,11,13]"),

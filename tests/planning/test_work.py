@@ -7,8 +7,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.flops import flops_of_token, mean_keys, read_decoder
 from tpu_experiments.models.lora import inject
+from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.planning.analytic import step_settings
 from tpu_experiments.planning.work import StepSettings, analytic_memory, flash_attention_flops
 
 # A CPU backward pass: the XLA device must be there before the first one of a process (tests/conftest.py).
@@ -162,6 +165,23 @@ def test_every_weight_trained_is_float32_with_two_moments() -> None:
         arch, step=StepSettings(seq_len=128, micro_rows=1, trainable="full", optimizer="adafactor")
     )
     assert adafactor.optimizer < 0.01 * memory.optimizer
+
+
+@pytest.mark.parametrize("choice", ["lora=all_linear_r16", "lora=none"])
+def test_moments_of_8_bits_have_the_bytes_of_the_optimizer_s_own_state(choice: str) -> None:
+    """2.03 bytes for each trained element; norms, and B of k and v with 2,048 elements, have 8."""
+    config = composed("model=qwen05b", choice, "optim=adamw8bit", "hw=v5e1")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model.arch))
+    if config.lora.r:
+        inject(module, config.lora)
+    trained = {n: p for n, p in module.named_parameters() if "lora_" in n or not config.lora.r}
+    state = optimizer_of(config).init(trained)
+    expected = sum(t.nbytes for name, slots in state.items() if name for t in slots.values()) / 2**30
+    settings = step_settings(config, resolve_stages(config)[0].geometry)
+    memory = analytic_memory(config.model.arch, step=settings)
+    assert memory.optimizer == pytest.approx(expected, rel=1e-3)
+    assert 2.03 <= 4 * memory.optimizer / memory.adapters < 2.1
 
 
 def test_gemma_s_vocabulary_is_what_128_rows_cannot_hold() -> None:

@@ -9,6 +9,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.config.targets import locate
+from tpu_experiments.optim.adamw8bit import AdamW8bit
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 
 FOUR = Mesh(fsdp=4)
@@ -52,7 +53,7 @@ def test_a_bar_separates_alternatives(name):
 def test_optimizer_state_is_sharded_like_its_parameter(make_config, optimizer, name):
     settings = asdict(make_config(f"optim={optimizer}").optim)
     make = locate(settings.pop("_target_"), key="optim")
-    slots = make(**{key: value for key, value in settings.items() if key not in {"lr", "clip_norm"}})
+    slots = make(**{key: value for key, value in settings.items() if key not in {"lr", "clip_norm", "b_lr_ratio"}})
     shape = {"l": (8, 16), "m": (2, 8, 16), "n": (16,)}[name[0]]
     sharding = table({"*q_proj.weight": ["fsdp", None], "*": ["fsdp"]})
     state = slots.init({name: torch.empty(shape, device="meta")})
@@ -62,6 +63,26 @@ def test_optimizer_state_is_sharded_like_its_parameter(make_config, optimizer, n
         split = tuple(axis if size > 1 else None for axis, size in zip(wanted, tensor.shape, strict=True))
         assert sharding.axes(f"{name}/{slot}", tuple(tensor.shape)) == split
     assert sharding.axes("/count", (1,)) == (None,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((16, 2048), (None, "fsdp")),  # two blocks of a row for each of the four devices
+        ((16, 512), (None, None)),  # half a block
+        ((128, 96), (None,)),  # blocks of several rows: whole on every device
+    ],
+)
+def test_scales_of_8_bit_moments_are_split_where_blocks_are(shape, wanted):
+    sharding = table({"*q_proj.weight": [None, "fsdp"]})
+    moments = AdamW8bit(weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    for name, layers in (("layers.0.q_proj.weight", ()), ("model.layers.0:2:1.q_proj.weight", (2,))):
+        slots = moments.init({name: torch.empty(*layers, *shape, device="meta")})[name]
+        leading = (None,) * len(layers)
+        for moment in ("first", "second"):
+            assert sharding.axes(f"{name}/{moment}", tuple(slots[moment].shape)) == (*leading, None, "fsdp")
+            absmax = slots[f"{moment}_absmax"]
+            assert sharding.axes(f"{name}/{moment}_absmax", tuple(absmax.shape)) == (*leading, *wanted)
 
 
 def test_a_dimension_that_does_not_divide_is_refused():
@@ -184,3 +205,20 @@ def test_the_shipped_table_fits_every_model(make_config, model, num_devices):
     matrices = {name for name, shape in shapes.items() if len(shape) > 1 and "lora_" not in name}
     split = {name for name, shape in shapes.items() if any(sharding.axes(name, shape))}
     assert split == matrices
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axes"),
+    [
+        ("layers.0.q_proj.weight_scale", (8,), ("fsdp",)),
+        ("model.layers.0:2:1.q_proj.weight_scale", (2, 8), (None, "fsdp")),
+        ("layers.0.q_proj.weight_absmax", (8, 3), ("fsdp", None)),
+        ("layers.0.q_proj.weight_absmax", (7, 3), (None, None)),  # does not divide: whole
+        ("layers.0.q_proj.weight_nested", (8,), (None,)),
+        ("layers.0.o_proj.weight_scale", (8,), (None,)),  # the weight's inputs are split
+        ("layers.0.o_proj.weight_absmax", (8, 4), (None, "fsdp")),
+    ],
+)
+def test_scales_are_split_as_their_weights_where_they_divide(name, shape, axes):
+    rules = {"*.q_proj.weight": ["fsdp", None], "*.o_proj.weight": [None, "fsdp"]}
+    assert table(rules).axes(name, shape) == axes

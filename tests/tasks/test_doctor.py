@@ -58,6 +58,30 @@ def test_devices(make_config, seen, expected, words):
     assert words in said
 
 
+NO_DRIVER = "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"
+ONE_T4 = devices.Probed(1, "cuda", 2.0, 3.0, name="Tesla T4", gib=14.75, has_bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("probed", "words", "expected", "said"),
+    [
+        (ONE_T4, ["hw=t4", "model.dtype=float16"], "ok", "1 x Tesla T4 of 14.75 GiB, started in 3.0 s"),
+        (ONE_T4, ["hw=t4", "model.dtype=bfloat16"], "warning", "emulates model.dtype=bfloat16, slowly | model.dtype=f"),
+        (ONE_T4, ["hw=t4x2", "model.dtype=float16"], "failed",
+         "3.0 s, and hw=t4x2 has 2 | hw.num_devices=1, or look at CUDA_VISIBLE_DEVICES and `nvidia-smi`"),
+        (replace(ONE_T4, name="NVIDIA L4", has_bf16=True), ["hw=gpu", "model.dtype=bfloat16"], "ok", "1 x NVIDIA L4"),
+        (replace(ONE_T4, total=3.0), ["hw=gpu"], "failed", "1 + 1 is 3.0"),
+        (devices.Probed(error=NO_DRIVER), ["hw=gpu"], "failed", "| no GPU here, or no driver: `nvidia-smi` must list"),
+        (devices.Probed(error="AssertionError: Torch not compiled with CUDA enabled"), ["hw=gpu"], "failed",
+         "| this torch is built for the CPU"),
+    ],
+)  # fmt: skip
+def test_gpus(make_config, probed, words, expected, said):
+    verdict, told = verdict_of(devices.judge_devices(devices.Devices((), (), 0, (), 0, probed), make_config(*words)))
+    assert verdict == expected
+    assert said in told
+
+
 HOST = devices.Devices(CHIPS.nodes[:4], (), 4, (), 0, replace(PROBED, num_devices=4))
 """One of the four hosts of a v6e-16."""
 

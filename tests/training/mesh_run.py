@@ -16,6 +16,7 @@ import torch
 from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.schema import Config
+from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.planning.compiler import sharding_text
 from tpu_experiments.runtime.stacked import unstacked
 
@@ -32,7 +33,7 @@ def main(*overrides: str) -> None:
     dropout = config.lora.dropout
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
-    run = Run(config, runtime)
+    run = Run(config, runtime, optimizer=optimizer_of(config))
     losses = torch.tensor(run.losses(batches))
     misplaced = [*elsewhere(run.parameters, runtime=runtime), *elsewhere(states(run), runtime=runtime)]
     found = unstacked({name: value.cpu() for name, value in run.parameters.items()})
@@ -80,7 +81,7 @@ def on_one_device(config: Config, batches: list[dict[str, torch.Tensor]]) -> tup
     from tpu_experiments.runtime.eager import EagerRuntime
 
     hw = HwConfig(name="cpu", device="cpu", runtime="eager", parallel="inline", num_devices=1)
-    run = Run(config, EagerRuntime(hw))
+    run = Run(config, EagerRuntime(hw), optimizer=optimizer_of(config))
     return torch.tensor(run.losses(batches)), run.parameters
 
 

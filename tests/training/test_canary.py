@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import forks
 from tests.training.runs import SAME_SUMS, records, run
 from tpu_experiments.config.curriculum import Geometry
-from tpu_experiments.training.canary import STOP_COSINE, WARN_COSINE, WARN_RATIO, Findings, shard_rows
+from tpu_experiments.optim.adamw import AdamW
+from tpu_experiments.optim.adamw8bit import AdamW8bit
+from tpu_experiments.training.canary import STOP_COSINE, WARN_COSINE, WARN_RATIO, Findings, first_slots, shard_rows
 
 pytestmark = pytest.mark.xla
 TRAINER = '''
@@ -77,6 +80,36 @@ def test_swapped_shards_are_found(on_four_devices, case):
     assert wrong.smallest < STOP_COSINE
     assert wrong.exceeds(cosine=STOP_COSINE, ratio=1.0)
     assert wrong.loss < 0.01  # which a loss curve would not have shown
+
+
+@pytest.mark.slow
+def test_moments_of_8_bits_are_compared_by_their_values() -> None:
+    """Codes themselves are numbers around 127, of which any two are alike."""
+    command = ["-m", "tests.training.canary_run", "model=qwen05b", "data=[sample_text]", "optim=adamw8bit"]
+    command += ["lora=all_linear_r8", "lora.r=64", "hw.num_devices=4", "model.dtype=bfloat16"]
+    done = forks.run(command, env=os.environ | SAME_SUMS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not findings(found["right"]).exceeds(cosine=0.999, ratio=WARN_RATIO)
+    assert findings(found["shards"]).smallest < STOP_COSINE
+    assert found["restored"]
+
+
+def test_the_first_moment_of_8_bits_is_decoded() -> None:
+    settings = {"weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    grads = {"model.layers.0:2:1.up_proj.lora_A": torch.randn(2, 64, 96), "norm.weight": torch.randn(7)}
+    states = []
+    for kind in (AdamW, AdamW8bit):
+        optimizer = kind(**settings)
+        _, state = optimizer.update(grads, grads, optimizer.init(grads), lr=torch.ones(1))
+        states.append(first_slots(state))
+    exact, in_8_bits = states
+    assert exact.keys() == in_8_bits.keys()
+    assert set(exact) == {f"model.layers.{i}.up_proj.lora_A/first" for i in (0, 1)} | {"norm.weight/first"}
+    for name, value in exact.items():
+        assert in_8_bits[name].dtype == torch.float32
+        assert (in_8_bits[name] - value).norm() < 0.02 * value.norm()
+        assert name == "norm.weight/first" or not torch.equal(in_8_bits[name], value)
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.tiers import only
 from tests.training.runs import finished, records, run
@@ -51,6 +53,30 @@ def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path, step)
     assert [s["steps"] for s in second["stages"]] == [s["steps"] for s in first["stages"]] == [6, 6]
     assert second["eval_loss"] == first["eval_loss"]
     assert second["eval_loss_before"] == first["eval_loss_before"]
+
+
+def test_moments_of_8_bits_resume_bit_for_bit(tmp_path):
+    """Codes and scales lie in the checkpoint by the names of single layers; all bytes are as without the break."""
+    words = ("model=qwen05b", "data=[sample_text]", "lora=all_linear_r8", "lora.r=64", "optim=adamw8bit", "debug=smoke")
+    words += ("optim.b_lr_ratio=4", "trainer.log_every_steps=1", "checkpoint.every_steps=2", "checkpoint.keep_last=100")
+    words += ("curriculum.stages.text.steps=6", "name=again")
+    finished(*words, output_dir=tmp_path)
+    folder = tmp_path / "again"
+    last = sorted(folder.glob("checkpoints/step_*"))[-1]
+    before = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    losses = {r["step"]: r["train/loss"] for r in records(tmp_path) if "train/loss" in r}
+    state = load_file(last / "optimizer.safetensors")
+    name = "model.layers.1.mlp.up_proj.lora_B/first"
+    assert (state[name].dtype, state[name].shape) == (torch.uint8, (128, 64))
+    assert (state[f"{name}_absmax"].dtype, state[f"{name}_absmax"].shape) == (torch.float32, (32,))
+    (folder / "result.json").unlink()
+    for checkpoint in folder.glob("checkpoints/step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > 2:
+            shutil.rmtree(checkpoint)
+    finished(*words, output_dir=tmp_path)
+    assert {path.name: path.read_bytes() for path in last.glob("*.safetensors")} == before
+    assert {r["step"]: r["train/loss"] for r in records(tmp_path) if "train/loss" in r} == losses
+    assert len(losses) == 6
 
 
 @pytest.mark.slow

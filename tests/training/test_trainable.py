@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from tests.training.tiny import Run, random_batch
+from tpu_experiments.checkpoint.state import flat
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.stacked import is_stack, unstacked
 from tpu_experiments.training.step import TRAINS, masks_by_parameter, require_trainable_patterns, trainable_mask
 
 pytestmark = pytest.mark.xla
 TINY = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
+IN_8_BITS = ("lora.r=64", "optim=adamw8bit")
+"""Adapters large enough for 8-bit moments, whose blocks have other dimensions than the parameter."""
 SOME = ["*.layers.1.*", "*.q_proj.lora_A"]
 
 
@@ -23,32 +27,41 @@ def stages(make_config, patterns):
     return resolve_stages(make_config(*TINY, f"curriculum.stages.text.trainable=[{','.join(map(repr, patterns))}]"))
 
 
-def make_run(make_config, runtime):
-    config = make_config(*TINY, f"hw.runtime={runtime}")
+def make_run(make_config, runtime, *more):
+    config = make_config(*TINY, f"hw.runtime={runtime}", *more)
     if runtime == "eager":
-        return Run(config, EagerRuntime(config.hw))
+        return Run(config, EagerRuntime(config.hw), optimizer=optimizer_of(config))
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
-    return Run(config, XlaRuntime(config.hw, sharding=config.sharding, trace_every=50))
+    device = XlaRuntime(config.hw, sharding=config.sharding, trace_every=50)
+    return Run(config, device, optimizer=optimizer_of(config))
 
 
 def host(tensors):
     return unstacked({name: t.detach().cpu().clone() for name, t in tensors.items()})
 
 
+def slots(run):
+    return {name: slots for name, slots in run.state.items() if name}
+
+
+@pytest.mark.parametrize("more", [(), IN_8_BITS], ids=["adamw", "adamw8bit"])
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
-def test_the_others_stay_as_they_are(make_config, runtime):
-    run = make_run(make_config, runtime)
+def test_the_others_stay_as_they_are(make_config, runtime, more):
+    run = make_run(make_config, runtime, *more)
+    types = {t.dtype for state in slots(run).values() for t in state.values()}
+    assert (torch.uint8 in types) is bool(more)
     assert any(map(is_stack, run.parameters)) is (runtime == "xla"), "layers of a stack are chosen one by one"
     all_stages = stages(make_config, SOME)
     chosen = {TRAINS: trainable_mask(SOME, run.parameters, stages=all_stages)}
     everything = {TRAINS: trainable_mask((), run.parameters, stages=all_stages)}
     run.losses([random_batch(0) | everything])  # B is not zero any more, and moments are there
-    before, moments = host(run.parameters), host({n: s["first"] for n, s in run.state.items() if n})
+    before, moments = host(run.parameters), host(flat(slots(run)))
     run.losses([random_batch(1) | chosen, random_batch(2) | chosen])
-    after, later = host(run.parameters), host({n: s["first"] for n, s in run.state.items() if n})
+    after, later = host(run.parameters), host(flat(slots(run)))
     assert {name for name in before if not torch.equal(before[name], after[name])} == set(filter(is_some, before))
-    assert {name for name in moments if not torch.equal(moments[name], later[name])} == set(filter(is_some, moments))
+    changed = {name for name in moments if not torch.equal(moments[name], later[name])}
+    assert changed == {name for name in moments if is_some(name.partition("/")[0])}
 
 
 def test_what_is_chosen_is_trained_as_if_the_others_had_no_gradient(make_config):

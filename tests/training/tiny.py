@@ -14,7 +14,7 @@ from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.optim.adamw import AdamW
-from tpu_experiments.optim.base import State
+from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.training.step import RowLoss, TrainStep, commit, next_token_loss
 
 ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
@@ -63,10 +63,16 @@ class Run:
     """A model, an optimizer state and the step, driven batch by batch on one runtime."""
 
     def __init__(
-        self, config: Config, runtime: Any, *, clip_norm: float | None = 1.0, row_loss: RowLoss = next_token_loss
+        self,
+        config: Config,
+        runtime: Any,
+        *,
+        clip_norm: float | None = 1.0,
+        row_loss: RowLoss = next_token_loss,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.runtime, self.model = runtime, built(config, runtime)
-        optimizer = AdamW(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
+        optimizer = optimizer or AdamW(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
         self.parameters: dict[str, Tensor] = self.model.trainable
         self.state: State = {
             name: {slot: runtime.place(t, name=f"{name}/{slot}") for slot, t in slots.items()}

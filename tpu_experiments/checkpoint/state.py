@@ -68,10 +68,10 @@ class Snapshot:
 
 
 def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros: Callable[..., Tensor]) -> State:
-    """Return initial optimizer state, each slot created by `zeros(shape, name=)`."""
+    """Return initial optimizer state, each slot created by `zeros(shape, name=, dtype=)`."""
     shapes = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
     return {
-        name: {slot: zeros(t.shape, name=f"{name}/{slot}") for slot, t in slots.items()}
+        name: {slot: zeros(t.shape, name=f"{name}/{slot}", dtype=t.dtype) for slot, t in slots.items()}
         for name, slots in optimizer.init(shapes).items()
     }
 

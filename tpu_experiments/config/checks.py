@@ -289,6 +289,19 @@ def _model(config: Config) -> list[str]:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     problems += _variants(config)
     problems += _base(config)
+    key, chosen = "model.dtype", model.dtype
+    if isinstance(config.task, GenerateTaskConfig):
+        key, chosen = "task.dtype", config.task.dtype or model.dtype
+    if chosen == "float16" and config.hw.runtime == "xla":
+        problems.append(
+            f"model.dtype=float16 with hw={config.hw.name}; torch_xla and TPUs compute in bfloat16 or float32; use "
+            f"{key}=bfloat16, or plain torch (hw=t4, or hw=cpu hw.runtime=eager)."
+        )
+    if config.optim.b_lr_ratio != 1 and config.lora.r == 0:
+        problems.append(
+            f"optim.b_lr_ratio={config.optim.b_lr_ratio:g} with lora=none; only adapters have a B whose learning rate "
+            "it scales; leave it at 1, or use adapters, for example lora=all_linear_r16."
+        )
     problems += [
         f"model.saved has {name!r}; no value of a layer is called so. {suggest(name, SAVABLE)}"
         for name in config.model.saved
@@ -325,6 +338,11 @@ def _base(config: Config) -> list[str]:
         problems.append(
             f"model.base_activations=int8 with model.base={model.base}; integers are multiplied with the codes of int8 "
             "weights only; use model.base=int8."
+        )
+    if model.base == "int8" and model.dtype == "float16":
+        problems.append(
+            "model.base=int8 with model.dtype=float16; sums over integer codes exceed float16's 65,504; use "
+            "model.base=nf4 or dense."
         )
     return problems
 

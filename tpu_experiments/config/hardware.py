@@ -17,13 +17,13 @@ class ChipConfig:
     """Datasheet of one chip."""
 
     name: str = MISSING
-    """Name as Google writes it, for example `v6e`."""
+    """Name as its maker writes it, for example `v6e`."""
     hbm_gib: float = number(above=0)
     """High-bandwidth memory per chip in GiB."""
     program_hbm_gib: float | None = number(default=None, above=0)
     """Part of `hbm_gib` that one program may use, in GiB, from the compiler's out-of-memory message; null is all."""
     peak_tflops_bf16: float = number(above=0)
-    """Peak dense bf16 TFLOP/s per chip."""
+    """Peak dense bf16 TFLOP/s per chip; of a chip without bf16, such as the T4, that of float16."""
     hbm_gb_per_second: float = number(above=0)
     """Memory bandwidth per chip in GB/s (10^9)."""
     ici_gb_per_second: float = number(at_least=0)

@@ -24,7 +24,7 @@ from tpu_experiments.config.data_schema import OWN_KEYS, DataSourceConfig, Prepa
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
-from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, TrainerConfig
+from tpu_experiments.config.schema import AdafactorConfig, AdamW8bitConfig, AdamWConfig, Config, TrainerConfig
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 # Keys, or prefixes of keys, that do not change what is computed: batches are global, and a row's position in the data
@@ -63,11 +63,19 @@ MAY_CHANGE = (
 
 
 UNSET: dict[str, Any] = {
-    **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto", "dora": False},
+    **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
-"""Values of a source's keys, and of `lora.dora`, that have the same effect as leaving the key out."""
+"""Values, of a source's keys above all, that have the same effect as leaving the key out."""
+ADDED: dict[str, Any] = {
+    "model.base": "dense",
+    "model.base_double_quant": True,
+    "model.base_activations": "as_they_are",
+    "optim.b_lr_ratio": 1.0,
+    "lora.dora": False,
+}
+"""Keys that runs, plans and tuned settings of earlier versions lack, with the value that they were computed with."""
 _SET = object()
 LENGTH = re.compile(
     r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|epochs|schedule\.\w+)"
@@ -87,13 +95,19 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: node}
 
 
+def without_added(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flattened values without the keys of `ADDED` that have the value they stand for."""
+    return {key: value for key, value in values.items() if ADDED.get(key, _SET) != value}
+
+
 def identity(config: Config) -> dict[str, Any]:
     """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
     Secrets are left out, since a run stays the same with another token for the same data. Keys that older runs lack are
-    left out at values that have no effect (`UNSET`, and `start` without `start.run`).
+    left out at values that have no effect (`UNSET`, `ADDED`, and `start` without `start.run`).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+    kept = without_added(kept)
     kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
     if config.start.run is None:
         kept = {key: value for key, value in kept.items() if not key.startswith("start.")}
@@ -165,7 +179,7 @@ LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
 OWN_TARGETS: dict[str, frozenset[str]] = {
     "model": frozenset({ModelConfig._target_}),
     "data.*": frozenset({DataSourceConfig._target_}),
-    "optim": frozenset({AdamWConfig._target_, AdafactorConfig._target_}),
+    "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
 }

@@ -72,8 +72,10 @@ class ModelConfig:
     """`pretrained`: weights of `path`. `random`: transformers' own initialisation, seeded by `seed`."""
     size: str = choice("full", "tiny", default="full")
     """`tiny`: `arch` overridden by `tiny_arch`, with random weights; the same architecture, seconds on a CPU."""
-    dtype: str = choice("bfloat16", "float32", default="bfloat16")
-    """Data type of the frozen base and of the arithmetic; adapters and optimizer state are always float32."""
+    dtype: str = choice("bfloat16", "float16", "float32", default="bfloat16")
+    """Data type of the frozen base and of the arithmetic; adapters and optimizer state are always float32. `float16` is
+    for GPUs without bf16, such as the T4, in plain torch: the loss is scaled by a power of two, from 65,536 on, that is
+    halved where gradients overflow (the step is skipped) and doubled after 2,000 updates in a row."""
     base: str = choice("dense", "int8", "nf4", default="dense")
     """Storage of the frozen weights of the layers' Linear modules. `dense`: in `dtype`. `int8`: one byte a weight, one
     scale per output feature. `nf4`: half a byte, a scale per 64 weights (QLoRA, arXiv 2305.14314); on a TPU, decoding
@@ -87,15 +89,16 @@ class ModelConfig:
     """`sdpa`, `eager`: transformers' implementations, with a precomputed 4-D mask, so that nothing is read on the host.
     `flash`: the TPU kernel, which does not store the score matrix; on other devices the same as `sdpa`."""
     stack: str = choice("scanned", "unrolled", default="scanned")
-    """`scanned`: on torch_xla, equal layers are folded into a loop, so that only one layer is compiled. `unrolled`:
-    every layer is compiled, and all activations are saved for the backward pass, as in plain torch."""
+    """`scanned`: on torch_xla, equal layers are folded into a loop, so that only one layer is compiled; in plain torch,
+    layers follow `remat`. `unrolled`: every layer is compiled, and all activations are saved for the backward pass."""
     stack_group: int = number(default=1, at_least=1)
     """Periods of equal layers per iteration of the `scanned` loop (a period is one layer; six for Gemma 3). More make
     the program longer. At most half of all periods are used; remaining layers are compiled on their own."""
     remat: str = choice("none", "offload", "layer_inputs", "save_attention", "save_dots", default="layer_inputs")
     """Activations that scanned layers save for the backward pass, which recomputes the others. `none`: no
-    recomputation, everything is saved. `layer_inputs`: each layer's input. `offload`: the same, in the TPU host's
-    memory. `save_attention`: also the input of o_proj. `save_dots`: also the output of every projection."""
+    recomputation, everything is saved. `layer_inputs`: each layer's input. `offload`: the same, in the host's memory.
+    `save_attention`: also the input of o_proj; in plain torch the result of sdpa's kernel, so nothing with
+    `attention: eager`. `save_dots`: also the output of every projection; in plain torch, without its adapter's part."""
     saved: list[str] = field(default_factory=list)
     """Further activations to save, by name: `attention` or projections (`q_proj`, `up_proj`, ...)."""
     lr: float = number(default=2e-4, above=0)

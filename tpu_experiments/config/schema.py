@@ -34,7 +34,8 @@ class GuardConfig:
     """Reaction to steps with a NaN or infinite loss or gradient, and to loss spikes.
 
     The device never applies the update of a step that is not finite, whatever is set here. The guard decides what
-    follows when values are read, every `trainer.log_every_steps`.
+    follows when values are read, every `trainer.log_every_steps`. Gradients that overflow because of the loss scale of
+    `model.dtype=float16` are logged and counted as skipped, and nothing else follows from them.
     """
 
     action: str = choice("skip", "stop", default="skip")
@@ -255,6 +256,8 @@ class OptimConfig:
     """Decoupled weight decay per unit of learning rate, on matrices only."""
     clip_norm: float | None = number(default=1.0, above=0)
     """Global gradient norm above which gradients are scaled down, after the sum over devices; null does not clip."""
+    b_lr_ratio: float = number(default=1.0, above=0)
+    """Learning rate of every adapter's B over that of A (LoRA+, arXiv 2402.12354); weight decay of B is scaled too."""
 
 
 @dataclass
@@ -268,6 +271,13 @@ class AdamWConfig(OptimConfig):
     """Decay of the second moment."""
     eps: float = number(default=1e-8, above=0)
     """Added to the root of the second moment."""
+
+
+@dataclass
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861); below 4,096 elements in float32."""
+
+    _target_: str = "tpu_experiments.optim.adamw8bit.AdamW8bit"
 
 
 @dataclass
@@ -451,7 +461,12 @@ GROUPS: dict[str, dict[str, type]] = {
     "hw": {"base": HwConfig},
     "curriculum": {"base": CurriculumConfig},
     "lora": {"base": LoraConfig},
-    "optim": {"base_adamw": AdamWConfig, "base_adafactor": AdafactorConfig, "base": OptimConfig},
+    "optim": {
+        "base_adamw": AdamWConfig,
+        "base_adamw8bit": AdamW8bitConfig,
+        "base_adafactor": AdafactorConfig,
+        "base": OptimConfig,
+    },
     "schedule": {"base": ScheduleConfig},
     "sharding": {"base": ShardingConfig},
     "trainer": {"base": TrainerConfig},

@@ -229,7 +229,7 @@ def trainable(config: Config) -> Trainable:
 
 
 def recomputes(config: Config) -> bool:
-    """Return whether the backward pass recomputes layers: scanned ones do, unless everything is saved."""
+    """Return whether the backward pass recomputes layers, on either runtime: unless everything is saved."""
     return config.model.remat != "none" and config.model.stack == "scanned"
 
 
@@ -253,17 +253,19 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
     )
 
 
-def flops_by_length(config: Config, arch: Any, *, seq_lens: Iterable[int], is_folded: bool) -> dict[int, FlopsPerToken]:
+def flops_by_length(
+    config: Config, arch: Any, *, seq_lens: Iterable[int], is_recomputed: bool
+) -> dict[int, FlopsPerToken]:
     """Return FLOPs per token for each row length; empty for a model that is not supported.
 
     Args:
-        is_folded: whether layers were folded; layers that were not recompute nothing.
+        is_recomputed: whether layers were folded, or are recomputed in plain torch; others recompute nothing.
     """
     try:
         counted = {seq_len: trained_flops(config, arch, seq_len=seq_len) for seq_len in seq_lens}
     except ConfigError:
         return {}
-    return counted if is_folded else {length: replace(each, recomputation=0.0) for length, each in counted.items()}
+    return counted if is_recomputed else {length: replace(each, recomputation=0.0) for length, each in counted.items()}
 
 
 def mean_keys(seq_len: int, *, window: int | None) -> float:

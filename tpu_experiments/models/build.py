@@ -15,6 +15,7 @@ from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import A, B, ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
+from tpu_experiments.models.recomputed import recompute
 from tpu_experiments.runtime.ops import Folding, PlaceTensor
 from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
 
@@ -161,13 +162,15 @@ def build_model(
 
     Args:
         place: uploads one host tensor with the sharding of the parameter of that name.
-        folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked.
+        folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked, for plain torch.
     """
     module, report = describe(source, lora=lora)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
-    if folding is not None and source.model.stack == "scanned":
-        chosen = source.model
+    chosen = source.model
+    if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
+        recompute(module, remat=chosen.remat, saved=chosen.saved)
+    elif chosen.stack == "scanned" and folding is not None:
         fold(module, folding, remat=chosen.remat, saved=chosen.saved, group=chosen.stack_group)
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(

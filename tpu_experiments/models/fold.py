@@ -7,7 +7,7 @@ and exports keep Hugging Face's names (runtime/stacked.py).
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str
         saved: names saved in addition.
         group: periods in one iteration, fewer where less than two iterations would remain.
     """
-    path, layers = _decoder_layers(module)
+    path, layers = decoder_layers(module)
     period = _period(layers)
     if not period:
         log.info("%d layers of %s do not repeat: each is compiled separately", len(layers), path or "the model")
@@ -53,7 +53,7 @@ def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str
     return period
 
 
-def _decoder_layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
+def decoder_layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the ModuleList with the most parameters, and its path."""
     lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     if not lists:
@@ -224,13 +224,23 @@ class FoldedLayers(nn.Module):
         return self.graphs[key]
 
 
+class Layers(Protocol):
+    """Replacement for the model's list of layers."""
+
+    def layer(self, index: int) -> nn.Module:
+        """Return the module that computes layer `index`."""
+
+    def run(self, index: int, hidden: Tensor, rest: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Compute layer `index` for the model's own loop."""
+
+
 class LayerCall:
     """One layer as the model's own loop calls it."""
 
-    def __init__(self, layers: FoldedLayers, index: int) -> None:
+    def __init__(self, layers: Layers, index: int) -> None:
         self._layers, self._index = layers, index
 
-    def __call__(self, hidden: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, *rest: Any, **keywords: Any) -> Any:
         return self._layers.run(self._index, hidden, rest, keywords)
 
     def __getattr__(self, name: str) -> Any:

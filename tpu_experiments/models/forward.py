@@ -58,9 +58,8 @@ def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mappin
         parameters: float32 trainable parameters by name.
         batch: `ids`, `positions`, `segments`, all (B, T); `noise` (B,) where adapters have dropout.
     """
-    dtype: Any = module.dtype
     inputs = _inputs(module, batch)
-    with noise(batch.get(NOISE)), _in_module_dtype(parameters, dtype=dtype) as cast:
+    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast:
         return with_rope_in_kernel(
             module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
         )
@@ -75,9 +74,8 @@ def hidden_of(
     no other. A trained embedding that is tied to the head is returned as the head. A trained head is float32, as in
     `parameters`: cast it to the data type of the hidden states for the product.
     """
-    dtype: Any = module.dtype
     inputs, without_head = _inputs(module, batch), _WithoutHead(module)
-    with noise(batch.get(NOISE)), _in_module_dtype(parameters, dtype=dtype) as cast:
+    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast:
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         hidden_BTH, head_VH = with_rope_in_kernel(
             module, lambda: functional_call(without_head, own, kwargs=inputs, tie_weights=True)
@@ -87,14 +85,17 @@ def hidden_of(
 
 
 @contextmanager
-def _in_module_dtype(parameters: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+def _in_module_dtype(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the parameters in the data type in which the module is called.
 
-    Stacks are left as they are and cast where their layers run (models/fold.py).
+    Stacks and the weights of recomputed layers are left as they are and cast where the layers run (models/fold.py and
+    recomputed.py).
     """
-    stacks = {name: p for name, p in parameters.items() if is_stack(name)}
-    with cast_weights({n: p for n, p in parameters.items() if n not in stacks}, dtype=dtype) as cast:
-        yield cast | stacks
+    dtype: Any = module.dtype
+    within = tuple(f"{name}." for name, part in module.named_modules() if getattr(part, "casts_weights", False))
+    later = {name: p for name, p in parameters.items() if is_stack(name) or name.startswith(within)}
+    with cast_weights({n: p for n, p in parameters.items() if n not in later}, dtype=dtype) as cast:
+        yield cast | later
 
 
 class _WithoutHead(nn.Module):

@@ -49,7 +49,7 @@ def prefixes(decoder: PreTrainedModel, whole: PreTrainedModel) -> tuple[str, str
 
 
 AUTO_CLASS = "AutoModelForCausalLM"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COUNTS = {
     "hidden_size": 2**20,
     "intermediate_size": 2**22,

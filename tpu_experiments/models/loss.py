@@ -235,7 +235,7 @@ class _Chunk:
 
     def gradient(self, weights_BC: Tensor) -> Tensor:
         """Return the gradient (B, C, H) of the weighted losses with respect to the hidden states."""
-        others_BCH = (self.pull_BCV.to(self.dtype) @ self.head_VH).float()
+        others_BCH = self._pulled()
         of_target_BC = -self.others_BC
         if self.terms.z_loss:
             slope_BC = 2 * self.terms.z_loss * self.log_z_BC
@@ -246,6 +246,14 @@ class _Chunk:
         scale_BC = weights_BC / self.sum_BC
         grad_BCH = others_BCH * scale_BC[..., None] + (of_target_BC * scale_BC)[..., None] * self.row_BCH
         return grad_BCH.to(self.dtype)
+
+    def _pulled(self) -> Tensor:
+        """Return the sum (B, C, H) of the other tokens' rows of the head, each times its exponential, in float32."""
+        if self.dtype != torch.float16:
+            return (self.pull_BCV.to(self.dtype) @ self.head_VH).float()
+        # Exponentials reach e^75 and float16 65,504; their shares of the sum are at most 1.
+        shares_BCV = self.pull_BCV / self.sum_BC[..., None]
+        return (shares_BCV.to(self.dtype) @ self.head_VH).float() * self.sum_BC[..., None]
 
 
 def _slope(

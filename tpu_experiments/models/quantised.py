@@ -24,6 +24,8 @@ from tpu_experiments.runtime.stacked import SIDE_TENSORS
 
 BLOCK = 64
 """Weights that share one scale in NF4; bitsandbytes' default."""
+CHUNK = 2**22
+"""Weights that are quantised at once: bounds the memory for it to 50 MB."""
 NESTED_BLOCK = 256
 """Scales that share one scale of their own."""
 NF4 = (
@@ -105,19 +107,29 @@ class Format:
 
 def _int8(weight_NK: Tensor) -> dict[str, Tensor]:
     """Quantise each row to -127..127 by its largest magnitude."""
-    absmax_N = weight_NK.abs().amax(1).to(torch.float32)
-    factor_N = torch.where(absmax_N > 0, 127.0 / absmax_N, 1.0)
-    codes_NK = torch.round(weight_NK * factor_N[:, None]).to(torch.int8)
+    codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
+    absmax_N = torch.empty(len(weight_NK))
+    rows = max(1, CHUNK // weight_NK.shape[1])
+    for some, codes, absmax in zip(weight_NK.split(rows), codes_NK.split(rows), absmax_N.split(rows), strict=True):
+        absmax.copy_(some.abs().amax(1))
+        factor = torch.where(absmax > 0, 127.0 / absmax, 1.0)
+        codes.copy_(torch.round(some * factor[:, None]))
     return {"weight": codes_NK, SCALE: absmax_N / 127.0}
 
 
 def _nf4(weight_NK: Tensor, *, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
     """Quantise blocks of 64 weights, in row-major order, to the nearest of 16 values; two codes to a byte."""
-    blocks_GB = weight_NK.to(torch.float32).reshape(-1, BLOCK)
-    absmax_G = blocks_GB.abs().amax(1)
-    scaled_GB = (blocks_GB * (1.0 / absmax_G.clamp(min=1e-38))[:, None]).clamp(-1, 1)
-    codes = torch.bucketize(scaled_GB, _between(torch.tensor(NF4)), out_int32=True).to(torch.uint8).flatten()
-    packed = ((codes[::2] << 4) | codes[1::2]).view(shapes["weight"][0])
+    blocks_GB = weight_NK.reshape(-1, BLOCK)
+    absmax_G = torch.empty(len(blocks_GB))
+    packed_GB = torch.empty(len(blocks_GB), BLOCK // 2, dtype=torch.uint8)
+    count, borders = CHUNK // BLOCK, _between(torch.tensor(NF4))
+    for some, absmax, packed in zip(blocks_GB.split(count), absmax_G.split(count), packed_GB.split(count), strict=True):
+        values = some.to(torch.float32)
+        absmax.copy_(values.abs().amax(1))
+        scaled = (values * (1.0 / absmax.clamp(min=1e-38))[:, None]).clamp(-1, 1)
+        codes = torch.bucketize(scaled, borders, out_int32=True).to(torch.uint8)
+        packed.copy_((codes[:, ::2] << 4) | codes[:, 1::2])
+    packed = packed_GB.view(shapes["weight"][0])
     shape, dtype = shapes[ABSMAX]
     if dtype == torch.float32:
         return {"weight": packed, ABSMAX: absmax_G.view(shape)}

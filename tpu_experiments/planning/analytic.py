@@ -1,6 +1,6 @@
 """Estimates by formulas: FLOPs, memory, and a whole plan where no TPU compiler is available."""
 
-from typing import Any
+from typing import Any, Literal
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
 from tpu_experiments.config.mesh import mesh_of
@@ -11,7 +11,9 @@ from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, a
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
 from tpu_experiments.planning.work import StepSettings, analytic_memory
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+NOT_ADAMW: tuple[Literal["adamw8bit", "adafactor"], ...] = ("adamw8bit", "adafactor")
+"""Optimizers, by a part of their `_target_`, whose state is not two float32 moments."""
 
 
 def step_settings(config: Config, geometry: Geometry) -> StepSettings:
@@ -25,7 +27,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         lora_rank=config.lora.r,
         targets=tuple(config.lora.targets),
         dora=config.lora.dora,
-        optimizer="adafactor" if "adafactor" in config.optim._target_.lower() else "adamw",
+        optimizer=next((name for name in NOT_ADAMW if name in config.optim._target_.lower()), "adamw"),
         recompute=recomputes(config),
         loss_chunk_tokens=config.trainer.loss_chunk_tokens,
         attention="sdpa" if config.model.attention in ("sdpa", "eager") else "flash",

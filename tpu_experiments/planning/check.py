@@ -14,7 +14,7 @@ from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import choices
 from tpu_experiments.config.model_schema import MeshConfig, ModelConfig
-from tpu_experiments.config.schema import AdafactorConfig, AdamWConfig, Config, TrainerConfig
+from tpu_experiments.config.schema import AdafactorConfig, AdamW8bitConfig, AdamWConfig, Config, TrainerConfig
 from tpu_experiments.planning.analytic import ITEM_BYTES, estimated_memory, largest_stage, step_settings
 from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
 from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
@@ -54,7 +54,7 @@ def correction(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geome
 def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, Geometry]]:
     """Yield overrides with the config and the batch that they lead to, the mildest first.
 
-    These are a loss in chunks, fewer rows at a time, sharded weights, and shorter rows.
+    These are a loss in chunks, fewer rows at a time, sharded weights, shorter rows, and a base in int8.
     """
     per_device = geometry.micro_rows * geometry.accumulation
     smaller = [n for n in range(geometry.micro_rows - 1, 0, -1) if per_device % n == 0]
@@ -74,6 +74,11 @@ def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, G
     if geometry.seq_len >= 16:
         shorter = replace(least, seq_len=geometry.seq_len // 2)
         yield f"trainer.seq_len={shorter.seq_len} trainer.micro_batch_rows={least.micro_rows}", config, shorter
+    if config.model.base == "dense" and config.lora.r:
+        quantised = replace(config, model=replace(config.model, base="int8"))
+        for cut in [geometry, *cuts]:
+            micro = "" if cut is geometry else f" trainer.micro_batch_rows={cut.micro_rows}"
+            yield f"model.base=int8{micro}", quantised, cut
 
 
 def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: float) -> list[str]:
@@ -100,7 +105,7 @@ def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: flo
 
 log = logging.getLogger(__name__)
 STOCK_MODEL, STOCK_TRAINER = ModelConfig._target_, TrainerConfig._target_
-STOCK_OPTIMIZERS = (AdamWConfig._target_, AdafactorConfig._target_)
+STOCK_OPTIMIZERS = (AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chi
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.trace import BATCH, Argument, Lowered
 from tpu_experiments.planning.work import GIB
+from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import is_adapter_part
 
 log = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def planned(
 def widths_of_step(program: Lowered, arch: Any, *, rank: int, trained: Collection[str]) -> Widths:
     """Return the sizes by which the parts of a training step are identified."""
     mesh = program.mesh
-    elements = {elements_of_chip(a, mesh=mesh) for a in program.arguments if a.name in trained}
+    elements = {elements_of_chip(a, mesh=mesh) for a in program.arguments if a.name in trained or ABSMAX in a.name}
     splits = {mesh.fsdp, mesh.tensor, mesh.fsdp * mesh.tensor}
     return widths_of(arch, rank=rank, seq_len=program.shape[-1], trained=elements, splits=splits)
 

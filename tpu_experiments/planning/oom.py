@@ -188,7 +188,7 @@ def weight_label(buffer: Buffer, dims: list[int], *, sides: set[int]) -> str:
         return f"adapter, its gradient or its optimizer state ({buffer}; lora.r, lora.targets)"
     if not sides.issuperset(last):
         return ""
-    moments = buffer.dtype == "f32" and buffer.kind != "temporary"
+    moments = buffer.dtype in {"f32", "u8"} and buffer.kind != "temporary"
     return f"{'optimizer state' if moments else 'base weights'} ({buffer})"
 
 

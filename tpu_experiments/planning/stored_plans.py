@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.identity import flatten, without_added
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import read_decoder
@@ -102,7 +102,7 @@ def program_facts(config: Config, arch: Any) -> dict[str, Any]:
     chip = config.hw.chip
     facts = {
         key: value
-        for key, value in flatten(config).items()
+        for key, value in without_added(flatten(config)).items()
         if key.startswith(SHAPES_PROGRAMS) and not key.startswith(SHAPES_NOTHING)
     }
     if config.hw.parallel != "spmd":

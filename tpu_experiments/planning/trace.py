@@ -101,8 +101,8 @@ class TracingRuntime:
         self.placed.append((name, placeholder))
         return placeholder
 
-    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
-        return self.place(torch.empty(shape, device="meta"), name=name)
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.place(torch.empty(shape, dtype=dtype, device="meta"), name=name)
 
     def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
         return {name: xb.create_placeholder_tensor(t.shape, t.dtype) for name, t in batch.items()}

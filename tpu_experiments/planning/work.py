@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpu_experiments.metrics.flops import Decoder, Trainable, read_decoder
+from tpu_experiments.optim.adamw8bit import MIN_ELEMENTS
+from tpu_experiments.optim.blockwise import BLOCK
 
 GIB = 2**30
 
@@ -41,7 +43,7 @@ class MemoryEstimate:
     adapters: float
     """Trained parameters in float32."""
     optimizer: float
-    """Optimizer state in float32."""
+    """Optimizer state: float32, or 8-bit codes and their scales."""
     gradients: float
     """Gradients in float32, and the trained parameters once more in the model's data type."""
     activations: float
@@ -83,7 +85,7 @@ class StepSettings:
     lora_rank: int = 0
     targets: tuple[str, ...] = ()
     dora: bool = False
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
     recompute: bool = False
     """Only the layers' inputs are saved."""
     loss_chunk_tokens: int | None = None
@@ -131,7 +133,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     """
     decoder = read_decoder(arch)
     split = step.chips if step.sharding == "fsdp" else 1
-    trained, moments = _state(decoder, step=step, split=split)
+    trained, moment_bytes = _state(decoder, step=step, split=split)
     matrices, vectors = base_bytes(
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
@@ -147,7 +149,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     return MemoryEstimate(
         base=(matrices / split + vectors) / GIB if step.trainable != "full" else 0.0,
         adapters=trained * 4 / GIB,
-        optimizer=moments * 4 / GIB,
+        optimizer=moment_bytes / GIB,
         gradients=trained * (4 + step.weight_bytes) / GIB,
         activations=(inputs + kept if step.recompute else decoder.num_layers * kept) / GIB,
         logits=chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
@@ -157,31 +159,42 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
 
 
 def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, float]:
-    """Return elements per chip: trained, and of the optimizer.
+    """Return elements per chip that are trained, and bytes of the optimizer's state.
 
     Matrices are sharded, vectors and adapters are whole.
     """
     if step.trainable == "full":
-        return decoder.matrices / split + decoder.vectors, _moments(decoder, step.optimizer) / split
+        return decoder.matrices / split + decoder.vectors, _moment_bytes(decoder, step.optimizer) / split
     trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora))
+    adapted = decoder.adapted(step.targets)
+    lengths = 8.0 * sum(high for _, high in adapted) if step.dora else 0.0
     if step.optimizer == "adamw":
-        return trained, 2 * trained
-    factored = sum(
-        wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in decoder.adapted(step.targets)
-    )
-    return trained, float(factored)
+        return trained, 8 * trained
+    if step.optimizer == "adamw8bit":
+        return trained, sum(_in_8_bits(step.lora_rank * edge) for pair in adapted for edge in pair) + lengths
+    factored = sum(wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in adapted)
+    return trained, 4.0 * factored
 
 
-def _moments(decoder: Decoder, optimizer: str) -> float:
-    """Return the elements of the optimizer's state over all weights.
+def _in_8_bits(elements: int) -> float:
+    """Return the bytes of AdamW's moments of one parameter, 8 bits each (optim/adamw8bit.py)."""
+    return 8.0 * elements if elements < MIN_ELEMENTS else 2.0 * elements + 8 * math.ceil(elements / BLOCK)
+
+
+def _moment_bytes(decoder: Decoder, optimizer: str) -> float:
+    """Return the bytes of the optimizer's state over all weights.
 
     AdamW has two moments, Adafactor rows and columns.
     """
     if optimizer == "adamw":
-        return 2.0 * decoder.parameters
+        return 8.0 * decoder.parameters
+    if optimizer == "adamw8bit":  # a vector is counted as long as the residual stream is wide
+        matrices = [wide * high for wide, high in decoder.projections.values()] * decoder.num_layers
+        matrices += [decoder.embedding] * (1 if decoder.tied else 2)
+        return sum(map(_in_8_bits, matrices)) + _in_8_bits(decoder.hidden) / decoder.hidden * decoder.vectors
     edges = decoder.num_layers * sum(wide + high for wide, high in decoder.projections.values())
     heads = 1 if decoder.tied else 2
-    return float(edges + heads * (decoder.hidden + decoder.vocab_size) + decoder.vectors)
+    return 4.0 * (edges + heads * (decoder.hidden + decoder.vocab_size) + decoder.vectors)
 
 
 def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:

@@ -142,8 +142,8 @@ class Runtime(Protocol):
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
         """Copy a parameter or a tensor of its shape to the device, in spmd with the sharding of `name`."""
 
-    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
-        """Create float32 zeros on the device, in spmd with the sharding of the parameter `name`."""
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Create zeros on the device, in spmd with the sharding of the parameter or slot `name`."""
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         """Send host tensors to the device in one transfer, sharded along `rows_dim` in spmd.

@@ -54,8 +54,8 @@ class EagerRuntime:
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
         return tensor.to(self.device)
 
-    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
-        return torch.zeros(shape, device=self.device)
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
@@ -128,6 +128,13 @@ class EagerRuntime:
 
     def peak_memory_gib(self) -> float | None:
         return torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else None
+
+
+def facts_of_gpu() -> dict[str, str | float | bool]:
+    """Return name, GiB and arithmetic of the first GPU, for runtime/processes/probe.py."""
+    found = torch.cuda.get_device_properties(0)
+    # Of compute capability 7.5 and less (T4, V100) bf16 is emulated.
+    return {"name": found.name, "gib": found.total_memory / GIB, "has_bf16": found.major >= 8}
 
 
 def devices_seen(device: str) -> tuple[int, str, float]:

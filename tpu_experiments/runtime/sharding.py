@@ -18,6 +18,8 @@ from tpu_experiments.runtime.stacked import (
     is_stack,
 )
 
+ABSMAX = "_absmax"
+"""Suffix of the slot with the scales of the 8-bit codes in the slot without it (optim/blockwise.py)."""
 SPLIT_AS_WEIGHTS = (*SIDE_TENSORS[:2], MAGNITUDE)
 """Scales with an entry for each output feature, or for each output feature and block; DoRA's lengths of rows."""
 
@@ -35,30 +37,36 @@ class ShardingTable:
         The layer axis of a stack and dimensions of size 1 are never sharded.
 
         Args:
-            name: a parameter's, or `<parameter>/<slot>` of optimizer state, which is sharded as its parameter is.
+            name: a parameter's, or `<parameter>/<slot>` of optimizer state, which is sharded as its parameter is;
+                scales of 8-bit codes (`<slot>_absmax`) where their dimensions divide.
 
         Raises:
             ConfigError: the rule has another number of dimensions, or a sharded dimension is not divisible.
         """
-        parameter = name.partition("/")[0]
+        parameter, _, slot = name.partition("/")
         if is_side_tensor(parameter):
-            return self._axes_of_scales(parameter, shape)
+            weight = parameter.rpartition(".")[0] + ".weight"
+            return self._axes_of_scales(parameter, shape, of=weight, is_split=parameter.endswith(SPLIT_AS_WEIGHTS))
         if is_magnitude(parameter) and not any(_matches(glob, parameter) for glob in self.rules):
-            return in_use(self._axes_of_scales(parameter, shape))  # along `tensor` alone, as adapters are
+            weight = parameter.rpartition(".")[0] + ".weight"
+            # along `tensor` alone, as adapters are
+            return in_use(self._axes_of_scales(parameter, shape, of=weight, is_split=True))
+        if slot.endswith(ABSMAX):
+            return self._axes_of_scales(parameter, shape, of=parameter, is_split=True)
         if is_stack(parameter):
             return (None, *self._axes(parameter, shape[1:]))
         return self._axes(parameter, shape)
 
-    def _axes_of_scales(self, name: str, shape: tuple[int, ...]) -> Axes:
-        """Return the axes of quantised weights' scales, or of DoRA's lengths: those of the weights, where they divide.
+    def _axes_of_scales(self, name: str, shape: tuple[int, ...], *, of: str, is_split: bool) -> Axes:
+        """Return the axes of the scales of a quantised tensor, or of DoRA's lengths: those of the tensor `of`.
 
         They have one entry per output feature, or per output feature and block; others are whole on every device.
         """
         leading: Axes = (None,) if is_stack(name) else ()
         own = shape[len(leading) :]
-        weight = name.rpartition(".")[0] + ".weight"
-        given = next((axes for glob, axes in self.rules.items() if _matches(glob, weight)), [None, None])
-        split = self.mesh.named(given)[: len(own)] if name.endswith(SPLIT_AS_WEIGHTS) else (None,) * len(own)
+        given = next((axes for glob, axes in self.rules.items() if _matches(glob, of)), [])
+        named = self.mesh.named(given) if is_split else ()
+        split = (*named, *(None for _ in own))[: len(own)]
         return leading + tuple(
             axis if axis and size > 1 and size % self.mesh.size(axis) == 0 else None
             for size, axis in zip(own, split, strict=True)

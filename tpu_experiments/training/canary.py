@@ -25,8 +25,11 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.lora import A, B
+from tpu_experiments.optim.base import State
+from tpu_experiments.optim.blockwise import decoded
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import python_loop, unconstrained
+from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.training.batches import stage_rows, training_tensors, with_dropout_noise
 from tpu_experiments.training.step import TrainStep, mask_tensors
@@ -86,7 +89,7 @@ class Report:
     loss: float
     grad_norm: float
     state: dict[str, Tensor]
-    """First slot of the optimizer state of every parameter, by `<parameter>/first`."""
+    """First slot of the optimizer state of every parameter, in float32, by `<parameter>/first`."""
 
 
 def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
@@ -191,8 +194,7 @@ def step_on_devices(trainer: "Trainer", batch: Batch) -> Report:
     tensors = training_tensors(mine, stage.geometry, lr=stage.lr) | everything
     output = trainer.step_program(runtime.put(tensors, rows_dim=1))
     runtime.wait()
-    state = to_host(flat({name: first_slot(slots) for name, slots in trainer.state.items() if name}))
-    report = Report(float(output.loss.cpu()), float(output.grad_norm.cpu()), state)
+    report = Report(float(output.loss.cpu()), float(output.grad_norm.cpu()), first_slots(trainer.state))
     write_parameters(trainer, before)
     trainer.state.update(trainer.fresh_state())
     return report
@@ -228,17 +230,29 @@ def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
             sum_over_processes=list,
             row_loss=host.row_loss,
         )
-        state = zero_state(optimizer, parameters, zeros=lambda shape, *, name: torch.zeros(shape))
+        state = zero_state(optimizer, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
         geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])
         _, new, output = step(parameters, state, training_tensors(rows, geometry, lr=stage.lr))
-    found = to_host(flat({name: first_slot(slots) for name, slots in new.items() if name}))
-    return Report(float(output.loss), float(output.grad_norm), found)
+    return Report(float(output.loss), float(output.grad_norm), first_slots(new))
 
 
-def first_slot(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first tensor that an optimizer keeps for a parameter."""
-    name = next(iter(slots))
-    return {"first": slots[name]}
+def first_slots(state: State) -> dict[str, Tensor]:
+    """Return the first slot that an optimizer keeps for every parameter, on the host, by `<parameter>/first`.
+
+    8-bit codes are decoded: they are numbers around 127, whose cosine is near 1 for any two gradients.
+    """
+    found = {}
+    for name, slots in state.items():
+        if not name:
+            continue
+        first = next(iter(slots))
+        chosen = {slot: slots[slot] for slot in (first, first + ABSMAX) if slot in slots}
+        host = to_host(flat({name: chosen}))
+        for key in (key for key in host if key.endswith(f"/{first}")):
+            absmax = host.get(key + ABSMAX)
+            own = key.removesuffix(f"/{first}")
+            found[f"{own}/first"] = host[key] if absmax is None else decoded(host[key], absmax, signed=True)
+    return found
 
 
 def compare(found: Report, expected: Report) -> Findings:

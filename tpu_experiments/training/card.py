@@ -75,9 +75,19 @@ def _is_hub_id(path: str) -> bool:
     return path.count("/") == 1 and suffixes_of(path)[0] not in DATA_SUFFIXES and not paths.exists(path)
 
 
+NF4_CONFIG = (
+    'nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double}, '
+    'bnb_4bit_compute_dtype="{dtype}")'
+)
+"""The base as it was while the adapter was trained; over weights that are not quantised the adapter works as well."""
+
+
 def _introduction(result: Mapping[str, Any], config: Config) -> str:
     trained = f"{result['num_trainable']:,} of {result['num_parameters']:,} parameters"
     base = f"`{config.model.path}`" if config.model.size == "full" else f"a tiny stand-in for `{config.model.path}`"
+    base += {"int8": ", whose layers had their weights in int8", "nf4": ", whose layers had their weights in NF4"}.get(
+        config.model.base, ""
+    )
     if config.lora.r == 0:
         return f"All weights of {base} ({trained}), trained with tpu_experiments."
     lora = config.lora
@@ -98,10 +108,15 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
         ]
     else:
         base = result.get("base_path") or config.model.path
+        imported, storage = "AutoModelForCausalLM, AutoTokenizer", ""
+        if config.model.base == "nf4":
+            imported += ", BitsAndBytesConfig"
+            storage = ", quantization_config=nf4"
         code = [
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}"{trust})',
+            f"from transformers import {imported}",
+            *([NF4_CONFIG.format(double=config.model.base_double_quant, dtype=dtype)] if storage else []),
+            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}"{storage}{trust})',
             f'model = PeftModel.from_pretrained(base, "{place}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})',
         ]

@@ -69,7 +69,9 @@ class Guard:
             if step <= state.seen:
                 continue
             state.seen = step
-            if step in skipped:
+            if step in skipped and skipped[step].has_overflowed:
+                self._note_overflow(skipped[step], progress)
+            elif step in skipped:
                 self._note_skipped(skipped[step], progress)
             else:
                 state.streak = []
@@ -133,6 +135,17 @@ class Guard:
         progress.stages[-1].tokens -= skipped.num_tokens
         if self.rank == 0 or skipped.rows:
             log.warning("%s; its update was skipped (%d so far)", text, state.skipped)
+
+    def _note_overflow(self, skipped: Skipped, progress: Progress) -> None:
+        """Count a step whose gradients only the loss scale made too large; it says nothing about the run."""
+        progress.guard.skipped += 1
+        progress.stages[-1].tokens -= skipped.num_tokens
+        if self.rank == 0:
+            log.info(
+                "step %d: gradients overflowed float16 at a loss scale of %s; its update was skipped, the scale halved",
+                skipped.step,
+                f"{skipped.loss_scale:,.0f}",
+            )
 
     def _note_loss(self, loss: float, pending: Pending | None, *, state: GuardState, step: int) -> None:
         """Compare a finite loss with the median of the steps before it."""

@@ -17,9 +17,12 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import TypeVar
 
+from torch import Tensor
+
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken, utilisation
+from tpu_experiments.optim.loss_scale import LEAST
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.step import StepOutput
 
@@ -70,6 +73,13 @@ class Skipped:
     num_tokens: int
     rows: list[str]
     """`source:row` of this process's rows whose own loss is not finite."""
+    loss_scale: float | None = None
+    """Factor of the loss; None outside float16."""
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Return whether gradients were too large for float16 only because of the loss scale."""
+        return self.loss_scale is not None and self.loss_scale > LEAST and math.isfinite(self.loss)
 
 
 @dataclass
@@ -97,6 +107,8 @@ class Reading:
     """Supervised tokens of each entry of `losses`; NaN for steps of an earlier process that did not record them."""
     num_carried: int = 0
     """Number of leading entries of `losses` that an earlier process of the run computed."""
+    loss_scale: float | None = None
+    """Factor of the last step's loss; None outside float16."""
 
     @property
     def mean_loss(self) -> float:
@@ -183,7 +195,8 @@ def read_reports(
         loss, norm = float(output.loss.cpu()), float(output.grad_norm.cpu())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             rows = [label for label, value in row_losses(pending) if not math.isfinite(value)]
-            skipped.append(Skipped(pending.step, pending.lr, loss, norm, pending.num_tokens, rows))
+            scale = _value(output.loss_scale)
+            skipped.append(Skipped(pending.step, pending.lr, loss, norm, pending.num_tokens, rows, scale))
             continue
         losses.append((pending.step, loss))
         each.append(float(output.num_supervised.cpu()))
@@ -194,7 +207,12 @@ def read_reports(
     tokens = sum(pending.num_tokens for pending in steps)
     arrived = time.perf_counter()
     values = (grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps), each, len(carried))
-    return Reading(last.step, last.lr, losses, *values)
+    assert last.output is not None
+    return Reading(last.step, last.lr, losses, *values, loss_scale=_value(last.output.loss_scale))
+
+
+def _value(tensor: Tensor | None) -> float | None:
+    return None if tensor is None else float(tensor.cpu())
 
 
 def row_losses(pending: Pending) -> list[tuple[str, float]]:

@@ -181,6 +181,8 @@ class RunOutputs:
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
         }
+        if reading.loss_scale is not None:
+            values["train/loss_scale"] = reading.loss_scale
         if reading.skipped:
             values = {name: value for name, value in values.items() if math.isfinite(value)}
             values["train/skipped"] = float(len(reading.skipped))

@@ -33,6 +33,7 @@ from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import fingerprint, scale_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range
@@ -363,7 +364,7 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         assert point.step is not None, "`_checkpoint_or_export` gives it"
         wanted = {PARAMETERS: parameters}
         if point.take == "all" and config.trainer._target_ == TrainerConfig._target_:
-            wanted[OPTIMIZER] = flat(optimizer_of(config).init(parameters))
+            wanted[OPTIMIZER] = flat(with_loss_scale(optimizer_of(config), config).init(parameters))
 
         def restore(_: Mapping[str, Any], groups: Groups) -> None:
             for group, expected in wanted.items():

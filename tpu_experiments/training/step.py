@@ -24,6 +24,7 @@ from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, row_losses, soft_cap_of, target_weights
 from tpu_experiments.models.loss import chunked_row_losses
 from tpu_experiments.optim.base import Optimizer, State, clip, global_norm
+from tpu_experiments.optim.loss_scale import adapted, scale_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, unconstrained
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
@@ -62,7 +63,7 @@ def require_trainable_patterns(stages: Iterable[Stage], names: Sequence[str]) ->
 
 
 def masks_by_parameter(trains_N: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return boolean masks per parameter that broadcast with it and its optimizer state."""
+    """Return boolean masks per parameter that broadcast with it; of a stack, one entry per layer."""
     masks, start = {}, 0
     for name, parameter in parameters.items():
         count = len(hugging_face_names(name))
@@ -98,6 +99,8 @@ class StepOutput:
     norms: Tensor | None = None
     """Norms of gradient (before clipping) and update by group of parameters, shape (2, groups); None if not
     computed."""
+    loss_scale: Tensor | None = None
+    """Factor by which the loss was multiplied for its gradient, shape (); None outside float16."""
 
 
 # ---- loss ---------------------------------------------------------------------------------------------------
@@ -179,9 +182,12 @@ class TrainStep:
         supervised = torch.stack([target_weights(rows)[1].sum() for rows in micro_batches]).sum()
         (total,) = self.sum_over_processes([supervised])
         total = total.clamp(min=1.0)  # a batch of padding only has a zero gradient, not 0 / 0
-        grads, row_losses_AR = self.gradients(parameters, batch, total)
+        scale = scale_of(state)
+        grads, row_losses_AR = self.gradients(parameters, batch, total if scale is None else total / scale)
         with torch.no_grad():
             *grads, loss = self.sum_over_processes([*grads, row_losses_AR.sum() / total])
+            if scale is not None:  # a power of two: nothing is rounded
+                grads = [g / scale for g in grads]
             named = dict(zip(parameters, grads, strict=True))
             chosen = masks_by_parameter(batch[TRAINS], parameters) if TRAINS in batch else {}
             named |= {name: torch.where(mask, named[name], 0.0) for name, mask in chosen.items()}
@@ -195,12 +201,15 @@ class TrainStep:
             where = {name: chosen[name] & is_finite if name in chosen else is_finite for name in state}
             new_parameters = {n: torch.where(where[n], new_parameters[n], p) for n, p in parameters.items()}
             new_state = {name: select_where(slots, new_state[name], where=where[name]) for name, slots in state.items()}
+            if scale is not None:
+                overflowed = finite(loss) & ~finite(norm)
+                new_state[""] |= adapted(state[""], scale=scale, is_finite=is_finite, overflowed=overflowed)
             norms = None
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
             # Replicated: reading a sharded tensor would compile a further program in the middle of a run.
             row_losses_AR = self.constrain(row_losses_AR, axes=())
-        return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms)
+        return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms, scale)
 
     def gradients(
         self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor
@@ -242,8 +251,16 @@ def finite(x: Tensor) -> Tensor:
 
 
 def select_where(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, where: Tensor) -> dict[str, Tensor]:
-    """Return the new tensors where `where`, shape () or broadcastable, is true, else the old ones."""
-    return {name: torch.where(where, new[name], tensor) for name, tensor in old.items()}
+    """Return the new slots where `where` is true, else the old ones.
+
+    Args:
+        where: shape (), or (layers, 1, ...) with as many dimensions as the parameter, which a slot may not have.
+    """
+    found = {}
+    for name, tensor in old.items():
+        own = where if where.ndim in (0, tensor.ndim) else where.view(-1, *[1] * (tensor.ndim - 1))
+        found[name] = torch.where(own, new[name], tensor)
+    return found
 
 
 def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping[str, Tensor], State]) -> None:

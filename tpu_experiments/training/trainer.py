@@ -33,8 +33,10 @@ from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores, next_token_scores
+from tpu_experiments.models.recomputed import is_recomputed
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.storage.spool import Mirror
@@ -202,12 +204,12 @@ class Trainer:
         )
         self.model.module.train()
         self.parameters = self.model.trainable
-        self.optimizer = self.build_optimizer()
+        self.optimizer = with_loss_scale(self.build_optimizer(), config)
         self.state = self.fresh_state()
         self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
-        is_folded = any(map(is_stack, self.parameters))
-        flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_folded=is_folded)
+        recomputed = any(map(is_stack, self.parameters)) or is_recomputed(self.model.module)
+        flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_recomputed=recomputed)
         self.meters = Meters(runtime, config.hw, flops)
         self.step = TrainStep(
             self.model.module,

@@ -9,8 +9,8 @@ whatever axes were split or merged, and its elements and FLOPs determine all fou
                  projection} is `adapters`; the two edges of a projection are `projections`; any other, batched ones
                  above all, is `attention` (scores, values, rotation of queries and keys)
     loss         something produced in it has a dimension of the vocabulary
-    optimizer    outside loops, all arrays have as many elements as a trained parameter and some result is float32:
-                 norms, clipping, moments, update
+    optimizer    outside loops, all arrays have as many elements as a trained parameter (or scales of its 8-bit moments)
+                 and some result is float32 or a code: norms, clipping, moments, update
     adapters     the same otherwise (casts, gradients copied into their stack), or results with a dimension of the rank
     attention    an array has separate axes of heads and of a head's size, or two of the row's length for each head
     projections  results are matrices with the edges of a projection: a weight that is moved or cast
@@ -51,7 +51,7 @@ class Widths:
     edges: frozenset[frozenset[int]]
     """{in, out} of every projection."""
     trained: frozenset[int] = frozenset()
-    """Number of elements of every trained parameter on one chip."""
+    """Number of elements of every trained parameter, and of the scales of its 8-bit moments, on one chip."""
     splits: frozenset[int] = frozenset()
     """Numbers of chips that a weight may be sharded over."""
 
@@ -115,7 +115,7 @@ def part_of_passes(held: Held, *, is_entry: bool, widths: Widths) -> str:
     results = [shape for shape in instruction.shapes if shape.num_elements > 1]
     arrays = results + [shape for shape in within.operand_shapes(instruction) if shape.num_elements > 1]
     if arrays and all(shape.num_elements in widths.trained for shape in arrays):
-        return "optimizer" if is_entry and any(s.dtype == "f32" for s in instruction.shapes) else "adapters"
+        return "optimizer" if is_entry and any(s.dtype in {"f32", "u8"} for s in instruction.shapes) else "adapters"
     scores = [shape for opcode, shape in made if opcode != "dynamic-update-slice"]  # that one's result is a stack
     if any(is_of_heads(s, widths=widths) for s in arrays) or any(is_scores(s, widths=widths) for s in scores):
         return "attention"

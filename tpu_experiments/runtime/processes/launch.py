@@ -88,10 +88,14 @@ def _spawn_eager(ticket: Ticket, main: Main, config: Config, args: tuple[Any, ..
 def _eager_child(rank: int, ticket: Ticket, port: int, payload: bytes) -> None:
     die_with(ticket.parent)
     join(ticket, rank=rank)
+    import torch
     import torch.distributed as dist
 
     main, config, args = pickle.loads(payload)
-    backend = "nccl" if config.hw.device == "cuda" else "gloo"
+    backend = "gloo"
+    if config.hw.device == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(rank)  # nccl's collectives run on the current device, which is 0 in every process
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=config.hw.num_devices)
     try:
         main(make_runtime(config), config, *args)

@@ -2,8 +2,8 @@
 
     python -m tpu_experiments.runtime.processes.probe xla|eager cpu|tpu|cuda
 
-prints one line of JSON: num_devices, kind, sum, seconds. task=doctor runs it as a child, because a process that has
-started a TPU holds it until it ends.
+prints one line of JSON: num_devices, kind, sum, seconds; of a GPU also name, gib and has_bf16. task=doctor runs it as a
+child, because a process that has started a TPU holds it until it ends.
 """
 
 import json
@@ -23,10 +23,12 @@ def main(runtime: str, device: str) -> None:
     if runtime == "xla":
         from tpu_experiments.runtime.xla.device import devices_seen
     else:
-        from tpu_experiments.runtime.eager import devices_seen
+        from tpu_experiments.runtime.eager import devices_seen, facts_of_gpu
     num_devices, kind, total = devices_seen(device)
     seconds = round(time.perf_counter() - started, 2)
-    print(json.dumps({"num_devices": num_devices, "kind": kind, "sum": total, "seconds": seconds}), flush=True)
+    facts = facts_of_gpu() if device == "cuda" else {}
+    found = {"num_devices": num_devices, "kind": kind, "sum": total, "seconds": seconds, **facts}
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

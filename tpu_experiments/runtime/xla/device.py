@@ -98,8 +98,8 @@ class XlaRuntime:
         (placed,) = xm.send_cpu_data_to_device([tensor.contiguous()], self.device, spec)
         return placed
 
-    def zeros(self, shape: torch.Size, *, name: str) -> Tensor:
-        return self.place(torch.zeros(shape), name=name)
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.place(torch.zeros(shape, dtype=dtype), name=name)
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         names, tensors = list(batch), list(batch.values())

@@ -50,6 +50,12 @@ class Probed:
     """Result of 1 + 1 on the device."""
     seconds: float = 0.0
     error: str | None = None
+    name: str = ""
+    """Name of a GPU."""
+    gib: float = 0.0
+    """Memory of a GPU."""
+    has_bf16: bool = True
+    """Whether the arithmetic of a GPU has bf16."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,8 @@ def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
     if done.returncode != 0 or not lines:
         return Probed(error=_error_of(done.stderr, code=done.returncode))
     answer = json.loads(lines[-1])
-    return Probed(answer["num_devices"], answer["kind"], answer["sum"], answer["seconds"])
+    facts = {key: answer[key] for key in ("name", "gib", "has_bf16") if key in answer}
+    return Probed(answer["num_devices"], answer["kind"], answer["sum"], answer["seconds"], **facts)
 
 
 def alone_on_slice(hw: HwConfig) -> dict[str, str]:
@@ -194,6 +201,8 @@ def judge_devices(devices: Devices, config: Config) -> Finding:
     finding = _judge_probed(
         devices.probed, hw=hw, num_nodes=len(devices.nodes), num_hidden=devices.num_hidden_processes
     )
+    if finding.verdict == "ok" and not devices.probed.has_bf16 and config.model.dtype == "bfloat16":
+        return warning(f"{finding.seen}; it emulates model.dtype=bfloat16, slowly", "model.dtype=float16")
     if hw.num_hosts > 1 and finding.verdict == "failed" and not _is_certain(devices.probed, hw=hw):
         # They were asked to start without the other hosts, which no run does and nobody has tried.
         remedy = "a run starts them together with the other hosts; if that fails too, " + finding.remedy
@@ -226,7 +235,8 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_nodes: int, num_hidden: i
     if probed.error is not None:
         hidden = f"; {num_hidden} processes of other users were not looked into" if num_hidden else ""
         return failed(probed.error + hidden, _remedy_of(probed.error, hw=hw))
-    seen = f"{probed.num_devices} x {probed.kind.lower()}, started in {probed.seconds:.1f} s"
+    what = f"{probed.name} of {probed.gib:.2f} GiB" if probed.name else probed.kind.lower()
+    seen = f"{probed.num_devices} x {what}, started in {probed.seconds:.1f} s"
     if hw.runtime == "xla" and probed.kind.lower() != hw.device:
         return failed(seen, f"torch_xla fell back to {probed.kind}; install libtpu, or use hw=cpu")
     wanted = hw.num_devices // hw.num_hosts if hw.device == "tpu" else hw.num_devices
@@ -234,6 +244,9 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_nodes: int, num_hidden: i
     if probed.num_devices < wanted if hw.runtime == "eager" else probed.num_devices not in (wanted, hw.num_devices):
         if hw.runtime == "eager" and hw.device == "cpu":
             return ok(f"cpu, shared by {hw.num_devices} processes")
+        if hw.device == "cuda":
+            remedy = f"hw.num_devices={probed.num_devices}, or look at CUDA_VISIBLE_DEVICES and `nvidia-smi`"
+            return failed(f"{seen}, and hw={hw.name} has {wanted}", remedy)
         remedy = f"choose hw= with {probed.num_devices}, or set TPU_VISIBLE_CHIPS and its bounds for a part of a host"
         if probed.num_devices < min(wanted, num_nodes):  # as Kaggle's v5e-8 shows one of its eight
             seen = f"{probed.num_devices} of this machine's {num_nodes} chips started in {probed.seconds:.1f} s"
@@ -250,6 +263,10 @@ def _remedy_of(error: str, *, hw: HwConfig) -> str:
         return "find the holder: `sudo lsof -w /dev/vfio/* /dev/accel*`, and end it"
     if "worker_addresses" in error or "worker addresses" in error or "SliceBuilder" in error:
         return f"`unset TPU_PROCESS_ADDRESSES` (Kaggle exports it as `local`); {RESTART}"
+    if hw.device == "cuda" and "NVIDIA driver" in error:
+        return "no GPU here, or no driver: `nvidia-smi` must list it; use hw=cpu on a machine without"
+    if hw.device == "cuda" and "not compiled with CUDA" in error:
+        return "this torch is built for the CPU; install the lock's: `bash launch/local.sh python run.py task=doctor`"
     remedy = f"read the whole message: `python -m tpu_experiments.runtime.processes.probe {hw.runtime} {hw.device}`"
     if " died of SIG" in error and hw.device == "tpu":
         remedy += f"; {RESTART}"

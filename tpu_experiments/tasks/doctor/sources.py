@@ -23,7 +23,7 @@ from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, o
 from tpu_experiments.tasks.doctor.places import ModelFiles, as_training, inspect_model_files
 
 Hub = Literal["not asked", "gives it", "gated", "missing", "no answer"]
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BASE_BYTES = 3 * 10**9
 """Host memory besides the weights: a whole run of the tiny model peaks at 1,454 MiB (README), doubled."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -1,4 +1,4 @@
-"""task=plan: estimate a run's memory, time and cost on its TPU, on a machine without one.
+"""task=plan: estimate a run's memory, time and cost on its TPU or GPU, on a machine without one.
 
 `run` chooses the method and the configs; compiled.py and formulas.py each plan a config, search.py searches
 settings, and output.py writes and prints. Slow imports are deferred until the checks are done.
@@ -78,16 +78,24 @@ def for_machine(name: str, config: Config) -> Config:
 
 
 def check_hw(config: Config) -> None:
-    """Refuse hardware that the TPU compiler does not support.
+    """Refuse hardware that neither the TPU compiler supports nor a datasheet describes.
 
     Raises:
-        ConfigError: it has no topology, or the topology has fewer chips.
+        ConfigError: a TPU without a topology, or with too small a one; no datasheet; a GPU with task.method=compiled.
     """
     hw = config.hw
+    is_gpu = hw.device == "cuda" and hw.chip is not None
+    if is_gpu and isinstance(config.task, PlanTaskConfig) and config.task.method == "compiled":
+        raise ConfigError(
+            f"hw={hw.name} with task.method=compiled; the compiler is that of TPUs, and a GPU is planned from its "
+            "datasheet; use task.method=analytic."
+        )
+    if is_gpu:
+        return
     if hw.topology is None or hw.runtime != "xla":
         raise ConfigError(
-            f"hw={hw.name}; task=plan compiles for a TPU and this hardware names no topology; choose one that "
-            "does, for example hw=v5e8, hw=v6e8 or hw=colab."
+            f"hw={hw.name}; task=plan compiles for a TPU, or reads a GPU's datasheet, and this hardware names neither "
+            "topology nor chip; choose one that does, for example hw=v5e8, hw=v6e8, hw=colab or hw=l4."
         )
     if hw.chip is None:
         raise ConfigError(f"hw={hw.name}; hw.chip is null; a plan needs the chip's datasheet; fill it in.")

@@ -82,6 +82,8 @@ def formula_plan(config: Config) -> Plan:
     arch = arch_of(config)
     installed = importlib.util.find_spec("libtpu")
     reason = "task.method=analytic" if installed else "libtpu is not installed"
+    if config.hw.device == "cuda":
+        reason = "the compiler is that of TPUs"
     plan = analytic_plan(config, arch, reason=reason)
     plan = replace(plan, versions=versions(), programs=(*plan.programs, *counted_only(config)))
     if plan.shortage is not None:

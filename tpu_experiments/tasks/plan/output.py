@@ -23,7 +23,7 @@ def publish(plan: Plan, *, config: Config) -> None:
     """Write plan.json, plan.md, plan.svg (and best.yaml of a search) and print the table."""
     everything = paths.join(config.output_dir, PLANS)
     folder = paths.join(everything, str(config.name))
-    others = [row for name in REFERENCE_HW for row in reference(plan, name, config=config)]
+    others = [row for name in REFERENCE_HW if name != plan.hw.name for row in reference(plan, name, config=config)]
     plan = replace(plan, comparisons=(*saved_comparisons(plan, folder=everything), *others))
     paths.make_dirs(folder)
     paths.write_text_atomic(paths.join(folder, "plan.svg"), plan_chart_svg(plan))

@@ -69,13 +69,15 @@ def plans_of(cases: Sequence[Case], settings: PlanTaskConfig, *, method: str) ->
 def make_plans(
     configs: Sequence[Config], settings: PlanTaskConfig, *, method: str, which: str | None = None
 ) -> list[Plan | ConfigError]:
-    """Return plans made by `method`."""
-    if method == "analytic":
+    """Return plans made by `method`; those of GPUs are always made by formulas."""
+    of_tpus = [config for config in configs if method != "analytic" and config.hw.device != "cuda"]
+    if not of_tpus:
         return [formula_plan(config) for config in configs]
     from tpu_experiments.tasks.plan.compiled import compiled_plans  # needs torch_xla
 
     folder = settings.compiled_folder
-    return compiled_plans(configs, which=which or settings.programs, workers=settings.workers, folder=folder)
+    made = iter(compiled_plans(of_tpus, which=which or settings.programs, workers=settings.workers, folder=folder))
+    return [formula_plan(config) if config.hw.device == "cuda" else next(made) for config in configs]
 
 
 def plan_of_config(config: Config, settings: PlanTaskConfig, *, method: str, which: str | None = None) -> Plan:
@@ -114,7 +116,7 @@ def search_settings(case: Case, settings: PlanTaskConfig, *, method: str) -> Pla
     candidates, left_out = worth_trying(case, settings)
     tried = [*left_out, *in_waves(candidates, attempt)]
     best = best_of(tried)
-    if settings.search.table is not None and method == "compiled":
+    if settings.search.table is not None and method == "compiled" and case.config.hw.topology is not None:
         for line in lines_of(case, tried):
             write_line(line, file=Path(settings.search.table))
     config = next((each.config for each in candidates if best and each.overrides == best.overrides), case.config)

@@ -1,0 +1,34 @@
+"""LoRA+ (arXiv 2402.12354): a learning rate of its own for every adapter's B, around any optimizer.
+
+Weight decay is per unit of that learning rate, as in PEFT's `create_loraplus_optimizer`; equal to it, tested.
+"""
+
+from torch import Tensor
+
+from tpu_experiments.optim.base import Named, Optimizer, State
+from tpu_experiments.runtime.sharding import ADAPTER_PARTS
+
+
+class LoraPlus:
+    """An optimizer that updates B with `ratio` times the learning rate of A."""
+
+    def __init__(self, optimizer: Optimizer, *, ratio: float) -> None:
+        self.optimizer, self.ratio = optimizer, ratio
+
+    def init(self, parameters: Named) -> State:
+        return self.optimizer.init(parameters)
+
+    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
+        new_parameters: dict[str, Tensor] = {}
+        new_state: State = {}
+        for is_b, rate in ((False, lr), (True, lr * self.ratio)):
+            names = [name for name in parameters if name.endswith(ADAPTER_PARTS[1]) == is_b]
+            moved, made = self.optimizer.update(
+                {name: parameters[name] for name in names},
+                {name: grads[name] for name in names},
+                {"": state[""]} | {name: state[name] for name in names},
+                lr=rate,
+            )
+            new_parameters |= moved
+            new_state |= made
+        return new_parameters, new_state
