@@ -23,24 +23,31 @@ RATIO, WEIGHT_DECAY = 16.0, 0.1
 @pytest.mark.xla
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 @pytest.mark.parametrize(
-    ("optim", "of_torch", "settings"),
+    ("optim", "of_torch", "settings", "dora"),
     [
-        ("adamw", torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8}),
-        ("adafactor", torch.optim.Adafactor, {"beta2_decay": -0.8, "eps": (1e-30, 1e-3), "foreach": False}),
+        ("adamw", torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8}, False),
+        ("adamw", torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8}, True),
+        ("adafactor", torch.optim.Adafactor, {"beta2_decay": -0.8, "eps": (1e-30, 1e-3), "foreach": False}, False),
     ],
 )
-def test_ten_steps_agree_with_peft(make_config, optim, of_torch, settings) -> None:
+def test_ten_steps_agree_with_peft(make_config, optim, of_torch, settings, dora) -> None:
+    """With DoRA without weight decay, from which PEFT here does not except the lengths of rows."""
     from peft import LoraConfig, get_peft_model
     from peft.optimizers import create_loraplus_optimizer
     from transformers import AutoModelForCausalLM
 
-    more = (f"optim={optim}", f"optim.b_lr_ratio={RATIO}", f"optim.weight_decay={WEIGHT_DECAY}")
+    weight_decay = 0.0 if dora else WEIGHT_DECAY
+    more = (f"optim={optim}", f"optim.b_lr_ratio={RATIO}", f"optim.weight_decay={weight_decay}", f"lora.dora={dora}")
     config = make_config(*overrides("qwen05b", *more))
     run = Run(config, EagerRuntime(config.hw), optimizer=optimizer_of(config))
     torch.manual_seed(config.seed)
     base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
     lora = LoraConfig(
-        r=config.lora.r, lora_alpha=config.lora.alpha, target_modules=config.lora.targets, task_type="CAUSAL_LM"
+        r=config.lora.r,
+        lora_alpha=config.lora.alpha,
+        target_modules=config.lora.targets,
+        task_type="CAUSAL_LM",
+        use_dora=dora,
     )
     model = get_peft_model(base, lora)
     named = dict(model.named_parameters())
@@ -56,7 +63,7 @@ def test_ten_steps_agree_with_peft(make_config, optim, of_torch, settings) -> No
         of_torch,
         lr=LR,
         loraplus_lr_ratio=RATIO,
-        loraplus_weight_decay=WEIGHT_DECAY,
+        loraplus_weight_decay=weight_decay,
         **settings,
     )
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -73,9 +73,17 @@ class _Scan:
                 if source == LAYER_INPUT:
                     saved.append(self.host.put(value))
                 elif source is None:
-                    saved.append(_bool_to_uint8(value))
+                    saved.append(self._whole(_bool_to_uint8(value)))
             hidden = out
         return (self.constrain(hidden, axes=BY_ROWS),), tuple(saved)
+
+    def _whole(self, value: Tensor) -> Tensor:
+        """Keep a saved vector (DoRA's norms) whole on every device.
+
+        Without this constraint XLA splits it, and with it B and the products with B (Qwen2.5 0.5B on v5e-8, planned: 80
+        instead of 67 ms a step).
+        """
+        return self.constrain(value, axes=(None,)) if value.ndim == 1 else value
 
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         (grad,) = carry
@@ -90,7 +98,7 @@ class _Scan:
                 if source == LAYER_INPUT:
                     values.append(self.host.fetch(saved.pop()))
                 else:
-                    values.append(_uint8_to_bool(saved.pop()) if source is None else inputs[source])
+                    values.append(_uint8_to_bool(self._whole(saved.pop())) if source is None else inputs[source])
             grad, *others = graph.backward(*reversed(values), self.constrain(grad, axes=BY_ROWS))
             of_weights = zip(others[: graph.num_weights], split, strict=True)
             grads = [

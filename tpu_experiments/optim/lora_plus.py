@@ -1,12 +1,13 @@
 """LoRA+ (arXiv 2402.12354): a learning rate of its own for every adapter's B, around any optimizer.
 
+As in PEFT, DoRA's lengths of rows have that of B.
 Weight decay is per unit of that learning rate, as in PEFT's `create_loraplus_optimizer`; equal to it, tested.
 """
 
 from torch import Tensor
 
 from tpu_experiments.optim.base import Named, Optimizer, State
-from tpu_experiments.runtime.sharding import ADAPTER_PARTS
+from tpu_experiments.runtime.stacked import ADAPTER_PARTS
 
 
 class LoraPlus:
@@ -22,7 +23,7 @@ class LoraPlus:
         new_parameters: dict[str, Tensor] = {}
         new_state: State = {}
         for is_b, rate in ((False, lr), (True, lr * self.ratio)):
-            names = [name for name in parameters if name.endswith(ADAPTER_PARTS[1]) == is_b]
+            names = [name for name in parameters if name.endswith(ADAPTER_PARTS[1:]) == is_b]
             moved, made = self.optimizer.update(
                 {name: parameters[name] for name in names},
                 {name: grads[name] for name in names},
