@@ -78,8 +78,8 @@ class ModelConfig:
     halved where gradients overflow (the step is skipped) and doubled after 2,000 updates in a row."""
     base: str = choice("dense", "int8", "nf4", default="dense")
     """Storage of the frozen weights of the layers' Linear modules. `dense`: in `dtype`. `int8`: one byte a weight, one
-    scale per output feature. `nf4`: half a byte, a scale per 64 weights (QLoRA, arXiv 2305.14314); on a TPU, decoding
-    takes about as long as the product. Head and embedding stay in `dtype`."""
+    scale per output feature. `nf4`: half a byte, a scale per 64 weights (QLoRA, arXiv 2305.14314), for GPUs: on a TPU
+    int8 is smaller and faster. Head and embedding stay in `dtype`."""
     base_double_quant: bool = True
     """Whether `base=nf4` stores its scales in 8 bits, which saves 0.37 bits a weight."""
     base_activations: str = choice("as_they_are", "int8", default="as_they_are")
