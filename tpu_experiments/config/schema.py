@@ -273,6 +273,12 @@ class AdamWConfig(OptimConfig):
     """Added to the root of the second moment."""
 
 
+BLOCK = 256
+"""Elements of an 8-bit moment that share one scale."""
+MIN_ELEMENTS = 4096
+"""Elements of a parameter, of one layer in a stack, below which its moments stay in float32."""
+
+
 @dataclass
 class AdamW8bitConfig(AdamWConfig):
     """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861); below 4,096 elements in float32."""

@@ -10,14 +10,13 @@ block's largest, between 0 and the next value, and steps stay within 1.3 times t
 import torch
 from torch import Tensor
 
+from tpu_experiments.config.schema import MIN_ELEMENTS
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import Named, State
 from tpu_experiments.optim.blockwise import absmax_shape, decoded_slot, encoded
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import is_stack
 
-MIN_ELEMENTS = 4096
-"""Elements of a parameter, of one layer in a stack, below which its moments stay in float32."""
 MOMENTS = {"first": True, "second": False}
 """Slots, and whether their values have a sign."""
 

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpu_experiments.config.schema import BLOCK
 from tpu_experiments.runtime.sharding import ABSMAX
 
-BLOCK = 256
-"""Elements that share one absmax."""
 DECADES = range(7)
 """Numbers of the decades (10^(i - 7), 10^(i - 6)], which have 2^i values each, or twice as many without a sign."""
 ZERO = 127

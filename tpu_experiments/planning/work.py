@@ -7,9 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tpu_experiments.config.schema import BLOCK, MIN_ELEMENTS
 from tpu_experiments.metrics.flops import Decoder, Trainable, read_decoder
-from tpu_experiments.optim.adamw8bit import MIN_ELEMENTS
-from tpu_experiments.optim.blockwise import BLOCK
 
 GIB = 2**30
 
