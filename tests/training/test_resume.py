@@ -60,7 +60,8 @@ def test_moments_of_8_bits_resume_bit_for_bit(tmp_path):
     words = ("model=qwen05b", "data=[sample_text]", "lora=all_linear_r8", "lora.r=64", "optim=adamw8bit", "debug=smoke")
     words += ("optim.b_lr_ratio=4", "trainer.log_every_steps=1", "checkpoint.every_steps=2", "checkpoint.keep_last=100")
     words += ("curriculum.stages.text.steps=6", "name=again")
-    finished(*words, output_dir=tmp_path)
+    result = finished(*words, output_dir=tmp_path)
+    assert (result["num_compiles"], result["compiles_after_warmup"]) == (result["expected_programs"], 0)
     folder = tmp_path / "again"
     last = sorted(folder.glob("checkpoints/step_*"))[-1]
     before = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
