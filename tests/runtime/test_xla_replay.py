@@ -22,7 +22,7 @@ from tests.runtime.test_xla_programs import make, rolled, rows
 from tests.training.runs import REPOSITORY
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.xla.programs import Compiles, XlaProgram
-from tpu_experiments.runtime.xla.replay import NUM_FIRST
+from tpu_experiments.runtime.xla.replay import NUM_FIRST, is_on_xla
 
 pytestmark = pytest.mark.xla
 
@@ -277,3 +277,16 @@ def test_a_program_that_is_always_traced_waits_for_nothing_and_records_nothing(m
         found[every] = counts
     assert found[1] == {}
     assert set(found[50]) == set(names), "what is counted is what a recorded program calls"
+
+
+def test_a_tensor_without_a_device_is_no_stray():
+    """A tensor of a released graph has none, and the search for strays sees every tensor that is alive."""
+
+    class Released:
+        @property
+        def device(self):
+            raise RuntimeError("tensor does not have a device")
+
+    assert not is_on_xla(Released())
+    assert not is_on_xla(torch.zeros(1))
+    assert is_on_xla(torch.zeros(1, device="xla"))

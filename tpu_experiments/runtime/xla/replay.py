@@ -371,10 +371,18 @@ def has_strays(known: Mapping[int, Tensor]) -> bool:
     Bases are exempt since they are alive as long as a view of them is.
     """
     bases = {_id(tensor._base) for tensor in known.values() if tensor._base is not None}
-    found = [o for o in gc.get_objects() if type(o) in (Tensor, torch.nn.Parameter) and o.device.type == "xla"]
+    found = [o for o in gc.get_objects() if type(o) in (Tensor, torch.nn.Parameter) and is_on_xla(o)]
     return any(
         is_new and _id(tensor) not in {*known, *bases} for tensor, is_new in zip(found, pending(found), strict=True)
     )
+
+
+def is_on_xla(tensor: Tensor) -> bool:
+    """Return whether a tensor is the device's; an undefined one (of a released autograd node) is nobody's."""
+    try:
+        return tensor.device.type == "xla"
+    except RuntimeError:  # "tensor does not have a device"
+        return False
 
 
 def pending(tensors: list[Tensor]) -> list[bool]:
