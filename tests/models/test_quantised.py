@@ -11,7 +11,6 @@ from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
 from tpu_experiments.models.quantised import (
     ABSMAX,
-    EIGHT_BIT,
     NESTED,
     OFFSET,
     SCALE,
@@ -20,6 +19,7 @@ from tpu_experiments.models.quantised import (
     frozen_product,
     quantised_shapes,
 )
+from tpu_experiments.runtime.dynamic_type import SIGNED
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = pytest.mark.xla  # torch_xla is imported by bitsandbytes' neighbours
@@ -61,7 +61,7 @@ def test_nf4_codes_and_scales_are_those_of_bitsandbytes(bnb, shape, dtype):
     # float64 takes bitsandbytes' own plain path, the nearest value. Its C++ for float32 on a CPU looks values up in a
     # table and gives a neighbour for one scale in a thousand.
     scales, nested = torch.ops.bitsandbytes.quantize_blockwise.default(
-        (state.absmax - offset).double(), torch.tensor(EIGHT_BIT), 256
+        (state.absmax - offset).double(), torch.tensor(SIGNED), 256
     )
     assert torch.equal(doubly[ABSMAX].flatten(), scales.flatten())
     assert torch.equal(doubly[NESTED], nested)
@@ -69,7 +69,7 @@ def test_nf4_codes_and_scales_are_those_of_bitsandbytes(bnb, shape, dtype):
 
 
 def test_the_table_of_eight_bits_is_that_of_bitsandbytes(bnb):
-    assert torch.equal(torch.tensor(EIGHT_BIT), bnb.create_dynamic_map())
+    assert torch.equal(torch.tensor(SIGNED), bnb.create_dynamic_map())
 
 
 @pytest.mark.parametrize("double", [False, True])

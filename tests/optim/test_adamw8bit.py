@@ -10,7 +10,8 @@ from tpu_experiments.config.schema import BLOCK
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.adamw8bit import AdamW8bit
 from tpu_experiments.optim.base import Named, State
-from tpu_experiments.optim.blockwise import LEAST, absmax_shape, decoded, dynamic_values, encoded
+from tpu_experiments.optim.blockwise import LEAST, absmax_shape, decoded, encoded
+from tpu_experiments.runtime.dynamic_type import dynamic_values
 from tpu_experiments.runtime.stacked import unstacked
 
 NUM_STEPS, LR = 20, 3e-3

@@ -67,7 +67,7 @@ UNSET: dict[str, Any] = {
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
-"""Values, of a source's keys above all, that have the same effect as leaving the key out."""
+"""Values of a source's keys that have the same effect as leaving the key out."""
 ADDED: dict[str, Any] = {
     "model.base": "dense",
     "model.base_double_quant": True,

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ALL_LINEAR, ModelConfig, is_target
+from tpu_experiments.runtime.dynamic_type import SIGNED
 from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.stacked import SIDE_TENSORS
 
@@ -38,20 +39,6 @@ NF4 = (
 SCALE, ABSMAX, NESTED, OFFSET = SIDE_TENSORS
 Parts = Mapping[str, Tensor]
 """Codes and their scales by the last part of their name."""
-
-
-def _eight_bit_values() -> tuple[float, ...]:
-    """Return the 256 values of the signed dynamic data type (arXiv 1511.04561), sorted, as bitsandbytes has them."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
-        means = 10.0 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)
-        values += [*means.tolist(), *(-means).tolist()]
-    return tuple(sorted(values))
-
-
-EIGHT_BIT = _eight_bit_values()
-"""Made here once: inside a trace, tensors have no values."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +125,7 @@ def _nf4(weight_NK: Tensor, *, shapes: Mapping[str, tuple[tuple[int, ...], torch
     centred_HB = F.pad(absmax_G - offset, (0, padding)).view(-1, NESTED_BLOCK)
     nested_H = centred_HB.abs().amax(1)
     scaled_HB = centred_HB * (1.0 / nested_H.clamp(min=1e-38))[:, None]
-    scales_G = torch.bucketize(scaled_HB, _between(torch.tensor(EIGHT_BIT))).to(torch.uint8).flatten()[: len(absmax_G)]
+    scales_G = torch.bucketize(scaled_HB, _between(torch.tensor(SIGNED))).to(torch.uint8).flatten()[: len(absmax_G)]
     return {"weight": packed, ABSMAX: scales_G.view(shape), NESTED: nested_H, OFFSET: offset.view(1)}
 
 
@@ -174,7 +161,7 @@ def _eight_bit(codes: Tensor) -> Tensor:
     Magnitude m of m - 127 has a decade 10^(e - 6) with e = floor(log2 m), of which it is one of 2^e equal parts.
     """
     if codes.device.type != "xla":
-        return torch.tensor(EIGHT_BIT, device=codes.device)[codes.int()]
+        return torch.tensor(SIGNED, device=codes.device)[codes.int()]
     signed = codes.to(torch.int32) - 127
     magnitude = signed.abs()
     parts, decade = torch.ones_like(magnitude), torch.full_like(magnitude, 1e-6, dtype=torch.float32)
@@ -267,8 +254,8 @@ def format_of(model: ModelConfig) -> Format | None:
     return Format(model.base, model.base_double_quant, model.base_activations == "int8")
 
 
-def quantise_linears(module: nn.Module, model: ModelConfig) -> int:
-    """Put a `QuantLinear` in the place of every Linear of the layers of an empty module; returns how many.
+def quantise_linears(module: nn.Module, model: ModelConfig) -> None:
+    """Put a `QuantLinear` in the place of every Linear of the layers of an empty module.
 
     Head and embedding stay as they are.
 
@@ -278,7 +265,7 @@ def quantise_linears(module: nn.Module, model: ModelConfig) -> int:
     """
     format = format_of(model)
     if format is None:
-        return 0
+        return
     module.requires_grad_(False)
     linears = {n: m for n, m in module.named_modules() if type(m) is nn.Linear and is_target(n, ALL_LINEAR)}
     others = sum(isinstance(m, Conv1D) for m in module.modules())
@@ -296,7 +283,6 @@ def quantise_linears(module: nn.Module, model: ModelConfig) -> int:
         except ValueError as error:
             raise ConfigError(f"model.base={model.base}; {name}: {error}; set model.base=int8 or dense.") from error
         setattr(module.get_submodule(parent), leaf, made)
-    return len(linears)
 
 
 def quantised_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:

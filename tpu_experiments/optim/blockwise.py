@@ -19,26 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpu_experiments.config.schema import BLOCK
+from tpu_experiments.runtime.dynamic_type import DECADES, SIGNED, UNSIGNED, num_values
 from tpu_experiments.runtime.sharding import ABSMAX
 
-DECADES = range(7)
-"""Numbers of the decades (10^(i - 7), 10^(i - 6)], which have 2^i values each, or twice as many without a sign."""
 ZERO = 127
 """Code of 0 in the signed data type; those of negative values are below it."""
 LEAST = 1e-7
 """Value of code 0 without a sign, in place of 0 and below the next, 3.25e-7 (adamw8bit.py has the reason)."""
 TINY = torch.finfo(torch.float32).tiny
-
-
-@functools.cache
-def dynamic_values(*, signed: bool) -> tuple[float, ...]:
-    """Return the 256 values of the dynamic data type, sorted, as bitsandbytes' `create_dynamic_map` has them."""
-    values = [0.0, 1.0]
-    for decade in DECADES:
-        bounds = torch.linspace(0.1, 1, _num_values(decade, signed=signed) + 1)
-        means = 10.0 ** (decade - 6) * ((bounds[:-1] + bounds[1:]) / 2)
-        values += [*means.tolist(), *(-means).tolist()] if signed else means.tolist()
-    return tuple(sorted(values))
 
 
 def absmax_shape(shape: tuple[int, ...], *, is_stack: bool) -> tuple[int, ...]:
@@ -98,10 +86,6 @@ def _elements(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
 # centres of equal intervals, and each value's code is the number of midpoints between values below it.
 
 
-def _num_values(decade: int, *, signed: bool) -> int:
-    return int(2**decade * (1 if signed else 2))
-
-
 def _values_at(codes: Tensor, *, signed: bool) -> Tensor:
     """Return the float32 values of codes."""
     if codes.device.type != "xla":
@@ -126,14 +110,14 @@ def _nearest(scaled: Tensor, *, signed: bool) -> Tensor:
 
 @functools.cache
 def _table(device: torch.device, *, signed: bool) -> Tensor:
-    return torch.tensor(dynamic_values(signed=signed), device=device)
+    return torch.tensor(SIGNED if signed else UNSIGNED, device=device)
 
 
 def _magnitude(rank: Tensor, *, signed: bool) -> Tensor:
     """Return the value, in [0, 1], that `rank` of the values from 0 upwards are below."""
     found, first = rank.clamp(max=1.0) * 1e-7, 1
     for decade in DECADES:
-        count = _num_values(decade, signed=signed)
+        count = num_values(decade, signed=signed)
         found = found + (rank - (first - 0.5)).clamp(0.0, count) * (0.9 * 10.0 ** (decade - 6) / count)
         first += count
     return found
@@ -143,7 +127,7 @@ def _rank(magnitude: Tensor, *, signed: bool) -> Tensor:
     """Return how many of the values from 0 upwards are below the value nearest to a magnitude, in [0, 1]."""
     found = torch.zeros_like(magnitude)
     for decade in DECADES:
-        count = _num_values(decade, signed=signed)
+        count = num_values(decade, signed=signed)
         # In intervals of the decade; its values are at 0.5, 1.5, ..., and midpoints between them at 1, 2, ...
         place = magnitude * (count / 0.9 * 10.0 ** (6 - decade)) - count / 9
         # The midpoint to the last value of the decade below is at 0.2, or to 0 in the first decade.

@@ -13,6 +13,7 @@ from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.metrics.flops import read_decoder
+from tpu_experiments.planning.analytic import ITEM_BYTES
 from tpu_experiments.planning.check import Finding as MemoryFinding
 from tpu_experiments.planning.check import finding as memory_finding
 from tpu_experiments.planning.stored_plans import sizes_of
@@ -23,7 +24,6 @@ from tpu_experiments.tasks.doctor.finding import Finding, failed, not_checked, o
 from tpu_experiments.tasks.doctor.places import ModelFiles, as_training, inspect_model_files
 
 Hub = Literal["not asked", "gives it", "gated", "missing", "no answer"]
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BASE_BYTES = 3 * 10**9
 """Host memory besides the weights: a whole run of the tiny model peaks at 1,454 MiB (README), doubled."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
