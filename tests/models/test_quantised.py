@@ -86,6 +86,24 @@ def test_nf4_decodes_as_bitsandbytes_does(bnb, double):
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("double", [False, True])
+def test_the_kernels_of_a_gpu_take_codes_and_scales_as_they_lie(bnb, double, dtype):
+    """The same operators as on a GPU, by bitsandbytes' code for a CPU."""
+    from tpu_experiments.runtime.kernels import on_cuda
+
+    format = Format("nf4", double_quant=double)
+    parts = format.quantise(weight(512, 1024, dtype=torch.bfloat16))
+    codes, scales = parts["weight"], [parts[name] for name in (ABSMAX, NESTED, OFFSET) if name in parts]
+    plain = format.decode(parts, dtype=dtype)
+    step = torch.finfo(dtype).eps * plain.abs().max()
+    decoded = on_cuda.nf4_weight(codes, scales, block=64, dtype=dtype)
+    torch.testing.assert_close(decoded, plain, atol=float(step), rtol=0)
+    x = torch.randn(2, 5, 1024, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    product = on_cuda.nf4_product(x, codes, scales, block=64)
+    torch.testing.assert_close(product, F.linear(x, decoded))
+
+
 def test_int8_codes_and_scales_are_those_of_bitsandbytes(bnb):
     dense = weight(96, 160, dtype=torch.float16)
     codes, absmax, _ = bnb.int8_vectorwise_quant(dense)

@@ -15,6 +15,7 @@ from tests.hub import HubServer
 from tests.jobs import of_tiny_job
 from tests.training.runs import REPOSITORY, SAME_SUMS, finished, run
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.storage.run_folder import open_run
@@ -240,6 +241,28 @@ def test_of_pissa_the_export_is_the_start(make_config, tmp_path):
     other = make_config("lora.r=8", "lora.alpha=16", "name=y", f"start.run={tmp_path / 'x'}")
     module, _ = describe(HuggingFaceModel(other.model, seed=0), lora=other.lora)
     with pytest.raises(ConfigError, match=r"start from its export: start\.run=.*/adapter lora\.r=16 lora\.alpha=32\."):
+        find_start(other, module)
+
+
+@pytest.mark.parametrize("source", ["x", "x/adapter"])
+@pytest.mark.parametrize("base", ["dense", "int8"])
+def test_adapters_of_loftq_belong_to_the_codes_that_they_complete(make_config, tmp_path, source, base):
+    """Over another base they would add what NF4 lost to weights that lost nothing."""
+    nf4 = ("lora.r=8", "lora.alpha=16", "model.size=tiny", "model.base=nf4", "lora.init=loftq")
+    first = make_config(*nf4, "name=x", f"output_dir={tmp_path}")
+    folder = open_run(first).create(first)
+    module, _ = describe(HuggingFaceModel(first.model, seed=0), lora=first.lora)
+    drawn = {n: torch.zeros(p.shape) for n, p in module.named_parameters() if p.requires_grad}
+    write_adapter(
+        folder.path("adapter"), parameters=drawn, initial={}, lora=first.lora, base_path="base", revision=None
+    )
+    start = f"start.run={tmp_path / source}"
+    same = make_config(*nf4, "name=y", start)
+    if source == "x/adapter":
+        assert find_start(same, module).kind == "adapter"
+    other = make_config(*nf4[:3], f"model.base={base}", "name=y", start)
+    module, _ = describe(HuggingFaceModel(other.model, seed=0), lora=other.lora)
+    with pytest.raises(ConfigError, match=rf"model\.base='nf4', now '{base}'; restore the values: LoftQ's adapters"):
         find_start(other, module)
 
 

@@ -19,6 +19,7 @@ from tpu_experiments.config.start import StartConfig
 from tpu_experiments.config.task_schema import (
     DoctorTaskConfig,
     EvaluateTaskConfig,
+    ExportTaskConfig,
     GenerateTaskConfig,
     PlanTaskConfig,
     ReportTaskConfig,
@@ -461,6 +462,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_report": ReportTaskConfig,
         "base_doctor": DoctorTaskConfig,
         "base_evaluate": EvaluateTaskConfig,
+        "base_export": ExportTaskConfig,
         "base": TaskConfig,
     },
     "model": {"base": ModelConfig},

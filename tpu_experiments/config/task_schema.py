@@ -174,8 +174,8 @@ class ChoiceConfig:
 
 
 @dataclass
-class GenerateTaskConfig(ChoiceConfig, TaskConfig):
-    """Settings of task=generate."""
+class WeightsConfig:
+    """Choice of the trained weights that a task reads."""
 
     run: str | None = place("folder", default=None)
     """Folder of a run, local or gs://, whose model, tokenizer, chat format and trained weights are used; null uses the
@@ -187,8 +187,15 @@ class GenerateTaskConfig(ChoiceConfig, TaskConfig):
     """Folder of a PEFT LoRA adapter, local or gs://, used instead of `weights`."""
     base: str | None = place("model", default=None)
     """Folder or Hub id of the base model, if it is no longer where the run found it."""
-    dtype: str | None = field(default=None, metadata={"allowed": ("bfloat16", "float32")})
-    """Data type of weights and arithmetic; null is the model's."""
+
+
+@dataclass
+class GenerateTaskConfig(ChoiceConfig, WeightsConfig, TaskConfig):
+    """Settings of task=generate."""
+
+    dtype: str | None = field(default=None, metadata={"allowed": ("bfloat16", "float16", "float32")})
+    """Data type of weights and arithmetic; null is the model's. `float16` is for GPUs without
+    bfloat16, such as a T4."""
     prompt: str | None = None
     """One prompt. Without it and `prompts_file`, prompts are read from the terminal until `exit` or `quit`."""
     input: str | None = None
@@ -238,6 +245,82 @@ def generating_problems(task: GenerateTaskConfig) -> list[str]:
         )
     if not task.buckets or min(task.buckets) < 1:
         problems.append(f"task.buckets={task.buckets}; prompts are padded to one of them; write [128] or more.")
+    return problems
+
+
+# ---- export -------------------------------------------------------------------------------------------------
+
+FORMS = ("peft", "merged", "gguf", "int8", "nf4")
+"""Forms that task=export writes."""
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+"""Data types of the weights in a GGUF file, by llama.cpp's names."""
+
+
+@dataclass
+class ParityConfig:
+    """Extent of the comparison of an export with the model that was trained."""
+
+    documents: int = number(default=8, at_least=1)
+    """Held-out documents that both are evaluated on, drawn by `seed`."""
+    tokens: int = number(default=512, at_least=8, at_most=2**24)
+    """Tokens of each document that are evaluated."""
+    lines: int = number(default=200, at_least=1)
+    """Lines of held-out text that both tokenizers must split into the same tokens."""
+    prompts: int = number(default=3, at_least=0)
+    """Documents of which both continue the first half, greedily."""
+    max_new_tokens: int = number(default=32, at_least=1, at_most=2**24)
+    """Tokens of each continuation."""
+    max_perplexity_ratio: float | None = number(default=None, above=1)
+    """Perplexity of the export over that of the model above which the export counts as worse; null takes the form's own
+    limit (tpu_experiments/tasks/export/parity.py)."""
+
+
+@dataclass
+class ExportTaskConfig(WeightsConfig, TaskConfig):
+    """Settings of task=export."""
+
+    forms: list[str] = field(default_factory=lambda: ["peft", "merged"])
+    """Forms to write: `peft` (the adapter), `merged` (the whole model for transformers, vLLM, TGI, MaxText), `gguf`
+    (llama.cpp, Ollama), `int8` (compressed-tensors, W8A16), `nf4` (bitsandbytes)."""
+    folder: str | None = place("folder", default=None)
+    """Folder of the forms, local or gs://; null is `export/` in the run's folder, and `<output_dir>/exports/<name>` for
+    an adapter."""
+    dtype: str | None = field(default=None, metadata={"allowed": ("bfloat16", "float32")})
+    """Data type of the weights in `merged` and of those that `int8` and `nf4` do not quantise; null is the model's."""
+    gguf_types: list[str] = field(default_factory=lambda: ["f16", "q8_0"])
+    """Data types of the GGUF files, one file each: f32, f16, bf16 or q8_0."""
+    max_shard_gib: float = number(default=2.0, above=0)
+    """Largest file of weights; that much memory is used while one is written."""
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    push: str | None = None
+    """Repository on the Hub (`owner/name`) to upload the forms to; null uploads nothing."""
+    push_dry_run: bool = True
+    """Whether `push` only lists what would be uploaded."""
+
+
+def exporting_problems(task: TaskConfig) -> list[str]:
+    """Return invalid settings of task=export; none for another task."""
+    if not isinstance(task, ExportTaskConfig):
+        return []
+    problems = [
+        f"{key} has {name!r}; there is no such {what}. {suggest(name, known)}"
+        for key, what, names, known in (
+            ("task.forms", "form", task.forms, FORMS),
+            ("task.gguf_types", "data type", task.gguf_types, GGUF_TYPES),
+        )
+        for name in names
+        if name not in known
+    ]
+    if not task.forms:
+        problems.append(f"task.forms=[]; nothing would be written; name some of {', '.join(FORMS)}.")
+    if "gguf" in task.forms and not task.gguf_types:
+        problems.append("task.gguf_types=[] with the form gguf; name f16, q8_0 or another.")
+    if task.run is None and task.adapter is None:
+        problems.append("task=export; it needs task.run=FOLDER of a run, or task.adapter=FOLDER with model=NAME.")
+    if task.weights == "base":
+        problems.append("task.weights=base; an export is of what was trained; leave it out.")
+    if task.push is not None and task.push.count("/") != 1:
+        problems.append(f"task.push={task.push}; it is no repository of the Hub; write owner/name.")
     return problems
 
 

@@ -28,6 +28,7 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     shapes: Mapping[str, Tensor] | None = None,
     max_shard_bytes: float = math.inf,
+    generation: str | None = None,
 ) -> dict[str, str]:
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
@@ -37,6 +38,7 @@ def write_model(
         shapes: tensors of the same names and shapes in the order of `tensors`, which is then consumed with one file's
             tensors in memory at a time; None: all tensors are held in memory.
         max_shard_bytes: bytes of tensors in a file; where there are more, there are several files and an index.
+        generation: text of generation_config.json; None writes none.
 
     Returns:
         SHA-256 of each file of tensors by its name.
@@ -57,6 +59,8 @@ def write_model(
         paths.write_text_atomic(paths.join(folder, INDEX), json.dumps(index, indent=2, sort_keys=True) + "\n")
     values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
     paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
+    if generation is not None:
+        paths.write_text_atomic(paths.join(folder, "generation_config.json"), generation)
     write_tokenizer(folder, tokenizer)
     return digests
 

@@ -33,6 +33,7 @@ def build_frozen(
     place: PlaceTensor,
     reduced_with_seed: int | None = None,
     origin: str = "",
+    rounded_to: torch.dtype | None = None,
 ) -> nn.Module:
     """Load `source` onto the device with trained tensors beside its weights or in their place.
 
@@ -41,18 +42,15 @@ def build_frozen(
         trained: host tensors under Hugging Face's names: those of every adapter, or weights of the model, or nothing.
         reduced_with_seed: seed of a run with `lora.init=pissa`, whose checkpoints hold A and B for the reduced base.
         origin: source of `trained`, for error messages.
+        rounded_to: data type in which the base was trained over, if the source's holds more digits.
 
     Raises:
         ConfigError: the tensors are not of this model, are an incomplete set of a whole one, or have values that are
             NaN or infinite.
     """
-    module, shapes = _described(source, lora=lora, trained=trained, origin=origin)
+    module, shapes = describe_trained(source, lora=lora, trained=trained, origin=origin)
     own = [name for name in shapes_of_base(module) if name not in trained]
-    if trained and not lora.r and own:
-        raise ConfigError(
-            f"{origin}; it lacks {len(own)} of the {len(own) + len(trained)} tensors of a whole model, first {own[0]}; "
-            "its files are not all there: copy it again."
-        )
+    require_whole(own, trained=trained, lora=lora, origin=origin)
     source.require_weights({name: shapes[name] for name in own})
     adapted = adapted_weights(module)
 
@@ -74,6 +72,8 @@ def build_frozen(
 
     def weights() -> Iterator[Named]:
         for base in source.weights(own):
+            if rounded_to is not None:
+                base = Named(base.name, base.tensor.to(rounded_to).to(source.dtype))
             if reduced_with_seed is not None and base.name in adapted:
                 is_transposed = adapted[base.name]
                 base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed, is_transposed=is_transposed))
@@ -98,7 +98,23 @@ def build_frozen(
     return module
 
 
-def _described(
+def require_whole(own: Sequence[str], *, trained: Mapping[str, Tensor], lora: LoraConfig, origin: str) -> None:
+    """Require the tensors of a fully trained model to be all of its tensors.
+
+    Args:
+        own: names of the parameters that `trained` lacks.
+
+    Raises:
+        ConfigError: it is a model without adapters, and some are missing.
+    """
+    if trained and not lora.r and own:
+        raise ConfigError(
+            f"{origin}; it lacks {len(own)} of the {len(own) + len(trained)} tensors of a whole model, first {own[0]}; "
+            "its files are not all there: copy it again."
+        )
+
+
+def describe_trained(
     source: HuggingFaceModel, *, lora: LoraConfig, trained: Mapping[str, Tensor], origin: str
 ) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
     """Build the module on the meta device and return it with the shapes of its parameters.

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ALL_LINEAR, ModelConfig, is_target
 from tpu_experiments.runtime.dynamic_type import SIGNED
+from tpu_experiments.runtime.kernels import on_cuda
 from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.stacked import SIDE_TENSORS
 
@@ -88,6 +89,8 @@ class Format:
         codes = parts["weight"]
         if self.base == "int8":
             return (codes.to(torch.float32) * parts[SCALE][:, None]).to(dtype)
+        if _has_kernels(parts):
+            return on_cuda.nf4_weight(codes, _scales(parts), block=BLOCK, dtype=dtype)
         values = _nf4_values(_unpacked(codes)).view(-1, BLOCK) * _scales_of_blocks(parts)[:, None]
         return values.view(len(codes), -1).to(dtype)
 
@@ -173,6 +176,16 @@ def _eight_bit(codes: Tensor) -> Tensor:
     return torch.where(signed == 128, 1.0, values)
 
 
+def _has_kernels(parts: Parts) -> bool:
+    """Return whether bitsandbytes' kernels take these codes: on a GPU, in rows of whole blocks."""
+    codes = parts["weight"]
+    return codes.is_cuda and 2 * codes.shape[1] % BLOCK == 0 and on_cuda.has_bitsandbytes()
+
+
+def _scales(parts: Parts) -> list[Tensor]:
+    return [parts[name] for name in (ABSMAX, NESTED, OFFSET) if name in parts]
+
+
 def _scales_of_blocks(parts: Parts) -> Tensor:
     """Return the scale of every block, float32 (G,)."""
     absmax_G = parts[ABSMAX].flatten()
@@ -196,6 +209,8 @@ class _Product(Function):
         ctx.format, ctx.names = format, names
         parts = dict(zip(names, tensors, strict=True))
         if format.base == "nf4":
+            if _has_kernels(parts):
+                return on_cuda.nf4_product(x, parts["weight"], _scales(parts), block=BLOCK)
             return F.linear(x, format.decode(parts, dtype=x.dtype))
         if format.int8_activations:
             return (_rounded_product(x, parts["weight"], contracted=1) * parts[SCALE]).to(x.dtype)

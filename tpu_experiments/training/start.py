@@ -44,6 +44,8 @@ from tpu_experiments.storage.tensors import group_in
 log = logging.getLogger(__name__)
 OF_THE_BASE = ("model._target_", "model.path", "model.revision", "model.init", "model.size")
 """Keys that identify the base weights of an adapter, and the architecture of a fully trained model."""
+OF_THE_CODES = {"model.base": "dense", "model.base_double_quant": True}
+"""Further such keys of LoftQ's adapters, which start as what the base's codes lost; with their defaults."""
 DRAWN = ("model.arch", "model.tiny_arch")
 """Further such keys if the weights are drawn at random (with an adapter, `seed` is compared as well)."""
 
@@ -255,7 +257,7 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     stored = parent.stored_identity() if folder.rstrip("/").rpartition("/")[2] == "adapter" else None
     adapter = read_adapter(folder)
     if stored is not None:
-        base = {key: value for key, value in stored.items() if not key.startswith("lora.")}
+        base = {key: value for key, value in stored.items() if not key.startswith("lora.") or key == "lora.init"}
         _require_same_model(base, config, run=folder)
     elif (
         _last(adapter.base) != _last(config.model.path) or config.model.init == "random" or config.model.size == "tiny"
@@ -292,7 +294,7 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     Raises:
         ConfigError: the model, the adapters or, with `start.take=all`, the optimizer differ.
     """
-    now = {"lora.dora": False, **identity(config)}  # which leaves it out where it has no effect
+    now = {"lora.dora": False, **OF_THE_CODES, **identity(config)}  # which leaves them out where they have no effect
     theirs = stored.get("lora.r", config.lora.r)
     if theirs == 0 and config.lora.r > 0:
         raise ConfigError(
@@ -306,7 +308,8 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     if is_drawn:
         keys += [key for key in sorted(stored.keys() | now.keys()) if key.startswith(DRAWN)]
     if config.lora.r > 0:
-        stored = {"lora.dora": False, **stored}
+        stored = {"lora.dora": False, **OF_THE_CODES, **stored}
+        keys += OF_THE_CODES if stored.get("lora.init") == "loftq" else []
         keys += ["seed"] if is_drawn or config.lora.init == "pissa" else []
         keys += ["lora.r", "lora.alpha", "lora.scaling", "lora.dora"] if "lora.r" in stored else []
     if config.lora.init == "pissa" and "lora.r" in stored:
@@ -321,6 +324,8 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
             advice = "take the weights alone (start.take=weights), or restore the value"
         elif changed[0].startswith("lora."):
             advice = "restore the values, or merge its adapter into the base and start from that (model.path=)"
+        elif changed[0] in OF_THE_CODES:
+            advice = "restore the values: LoftQ's adapters (lora.init=loftq) hold what the codes of that base lost"
         raise ConfigError(f"start.run={run}; it was trained with {shown}; {advice}.")
 
 

@@ -53,7 +53,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
     if task.output is not None and paths.exists(task.output):
         raise ConfigError(f"task.output={task.output}; it exists; name another file, or remove it.")
     prompts = given_prompts(task)
-    origin = origin_of(config, task)
+    origin = origin_of(config, task, dtype=task.dtype)
     reader, source = _reader(origin, task)
     ids = [reader.ids(prompt) for prompt in prompts]
     for prompt, own in zip(prompts, ids, strict=True):

@@ -13,7 +13,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import values_of_run
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.task_schema import GenerateTaskConfig
+from tpu_experiments.config.task_schema import WeightsConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.storage import paths
@@ -38,14 +38,17 @@ class Origin:
     text: str = "the weights"
 
 
-def origin_of(config: Config, task: GenerateTaskConfig) -> Origin:
+def origin_of(config: Config, task: WeightsConfig, *, dtype: str | None = None) -> Origin:
     """Find config and weights; an adapter's tensors are read into memory.
+
+    Args:
+        dtype: `model.dtype` in the place of the run's.
 
     Raises:
         ConfigError: something is missing or does not match.
     """
     origin = Origin(config) if task.run is None else _run_origin(config, task.run)
-    origin = replace(origin, config=_with_overrides(origin.config, task))
+    origin = replace(origin, config=_with_overrides(origin.config, task, dtype=dtype))
     if task.adapter is not None:
         return _with_adapter(origin, task.adapter)
     if task.run is None or task.weights == "base":
@@ -69,12 +72,12 @@ def _run_origin(config: Config, folder: str) -> Origin:
     return Origin(changed, kinds=kinds, lora=changed.lora, text=f"run {folder}")
 
 
-def _with_overrides(config: Config, task: GenerateTaskConfig) -> Config:
+def _with_overrides(config: Config, task: WeightsConfig, *, dtype: str | None) -> Config:
     model = config.model
     if task.base is not None:
         own = tokenizer_location(config) if model.tokenizer_path or model.size == "tiny" else None
         model = replace(model, path=task.base, revision=None, init="pretrained", size="full", tokenizer_path=own)
-    return replace(config, model=replace(model, dtype=task.dtype or model.dtype))
+    return replace(config, model=replace(model, dtype=dtype or model.dtype))
 
 
 def _with_adapter(origin: Origin, folder: str) -> Origin:

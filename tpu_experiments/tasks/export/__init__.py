@@ -1,0 +1,144 @@
+"""task=export: write what was trained in the forms that others read, and compare each with the trained model.
+
+A form is complete when `export.json` is in its folder, which is written last; the command, repeated, leaves complete
+forms as they are.
+"""
+
+import hashlib
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import ExportTaskConfig
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.retry import explain_storage_errors
+from tpu_experiments.tasks.export.forms import WRITERS
+from tpu_experiments.tasks.export.parity import Parity
+from tpu_experiments.tasks.export.proof import Proof
+from tpu_experiments.tasks.export.report import as_json, as_markdown, as_table
+from tpu_experiments.tasks.export.subject import Subject, subject_of
+
+log = logging.getLogger(__name__)
+MARKER = "export.json"
+BEGUN = "export_begun.json"
+"""File that is written first, which tells an interrupted export's folder from anybody's."""
+PIECE_BYTES = 2**24
+
+
+def run(config: Config) -> None:
+    """Write the forms and print a table; exit code 0 done, 1 an export is worse than the trained model, 2 refused.
+
+    Raises:
+        ConfigError: something the user can fix.
+    """
+    task = config.task
+    assert isinstance(task, ExportTaskConfig), "conf/task/export.yaml has this schema"
+    start_run_log(None, rank=0)
+    try:
+        with explain_storage_errors(task.folder or task.run or config.output_dir):
+            found = exported(config, task)
+    finally:
+        stop_run_log()
+    print(as_table(found))
+    if any(parity.verdict == "worse" for parities in found.values() for parity in parities):
+        sys.exit(1)
+
+
+def exported(config: Config, task: ExportTaskConfig) -> dict[str, list[Parity]]:
+    """Write the forms that are not complete; return the comparisons of all, by folder."""
+    subject = subject_of(config, task)
+    digest = subject.digest()
+    folders = {form: paths.join(subject.place, form) for form in dict.fromkeys(task.forms)}
+    complete = {form: _complete(folder, digest) for form, folder in folders.items()}
+    with Proof(subject, config) as proof:
+        for form, folder in folders.items():
+            if complete[form] is not None:
+                log.info("%s is complete", folder)
+                continue
+            log.info("writing %s", folder)
+            complete[form] = _written(form, folder, subject=subject, proof=proof, digest=digest)
+    return {folder: found for form, folder in folders.items() if (found := complete[form]) is not None}
+
+
+def _complete(folder: str, digest: str) -> list[Parity] | None:
+    """Return the comparisons of a complete form; None if there is none, or one of other weights.
+
+    Raises:
+        ConfigError: the folder holds something that is not an export's.
+    """
+    names = paths.list_names(folder)
+    if names and MARKER not in names and BEGUN not in names:
+        raise ConfigError(
+            f"{folder}; it holds {names[0]} and no {MARKER}, so it is not this command's, and nothing is written over; "
+            "move it away, or name another place with task.folder=."
+        )
+    if MARKER not in names:
+        return None
+    facts = strict_json.loads(paths.read_bytes(paths.join(folder, MARKER)))
+    sizes = {name: paths.size_of(paths.join(folder, name)) for name in facts["files"]}
+    if facts["digest"] != digest or sizes != {name: file["bytes"] for name, file in facts["files"].items()}:
+        log.info("%s holds other weights, or other settings, or is incomplete: it is written anew", folder)
+        return None
+    return [Parity(**fields) for fields in facts["parity"]]
+
+
+def _written(form: str, folder: str, *, subject: Subject, proof: Proof, digest: str) -> list[Parity]:
+    """Write one form with its comparisons and, last, its marker."""
+    paths.make_dirs(folder)
+    paths.write_text_atomic(paths.join(folder, BEGUN), "{}\n")
+    for name in paths.list_names(folder):
+        if name != BEGUN:
+            paths.remove_tree(paths.join(folder, name))
+    with _staged(folder) as local:
+        written = WRITERS[form](local, subject)
+        parities = [proof.check(local, copy) for copy in written.copies]
+        files = {file.name: _facts(file) for file in sorted(Path(local).iterdir()) if file.name != BEGUN}
+        _require_unchanged(files, written.digests, folder=folder)
+        paths.write_text_atomic(paths.join(local, "parity.json"), as_json(parities))
+        paths.write_text_atomic(paths.join(local, "parity.md"), as_markdown(parities, files=files))
+    facts = {"format": 1, "form": form, "digest": digest, "origin": subject.origin.text, **written.facts}
+    facts |= {"files": files, "parity": [parity.fields() for parity in parities]}
+    paths.write_text_atomic(paths.join(folder, MARKER), strict_json.dumps(facts, indent=1) + "\n")
+    paths.remove_tree(paths.join(folder, BEGUN))
+    return parities
+
+
+@contextmanager
+def _staged(folder: str) -> Iterator[str]:
+    """Yield a local folder to write to; of a remote one, its files are uploaded at the end."""
+    if not paths.is_remote(folder):
+        yield paths.absolute(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="export_") as local:
+        yield local
+        for file in sorted(Path(local).iterdir()):
+            paths.copy_file(str(file), paths.join(folder, file.name))
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while piece := content.read(PIECE_BYTES):
+            digest.update(piece)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _require_unchanged(files: Mapping[str, Mapping[str, Any]], digests: Mapping[str, str], *, folder: str) -> None:
+    """Require the files of weights to hold on disk what the writer gave them.
+
+    Raises:
+        ConfigError: a file differs, so the disk or another program changed it.
+    """
+    for name, digest in digests.items():
+        if files.get(name, {}).get("sha256") != digest:
+            raise ConfigError(
+                f"{paths.join(folder, name)}; it does not hold what was written a moment ago; look at the disk, and "
+                "that no other command writes there, and repeat the command."
+            )

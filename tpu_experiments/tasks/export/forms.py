@@ -1,0 +1,99 @@
+"""The writer of every form, and the readers that its files are read back with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.export.full import write_model
+from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.export.weights import Effect
+from tpu_experiments.tasks.export.readers import Reader, TransformersModel
+from tpu_experiments.tasks.export.subject import Subject
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One file, or one set of files, that holds the model, and how it is read back."""
+
+    label: str
+    """Form, or data type of a GGUF file."""
+    read: Callable[[str, torch.dtype], Reader]
+    """Reads the form's folder, on this machine, for arithmetic in a data type."""
+    is_exact: bool = False
+    """Whether it holds every weight in float32."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a writer wrote."""
+
+    digests: dict[str, str]
+    """SHA-256 of the files of weights, by name."""
+    copies: list[Copy]
+    facts: dict[str, object] = field(default_factory=dict)
+    """Further facts for export.json."""
+
+
+def write_peft(folder: str, subject: Subject) -> Written:
+    """Write the adapter in PEFT's layout, for the base that it was trained over."""
+    origin, source = subject.origin, subject.source
+    digests = write_adapter(
+        folder,
+        parameters={source.outer_name(name): tensor for name, tensor in origin.trained.items()},
+        initial={source.outer_name(name): tensor for name, tensor in subject.taken_out().items()},
+        lora=origin.lora,
+        base_path=subject.base_path,
+        revision=origin.config.model.revision,
+        is_transposed=subject.model.is_transposed,
+        tokenizer=subject.tokenizer,
+    )
+
+    def read(folder: str, dtype: torch.dtype) -> Reader:
+        return TransformersModel(
+            subject.base_path, adapter=folder, revision=origin.config.model.revision, dtype=dtype, base=source.model
+        )
+
+    return Written(digests, [Copy("peft", read, is_exact=True)], {"base": origin.config.model.base})
+
+
+def write_merged(folder: str, subject: Subject) -> Written:
+    """Write the whole model in Hugging Face's layout, adapters merged in float32 and rounded once.
+
+    Raises:
+        ConfigError: no adapted weight differs from the base after rounding.
+    """
+    effect, model, dtype = Effect(), subject.model, subject.dtype
+    digests = write_model(
+        folder,
+        tensors=model.tensors(effect=effect, dtype=dtype),
+        shapes=model.shapes,
+        config=model.config,
+        architecture=model.architecture,
+        dtype=dtype,
+        tokenizer=subject.tokenizer,
+        max_shard_bytes=subject.max_shard_bytes,
+        generation=subject.generation,
+    )
+    require_effect(effect, subject)
+    copy = Copy("merged", lambda folder, dtype: TransformersModel(folder, dtype=dtype), is_exact=dtype == torch.float32)
+    return Written(digests, [copy], {"dtype": str(dtype).removeprefix("torch."), "merge": effect.facts()})
+
+
+def require_effect(effect: Effect, subject: Subject) -> None:
+    """Refuse a merge that is the base bit for bit.
+
+    Raises:
+        ConfigError: the adapters change no weight.
+    """
+    if effect.adapted and not effect.changed:
+        raise ConfigError(
+            f"{subject.origin.text}; merged and rounded to {str(subject.dtype).removeprefix('torch.')}, all "
+            f"{effect.adapted} adapted weights are the base's bit for bit: the adapter is zero or too small; train "
+            "longer, or set task.dtype=float32."
+        )
+
+
+WRITERS: dict[str, Callable[[str, Subject], Written]] = {"peft": write_peft, "merged": write_merged}
+"""By form, in the order of `config.task_schema.FORMS`."""

@@ -1,0 +1,177 @@
+"""Comparison of an export, read back from disk by another library, with the model that was trained.
+
+Legend: T tokens of a document, V vocabulary, the tokens of the two models' common vocabulary.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.tasks.export.readers import Reader
+
+MAX_LOG_PROB_DIFF = {torch.float32: 1e-3}
+"""Largest difference of a log-probability in forms that hold float32: 10 times what summing in another order gives."""
+MAX_PERPLEXITY_RATIO = {
+    "peft": 1.002,
+    "merged": 1.002,
+    "f32": 1.0002,
+    "f16": 1.002,
+    "bf16": 1.002,
+    "q8_0": 1.005,
+    "int8": 1.01,
+    "nf4": 1.05,
+}
+"""Largest perplexity of an export over that of the trained model, by form or by data type of a GGUF file."""
+MIN_LINES = 1
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Held-out text to compare on."""
+
+    documents: list[list[int]]
+    """Token ids of documents, at least two each."""
+    lines: list[str]
+    prompts: list[list[int]]
+    """Beginnings of documents that both models continue."""
+    origin: str
+    """The data that they are from."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Outcome of one comparison."""
+
+    form: str
+    """`peft`, `merged`, `int8`, `nf4`, or a GGUF file by its data type."""
+    verdict: str
+    """`ok`, `worse`, or `not checked`."""
+    reason: str
+    """Why it is worse or was not checked; else empty."""
+    reader: str = ""
+    arithmetic: str = ""
+    """Data type in which both models computed."""
+    data: str = ""
+    documents: int = 0
+    tokens: int = 0
+    perplexity: float | None = None
+    """Of the trained model."""
+    export_perplexity: float | None = None
+    perplexity_ratio: float | None = None
+    max_perplexity_ratio: float | None = None
+    mean_kl: float | None = None
+    """Mean over tokens of the divergence KL(trained | export), nats."""
+    max_log_prob_diff: float | None = None
+    """Largest absolute difference of a log-probability, over all tokens and the whole vocabulary."""
+    same_greedy: int | None = None
+    """Tokens of the greedy continuations that are equal, up to the first that differs of each."""
+    greedy: int | None = None
+    lines: int = 0
+    different_lines: int = 0
+    """Lines that the export's tokenizer splits into other tokens."""
+    first_different_line: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of parity.json."""
+        return asdict(self)
+
+
+class Reference:
+    """What the trained model says of the texts: computed once, kept on disk while the exports are read."""
+
+    def __init__(self, model: Reader, texts: Texts, *, num: int, folder: Path) -> None:
+        """Compute.
+
+        Args:
+            num: tokens of each greedy continuation.
+            folder: place for T x V float32 of each document.
+        """
+        self.texts, self.folder, self.num = texts, folder, num
+        for number, ids in enumerate(texts.documents):
+            torch.save(model.log_probs(ids), folder / f"{number}.pt")
+        self.ids = [model.ids(line) for line in texts.lines]
+        self.written = [model.greedy(prompt, num=num) for prompt in texts.prompts]
+
+    def log_probs(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield ids (T) and log-probabilities (T, V) of each document."""
+        for number, ids in enumerate(self.texts.documents):
+            yield ids, torch.load(self.folder / f"{number}.pt")
+
+
+@contextmanager
+def reference(make: Callable[[], Reader], texts: Texts, *, num: int) -> Iterator[Reference]:
+    """Compute the reference, and remove it at the end; the model is freed before an export is read."""
+    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
+        yield Reference(make(), texts, num=num, folder=Path(folder))
+
+
+def compare(
+    trained: Reference, export: Reader, *, form: str, arithmetic: torch.dtype, is_exact: bool, max_ratio: float | None
+) -> Parity:
+    """Compare an export with the trained model.
+
+    Args:
+        is_exact: whether the files hold float32, so that log-probabilities may differ by rounding alone.
+        max_ratio: largest ratio of perplexities; None takes the form's.
+    """
+    limit = max_ratio or MAX_PERPLEXITY_RATIO[form]
+    sums = {"trained": 0.0, "export": 0.0, "kl": 0.0}
+    tokens, largest = 0, 0.0
+    for ids, ours_TV in trained.log_probs():
+        theirs_TV = export.log_probs(ids)
+        common = min(ours_TV.shape[1], theirs_TV.shape[1])
+        ours_TV, theirs_TV = ours_TV[:-1, :common], theirs_TV[:-1, :common]
+        next_T1 = torch.tensor(ids[1:])[:, None]
+        sums["trained"] -= float(ours_TV.gather(1, next_T1).sum(dtype=torch.float64))
+        sums["export"] -= float(theirs_TV.gather(1, next_T1).sum(dtype=torch.float64))
+        difference_TV = ours_TV - theirs_TV
+        sums["kl"] += float((ours_TV.exp() * difference_TV).sum(dtype=torch.float64))
+        largest = max(largest, float(difference_TV.abs().max())) if bool(difference_TV.isfinite().all()) else math.inf
+        tokens += len(ids) - 1
+    greedy = [export.greedy(prompt, num=trained.num) for prompt in trained.texts.prompts]
+    same = sum(_same(one, other) for one, other in zip(trained.written, greedy, strict=True))
+    split = [export.ids(line) for line in trained.texts.lines]
+    different = [line for line, one, other in zip(trained.texts.lines, trained.ids, split, strict=True) if one != other]
+    ratio = math.exp((sums["export"] - sums["trained"]) / tokens)
+    reasons = []
+    if not math.isfinite(ratio) or max(ratio, 1 / ratio) > limit:
+        reasons.append(f"perplexity {ratio:.5f} times the trained model's, and {limit} is the most")
+    if is_exact and largest > MAX_LOG_PROB_DIFF[torch.float32] and arithmetic == torch.float32:
+        reasons.append(
+            f"log-probabilities differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF[torch.float32]} is the most"
+        )
+    if different:
+        reasons.append(f"its tokenizer splits {len(different)} of {len(split)} lines into other tokens")
+    return Parity(
+        form=form,
+        verdict="worse" if reasons else "ok",
+        reason="; ".join(reasons),
+        reader=export.name,
+        arithmetic=str(arithmetic).removeprefix("torch."),
+        data=trained.texts.origin,
+        documents=len(trained.texts.documents),
+        tokens=tokens,
+        perplexity=math.exp(sums["trained"] / tokens),
+        export_perplexity=math.exp(sums["export"] / tokens),
+        perplexity_ratio=ratio,
+        max_perplexity_ratio=limit,
+        mean_kl=sums["kl"] / tokens,
+        max_log_prob_diff=largest,
+        same_greedy=same,
+        greedy=trained.num * len(greedy),
+        lines=len(split),
+        different_lines=len(different),
+        first_different_line=different[0] if different else "",
+    )
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,158 @@
+"""The trained model by this program, and its exports as independent libraries read them from disk.
+
+All compute on the CPU, in float32 where the memory allows, so that what differs is in the files. Legend: T tokens,
+V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+
+from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.config.task_schema import ChoiceConfig
+from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.frozen import build_frozen
+from tpu_experiments.models.generation import Decoder
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.tasks.generate.origin import Origin
+
+
+class Reader(Protocol):
+    """A language model in memory."""
+
+    name: str
+    """The library that read it, with its version."""
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text alone, without any before or after it."""
+        ...
+
+    def log_probs(self, ids: Sequence[int]) -> Tensor:
+        """Return the log-probabilities (T, V), float32, of the token after each of `ids` (T)."""
+        ...
+
+    def greedy(self, ids: Sequence[int], *, num: int) -> list[int]:
+        """Return the `num` likeliest tokens one after another, past any end of text."""
+        ...
+
+
+class TrainedModel:
+    """The model that was trained, its adapters not merged, as task=evaluate and task=generate compute it.
+
+    Args:
+        source: the base, whose data type is that of the arithmetic.
+        stored: data type of the run, to which the base's weights are rounded before they are widened.
+    """
+
+    name = "tpu_experiments"
+
+    def __init__(
+        self,
+        source: HuggingFaceModel,
+        *,
+        origin: Origin,
+        stored: torch.dtype,
+        runtime: EagerRuntime,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.module = build_frozen(
+            source,
+            lora=origin.lora,
+            trained=origin.trained,
+            place=runtime.place,
+            reduced_with_seed=origin.reduced_with_seed,
+            origin=origin.text,
+            rounded_to=stored,
+        )
+        self.runtime, self.tokenizer = runtime, tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return _ids(self.tokenizer, text)
+
+    @torch.no_grad()
+    def log_probs(self, ids: Sequence[int]) -> Tensor:
+        """Return the log-probabilities (T, V) of the token after each of `ids`."""
+        ids_1T = torch.tensor([list(ids)], dtype=torch.int32)
+        positions = torch.arange(len(ids), dtype=torch.int32)[None]
+        batch = {"ids": ids_1T, "positions": positions, "segments": torch.ones_like(ids_1T)}
+        return torch.log_softmax(logits_of(self.module, {}, batch)[0].to(torch.float32), -1)
+
+    def greedy(self, ids: Sequence[int], *, num: int) -> list[int]:
+        """Return the likeliest continuation, by the decoder of task=generate."""
+        how = {"num_rows": 1, "max_new_tokens": num, "tokens_per_call": num, "seed": 0}
+        decoder = Decoder(self.module, runtime=self.runtime, choice=ChoiceConfig(), **how)
+        *_, (written,) = decoder.stream([list(ids)], draws=[0], bucket=len(ids))
+        return written
+
+
+class TransformersModel:
+    """A model in a folder as transformers reads it, with the tokenizer beside it.
+
+    Args:
+        adapter: folder of an adapter that PEFT puts onto the model; its tokenizer is the one that is read.
+        base: how the base of the adapter was held in training; of NF4 bitsandbytes makes the same.
+        dtype: of the arithmetic; of a quantised model, of what is not quantised.
+
+    Raises:
+        ImportError: PEFT, or the library of a quantised form, is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        dtype: torch.dtype,
+        adapter: str | None = None,
+        revision: str | None = None,
+        base: ModelConfig | None = None,
+    ) -> None:
+        codes = None
+        if base is not None and base.base == "nf4":
+            codes = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=base.base_double_quant,
+                bnb_4bit_compute_dtype=dtype,
+            )
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, revision=revision, dtype=dtype, quantization_config=codes
+        )
+        self.name = f"transformers {transformers.__version__}"
+        if adapter is not None:
+            import peft
+
+            self.model = peft.PeftModel.from_pretrained(self.model, adapter)
+            self.name = f"PEFT {peft.__version__}"
+        self.model.eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return _ids(self.tokenizer, text)
+
+    @torch.no_grad()
+    def log_probs(self, ids: Sequence[int]) -> Tensor:
+        """Return the log-probabilities (T, V) of the token after each of `ids`."""
+        logits: Tensor = self.model(input_ids=torch.tensor([list(ids)])).logits
+        return torch.log_softmax(logits[0].to(torch.float32), -1)
+
+    @torch.no_grad()
+    def greedy(self, ids: Sequence[int], *, num: int) -> list[int]:
+        """Return the likeliest continuation, with transformers' own cache."""
+        written: list[int] = []
+        given, cache = torch.tensor([list(ids)]), None
+        for _ in range(num):
+            out = self.model(input_ids=given, past_key_values=cache, use_cache=True)
+            cache, given = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+            written.append(int(given))
+        return written
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

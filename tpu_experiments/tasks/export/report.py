@@ -1,0 +1,71 @@
+"""The comparisons as parity.json, parity.md and the table that the command prints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tpu_experiments.storage import strict_json
+from tpu_experiments.tasks.export.parity import Parity
+
+COLUMNS = ("form", "verdict", "perplexity", "ratio", "KL", "log-prob.", "greedy", "lines", "read by")
+
+
+def row_of(parity: Parity) -> tuple[str, ...]:
+    """Return the cells of `COLUMNS`."""
+    if parity.perplexity_ratio is None:
+        return (parity.form, parity.verdict, *[""] * 7)
+    return (
+        parity.form,
+        parity.verdict,
+        f"{parity.export_perplexity:.4f}",
+        f"{parity.perplexity_ratio:.6f}",
+        f"{parity.mean_kl:.2e}",
+        f"{parity.max_log_prob_diff:.2e}",
+        f"{parity.same_greedy}/{parity.greedy}",
+        f"{parity.lines - parity.different_lines}/{parity.lines}",
+        parity.reader,
+    )
+
+
+def as_table(found: Mapping[str, Sequence[Parity]]) -> str:
+    """Return what the command prints: a row for each copy of the model, and the folders."""
+    rows = [COLUMNS, *(row_of(parity) for parities in found.values() for parity in parities)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"{p.form}: {p.reason}" for parities in found.values() for p in parities if p.reason]
+    return "\n".join([*lines, *found])
+
+
+def as_json(parities: Sequence[Parity]) -> str:
+    """Return the content of parity.json."""
+    return strict_json.dumps([parity.fields() for parity in parities], indent=1) + "\n"
+
+
+def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the content of parity.md.
+
+    Args:
+        files: `bytes` and `sha256` of each file, by name.
+    """
+    first = parities[0]
+    lines = [
+        "# Parity with the trained model",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"| {' | '.join('---' for _ in COLUMNS)} |",
+        *(f"| {' | '.join(row_of(parity))} |" for parity in parities),
+        "",
+        *(f"* {parity.form}: {parity.reason}." for parity in parities if parity.reason),
+        *[""][: any(parity.reason for parity in parities)],
+    ]
+    if first.perplexity is not None:
+        lines += [
+            f"Compared in {first.arithmetic} on {first.tokens:,} tokens of {first.documents} {first.data}, of which "
+            f"the trained model's perplexity is {first.perplexity:.4f}. `ratio`: perplexity of the files over "
+            "that of the trained model. `KL`: mean divergence of the next token's distribution, nats. `log-prob.`: largest "
+            "difference of a log-probability, over the whole vocabulary. `greedy`: tokens of continuations that are "
+            "equal before the first that differs. `lines`: lines of text that both tokenizers split alike.",
+            "",
+        ]
+    lines += ["| file | bytes | SHA-256 |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {facts['bytes']:,} | `{facts['sha256']}` |" for name, facts in sorted(files.items())]
+    return "\n".join(lines) + "\n"

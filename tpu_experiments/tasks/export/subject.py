@@ -1,0 +1,117 @@
+"""What is exported: the trained weights, their base, the tokenizer, and the folder of the forms."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
+from tpu_experiments.config.task_schema import ExportTaskConfig
+from tpu_experiments.export.weights import WholeModel, whole_model
+from tpu_experiments.models.huggingface import DTYPES, HuggingFaceModel
+from tpu_experiments.models.lora import adapter_weights, fingerprint
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.tasks.generate.origin import Origin, origin_of
+from tpu_experiments.training.batches import load_run_tokenizer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Everything that is exported."""
+
+    config: Config
+    """The command's config with the run's model, adapter and seed."""
+    task: ExportTaskConfig
+    origin: Origin
+    source: HuggingFaceModel
+    model: WholeModel
+    tokenizer: PreTrainedTokenizerBase
+    place: str
+    """Folder of the forms."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of weights that are not quantised."""
+        return DTYPES[self.task.dtype] if self.task.dtype else self.source.dtype
+
+    @property
+    def base_path(self) -> str:
+        """The base model as an adapter names it: a folder, or a Hub id."""
+        if self.source.random and self.task.run is not None:
+            return paths.absolute(paths.join(self.task.run, "base"))
+        return self.source.reference
+
+    @property
+    def max_shard_bytes(self) -> float:
+        """Largest file of weights."""
+        return self.task.max_shard_gib * 2**30
+
+    @property
+    def generation(self) -> str | None:
+        """The base's generation_config.json: its end tokens and sampling; None where it has none."""
+        file = None if self.source.folder is None else self.source.folder / "generation_config.json"
+        return file.read_text(encoding="utf-8") if file is not None and file.exists() else None
+
+    def taken_out(self) -> dict[str, Tensor]:
+        """Return the A and B that a checkpoint of PiSSA lacks in its base; of an export, nothing."""
+        origin = self.origin
+        if origin.reduced_with_seed is None:
+            return {}
+        found: dict[str, Tensor] = {}
+        names = [f"{name.rpartition('.')[0]}.weight" for name in origin.trained if name.endswith("lora_A")]
+        for base in self.source.weights(names):
+            _, *pair = adapter_weights(
+                base, lora=origin.lora, seed=origin.reduced_with_seed, is_transposed=self.model.is_transposed
+            )
+            found |= {part.name: part.tensor for part in pair if not part.name.endswith("magnitude_vector")}
+        return found
+
+    def digest(self) -> str:
+        """Return the SHA-256 of everything that determines what is written."""
+        origin, task = self.origin, self.task
+        facts = {
+            "trained": {name: fingerprint(tensor) for name, tensor in origin.trained.items()},
+            "lora": [origin.lora.r, origin.lora.alpha, origin.lora.scaling, origin.lora.dora],
+            "reduced_with_seed": origin.reduced_with_seed,
+            "base": [self.base_path, origin.config.model.revision, origin.config.model.dtype],
+            "quantised": [origin.config.model.base, origin.config.model.base_double_quant],
+            "drawn_with_seed": origin.config.seed if self.source.random else None,
+            "dtype": str(self.dtype),
+            "gguf_types": sorted(task.gguf_types),
+            "max_shard_gib": task.max_shard_gib,
+            "chat_template": self.tokenizer.chat_template,
+        }
+        return hashlib.sha256(strict_json.dumps(facts).encode()).hexdigest()
+
+
+def subject_of(config: Config, task: ExportTaskConfig) -> Subject:
+    """Find what is exported, and check it.
+
+    Raises:
+        ConfigError: something is missing or does not match, or the forms ask for an adapter and there is none.
+    """
+    origin = origin_of(config, task)
+    source: HuggingFaceModel = locate(origin.config.model._target_, key="model")(
+        origin.config.model, seed=origin.config.seed
+    )
+    if not origin.trained:
+        raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")
+    if "peft" in task.forms and origin.lora.r == 0:
+        raise ConfigError(f"task.forms has peft, and {origin.text} has no adapter; leave it out of task.forms.")
+    model = whole_model(
+        source,
+        lora=origin.lora,
+        trained=origin.trained,
+        reduced_with_seed=origin.reduced_with_seed,
+        origin=origin.text,
+    )
+    place = task.folder
+    if place is None and task.run is not None:
+        place = paths.join(task.run, "export")
+    if place is None:
+        place = paths.join(config.output_dir, "exports", str(config.name))
+    return Subject(origin.config, task, origin, source, model, load_run_tokenizer(origin.config), place)
