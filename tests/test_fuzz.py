@@ -16,7 +16,7 @@ from tpu_experiments.config.bugs import bug_sentence
 from tpu_experiments.config.messages import is_of_composition
 
 REPOSITORY = Path(__file__).parents[1]
-NUM_CASES = 80
+NUM_CASES = 32
 BROKEN_TRAINERS = """
 from tpu_experiments.training.trainer import Trainer
 class Raises(Trainer):

@@ -190,6 +190,7 @@ def test_two_runs_at_once_make_one_environment(checkout: Checkout) -> None:
     assert "".join(errors).count("making") - "".join(errors).count("another run is making") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_while_this_one_looks_is_waited_for(checkout: Checkout) -> None:
     # As another run would between two looks: it takes the lock, then writes into the folder.
     other = f"touch {shlex.quote(str(checkout.venv))}.lock && mkdir -p {shlex.quote(str(checkout.venv))}/bin"

@@ -43,6 +43,7 @@ def test_a_bare_machine_becomes_ready_and_stays_so(machine: VirtualMachine) -> N
     assert sorted(path.name for path in machine.root.iterdir() if path.name.startswith(".")) == [".venv", ".venv.lock"]
 
 
+@pytest.mark.slow
 def test_a_machine_killed_half_way_becomes_ready(machine: VirtualMachine) -> None:
     with machine.start("hw=cpu", NO_LOOKS) as first:
         assert first.stderr is not None

@@ -128,6 +128,7 @@ def test_a_reboot_does_not_start_the_deadline_anew(tmp_path: Path) -> None:
     assert machine.watch().deleted_at == pytest.approx(10_100, abs=20)
 
 
+@pytest.mark.slow
 def test_a_login_without_a_terminal_keeps_it(tmp_path: Path) -> None:
     """VS Code and tunnels; what such a session left running behind does not."""
     assert Machine(tmp_path, login_until=600).watch().deleted_at == pytest.approx(900, abs=20)
@@ -138,6 +139,7 @@ def test_a_run_that_was_started_by_hand_keeps_it(tmp_path: Path) -> None:
     assert Machine(tmp_path, hand_until=600).watch().deleted_at == pytest.approx(900, abs=20)
 
 
+@pytest.mark.slow
 def test_a_slice_stays_while_one_of_its_machines_is_used(tmp_path: Path) -> None:
     machine = Machine(tmp_path, peer_until=600)
     (tmp_path / "endpoints").write_text(ENDPOINTS)

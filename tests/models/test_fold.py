@@ -85,6 +85,7 @@ def test_folded_is_plain(gradients_of, model, lora):
     agree(folded, gradients_of(model, f"lora={lora}", eager=True))
 
 
+@pytest.mark.slow
 def test_every_policy_gives_the_same_and_saves_more_than_the_last(gradients_of):
     plain = gradients_of("mistral7b", "lora=all_linear_r8", eager=True)
     saved = []

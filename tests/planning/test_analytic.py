@@ -150,6 +150,7 @@ def test_the_search_prunes_judges_and_writes_an_overlay_that_training_takes(tmp_
     assert own == ["sharding=fsdp", "trainer.micro_batch_rows=4"], "the command line wins"
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_every_setting_is_shown_the_machine_that_holds_it(tmp_path: Path) -> None:
     run_plan(ANALYTIC, *MISTRAL, "hw=v5e8", "sharding=replicated", f"output_dir={tmp_path}", "name=p")
     none, larger = plan_fields(tmp_path, "p")["does_not_fit"]["remedies"]

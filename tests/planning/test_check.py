@@ -51,7 +51,7 @@ def key_of(*overrides: str) -> str:
     return programs_key(config, config.model.arch)
 
 
-@pytest.mark.parametrize("rows", [MISTRAL, OPEN])
+@pytest.mark.parametrize("rows", [MISTRAL, pytest.param(OPEN, marks=pytest.mark.slow)])
 def test_weights_that_do_not_fit_are_refused_before_the_missing_tpu(tmp_path: Path, rows: tuple[str, ...]) -> None:
     """7,241,732,096 trained parameters on every chip: 27 GiB in float32 and twice that for AdamW."""
     done = train(tmp_path, *rows, "lora=none")

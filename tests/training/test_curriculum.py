@@ -113,7 +113,14 @@ def test_what_the_second_stage_does_not_train_stays(staged):
     assert changed == {name for name in before if name.endswith("lora_B")}
 
 
-@pytest.mark.parametrize("back", [0, 2, 4], ids=["at_the_end", "before_the_exit", "at_the_best"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "back",
+    [pytest.param(0, marks=SLOW), 2, pytest.param(4, marks=SLOW)],
+    ids=["at_the_end", "before_the_exit", "at_the_best"],
+)
 def test_a_run_that_resumes_ends_the_same(staged, tmp_path, back):
     whole, first = staged
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)

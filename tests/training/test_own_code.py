@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.tiers import only
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.processes.launch import make_runtime
@@ -117,7 +118,7 @@ def losses(make_config):
     return run_case
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", only(["number_every_5", "buffer_written_by_the_loss"], RIGHT))
 def test_it_trains_what_plain_torch_trains(losses, name):
     expected, ours = losses(name, "hw.runtime=eager"), losses(name)
     assert ours.error is None

@@ -55,6 +55,7 @@ def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path, step)
     assert second["eval_loss_before"] == first["eval_loss_before"]
 
 
+@pytest.mark.slow
 def test_moments_of_8_bits_resume_bit_for_bit(tmp_path):
     """Codes and scales lie in the checkpoint by the names of single layers; all bytes are as without the break."""
     words = ("model=qwen05b", "data=[sample_text]", "lora=all_linear_r8", "lora.r=64", "optim=adamw8bit", "debug=smoke")

@@ -250,7 +250,8 @@ def test_adapters_of_loftq_belong_to_the_codes_that_they_complete(make_config, t
     """Over another base they would add what NF4 lost to weights that lost nothing."""
     nf4 = ("lora.r=8", "lora.alpha=16", "model.size=tiny", "model.base=nf4", "lora.init=loftq")
     first = make_config(*nf4, "name=x", f"output_dir={tmp_path}")
-    folder = open_run(first).create(first)
+    folder = open_run(first)
+    folder.create(first)
     module, _ = describe(HuggingFaceModel(first.model, seed=0), lora=first.lora)
     drawn = {n: torch.zeros(p.shape) for n, p in module.named_parameters() if p.requires_grad}
     write_adapter(

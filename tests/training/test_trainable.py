@@ -45,8 +45,11 @@ def slots(run):
     return {name: slots for name, slots in run.state.items() if name}
 
 
-@pytest.mark.parametrize("more", [(), IN_8_BITS], ids=["adamw", "adamw8bit"])
-@pytest.mark.parametrize("runtime", ["eager", "xla"])
+CASES = [("eager", IN_8_BITS), ("xla", ())]
+MORE_CASES = [pytest.param(*case, marks=pytest.mark.slow) for case in (("eager", ()), ("xla", IN_8_BITS))]
+
+
+@pytest.mark.parametrize(("runtime", "more"), [*CASES, *MORE_CASES])
 def test_the_others_stay_as_they_are(make_config, runtime, more):
     run = make_run(make_config, runtime, *more)
     types = {t.dtype for state in slots(run).values() for t in state.values()}

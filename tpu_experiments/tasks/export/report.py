@@ -18,7 +18,7 @@ def row_of(parity: Parity) -> tuple[str, ...]:
         parity.verdict,
         f"{parity.export_perplexity:.4f}",
         f"{parity.perplexity_ratio:.6f}",
-        f"{parity.mean_kl:.2e}",
+        f"{max(0.0, parity.mean_kl or 0.0):.2e}",
         f"{parity.max_log_prob_diff:.2e}",
         f"{parity.same_greedy}/{parity.greedy}",
         f"{parity.lines - parity.different_lines}/{parity.lines}",
@@ -61,9 +61,9 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
         lines += [
             f"Compared in {first.arithmetic} on {first.tokens:,} tokens of {first.documents} {first.data}, of which "
             f"the trained model's perplexity is {first.perplexity:.4f}. `ratio`: perplexity of the files over "
-            "that of the trained model. `KL`: mean divergence of the next token's distribution, nats. `log-prob.`: largest "
-            "difference of a log-probability, over the whole vocabulary. `greedy`: tokens of continuations that are "
-            "equal before the first that differs. `lines`: lines of text that both tokenizers split alike.",
+            "that of the trained model. `KL`: mean divergence of the next token's distribution, nats. `log-prob.`: "
+            "largest difference of a log-probability, over the whole vocabulary. `greedy`: tokens of continuations "
+            "that are equal before the first that differs. `lines`: lines of text that both tokenizers split alike.",
             "",
         ]
     lines += ["| file | bytes | SHA-256 |", "| --- | --- | --- |"]

@@ -74,7 +74,7 @@ class Subject:
         """Return the SHA-256 of everything that determines what is written."""
         origin, task = self.origin, self.task
         facts = {
-            "trained": {name: fingerprint(tensor) for name, tensor in origin.trained.items()},
+            "trained": {name: fingerprint(tensor) for name, tensor in sorted(origin.trained.items())},
             "lora": [origin.lora.r, origin.lora.alpha, origin.lora.scaling, origin.lora.dora],
             "reduced_with_seed": origin.reduced_with_seed,
             "base": [self.base_path, origin.config.model.revision, origin.config.model.dtype],
