@@ -235,3 +235,22 @@ def test_what_shapes_a_program_is_of_the_key(override: str) -> None:
 
 def test_the_check_is_not_of_a_run_s_identity() -> None:
     assert config_hash(composed("trainer.plan_check=off")) == config_hash(composed())
+
+
+def test_a_gpu_is_checked_by_formulas():
+    """What is resident is known for a GPU as well; the remedy is QLoRA's."""
+    too_much = finding(composed("model=mistral7b", "data=ultrachat_ro", "hw=l4", "lora=none"))
+    assert too_much is not None
+    assert too_much.certainty == "known"
+    assert "trained weights 26.98, optimizer state 53.96" in too_much.words
+    rows = ("trainer.seq_len=4096", "trainer.micro_batch_rows=8", "trainer.global_batch_rows=8")
+    large = finding(composed("model=mistral7b", "data=ultrachat_ro", "hw=l4", *rows))
+    assert large is not None
+    assert large.certainty == "estimated"
+    assert "task=plan" not in large.words, "nothing compiles for a GPU here"
+    dense = composed("model=llama31_8b", "data=ultrachat_ro", "hw=t4x2", "trainer.seq_len=512")
+    refused = finding(dense)
+    assert refused is not None
+    assert refused.certainty == "known"
+    assert "model.base=nf4" in refused.words
+    assert finding(composed("experiment=mistral7b_guanaco_qlora", "hw=t4x2")) is None

@@ -54,7 +54,8 @@ def correction(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geome
 def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, Geometry]]:
     """Yield overrides with the config and the batch that they lead to, the mildest first.
 
-    These are a loss in chunks, fewer rows at a time, sharded weights, shorter rows, and a base in int8.
+    These are a loss in chunks, fewer rows at a time, sharded weights, shorter rows, and a base in int8, on a GPU in
+    NF4.
     """
     per_device = geometry.micro_rows * geometry.accumulation
     smaller = [n for n in range(geometry.micro_rows - 1, 0, -1) if per_device % n == 0]
@@ -75,10 +76,11 @@ def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, G
         shorter = replace(least, seq_len=geometry.seq_len // 2)
         yield f"trainer.seq_len={shorter.seq_len} trainer.micro_batch_rows={least.micro_rows}", config, shorter
     if config.model.base == "dense" and config.lora.r:
-        quantised = replace(config, model=replace(config.model, base="int8"))
+        base = "nf4" if config.hw.device == "cuda" else "int8"
+        quantised = replace(config, model=replace(config.model, base=base))
         for cut in [geometry, *cuts]:
             micro = "" if cut is geometry else f" trainer.micro_batch_rows={cut.micro_rows}"
-            yield f"model.base=int8{micro}", quantised, cut
+            yield f"model.base={base}{micro}", quantised, cut
 
 
 def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: float) -> list[str]:
@@ -124,7 +126,8 @@ def check_memory(config: Config) -> None:
     Raises:
         ConfigError: the run is known not to fit, and `trainer.plan_check` is `refuse`.
     """
-    if config.trainer.plan_check == "off" or config.hw.chip is None or config.hw.topology is None:
+    hw = config.hw
+    if config.trainer.plan_check == "off" or hw.chip is None or (hw.topology is None and hw.device != "cuda"):
         return
     found = finding(config)
     if found is None:
@@ -146,7 +149,7 @@ def finding(config: Config) -> Finding | None:
         if is_open(config):
             found = formula_finding(config, arch)
             return found if found is not None and found.certainty == "known" else None
-        known = known_plan(config, arch)
+        known = None if config.hw.topology is None else known_plan(config, arch)
         if known is not None:
             return None if known.fields["fits"] else Finding(plan_finding_text(config, known), "known")
         return formula_finding(config, arch)
@@ -204,7 +207,7 @@ def formula_finding(config: Config, arch: Any) -> Finding | None:
         return None
     return Finding(
         f"hw={config.hw.name}; formulas put the step at {memory.total:.2f} GiB per chip, more than {chip}; they are "
-        "up to 45 % wrong in what is not weights, and task=plan compiles it and knows",
+        f"up to 45 % wrong in what is not weights{', and task=plan compiles it and knows' if config.hw.topology else ''}",
         "estimated",
     )
 
