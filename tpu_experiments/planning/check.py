@@ -205,9 +205,10 @@ def formula_finding(config: Config, arch: Any) -> Finding | None:
         return Finding(f"{words}; {remedies_text(remedies)}", "known")
     if memory.total <= limit:
         return None
+    compiled = ", and task=plan compiles it and knows" if config.hw.topology else ""
     return Finding(
         f"hw={config.hw.name}; formulas put the step at {memory.total:.2f} GiB per chip, more than {chip}; they are "
-        f"up to 45 % wrong in what is not weights{', and task=plan compiles it and knows' if config.hw.topology else ''}",
+        f"up to 45 % wrong in what is not weights{compiled}",
         "estimated",
     )
 
