@@ -240,8 +240,8 @@ def _write(
     if 2 * covered < inside:
         raise ConfigError(
             f"task.forms has {layout.form}; {covered:,} of the {inside:,} weights in the layers of "
-            f"{model.architecture} are in Linear modules {layout.needs}, and no others are quantised (GPT-2's Conv1D, stacked experts); "
-            f"leave {layout.form} out of task.forms."
+            f"{model.architecture} are in Linear modules {layout.needs}, and no others are quantised (GPT-2's Conv1D, "
+            f"stacked experts); leave {layout.form} out of task.forms."
         )
     quantised = frozenset(chosen)
     shapes: dict[str, Tensor] = {}

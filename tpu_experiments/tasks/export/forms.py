@@ -36,6 +36,8 @@ class Written:
     copies: list[Copy]
     facts: dict[str, object] = field(default_factory=dict)
     """Further facts for export.json."""
+    notes: list[str] = field(default_factory=list)
+    """Whole sentences on what is particular of the files, for the card and export.json."""
 
 
 def write_peft(folder: str, subject: Subject) -> Written:
@@ -125,7 +127,7 @@ def write_quantised(folder: str, subject: Subject, *, form: str) -> Written:
     if base != "dense":
         notes.append(f"The base was {base} in training: base and adapter were added up and quantised again.")
     copy = Copy(form, lambda folder, dtype: TransformersModel(folder, dtype=dtype))
-    return Written(made.digests, [copy], facts | {"notes": notes})
+    return Written(made.digests, [copy], facts, notes)
 
 
 WRITERS: dict[str, Callable[[str, Subject], Written]] = {
