@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.training.tiny import random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.export.card import Card, page
+from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.export.quantised import write_int8, write_nf4
 from tpu_experiments.export.weights import whole_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -74,6 +77,14 @@ def of_transformers(model, weights):
     return made.eval()
 
 
+def scope_of(text):
+    """What the lines of code of a card define."""
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    scope = {}
+    exec(code, scope)
+    return scope
+
+
 @pytest.mark.parametrize("form", WRITE)
 @pytest.mark.parametrize("model", MODELS)
 def test_transformers_computes_with_the_decoded_weights(make_config, tmp_path, tokenizer, model, form):
@@ -97,6 +108,42 @@ def test_transformers_computes_with_the_decoded_weights(make_config, tmp_path, t
             assert token == int(expected(input_ids=torch.tensor([given])).logits[0, -1].argmax())
             given = [*given, token]
     assert reader.model.config.tie_word_embeddings == whole.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("form", WRITE)
+def test_the_lines_of_its_card_load_it(make_config, tmp_path, tokenizer, form):
+    whole = merged(make_config, "qwen05b")
+    written(tmp_path, form, whole, tokenizer)
+    scope = scope_of(page(Card(form, "ro", base="org/base", rank=8), place=str(tmp_path), comparison="# Parity"))
+    held = scope["model"].model.layers[0].mlp.up_proj.weight if form == "nf4" else None
+    assert held is None or held.quant_state.quant_type == "nf4"
+    assert scope["model"].dtype == torch.float32
+    assert scope["tokenizer"].decode(scope["tokenizer"]("Bine")["input_ids"]) == "Bine"
+
+
+def test_the_lines_of_an_adapter_over_nf4_load_its_base_so(make_config, tmp_path, tokenizer):
+    config = make_config("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
+    whole = merged(make_config, "qwen05b")
+    base = of_transformers(whole, dict(whole.tensors()))
+    base.save_pretrained(tmp_path / "base")
+    names = [name.removesuffix(".weight") for name in whole.linears]
+    shapes = {name: tuple(whole.shapes[f"{name}.weight"].shape) for name in names}
+    parameters = {f"{name}.lora_A": torch.zeros(8, columns) for name, (_, columns) in shapes.items()}
+    parameters |= {f"{name}.lora_B": torch.zeros(rows, 8) for name, (rows, _) in shapes.items()}
+    write_adapter(
+        str(tmp_path / "peft"),
+        parameters=parameters,
+        initial={},
+        lora=config.lora,
+        base_path=str(tmp_path / "base"),
+        revision=None,
+        tokenizer=tokenizer,
+    )
+    card = Card("peft", "ro", base=str(tmp_path / "base"), held="nf4", dtype="float32", rank=8)
+    scope = scope_of(page(card, place=str(tmp_path / "peft"), comparison="# Parity"))
+    layer = scope["model"].base_model.model.model.layers[0].mlp.up_proj
+    assert layer.base_layer.weight.quant_state.nested
+    assert layer.lora_A["default"].weight.shape == (8, 64)
 
 
 def test_int8_is_what_compressed_tensors_makes_of_the_same_weights(make_config, tmp_path, tokenizer):

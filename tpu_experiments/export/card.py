@@ -227,6 +227,14 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
 
 
 def _about_base(card: Card) -> list[str]:
+    """Return sentences on the base that an adapter is for."""
+    found: list[str] = []
+    if "/" in card.base and not card.is_on_hub and not is_hub_id(card.base):
+        found.append(f"`{card.base}` is a folder of the machine that wrote this: put that of your copy in its place.")
+    return [*found, *_about_quantised_base(card)]
+
+
+def _about_quantised_base(card: Card) -> list[str]:
     if card.held == "nf4":
         return [
             "The adapter was trained over this base in NF4, and these lines load it so. Over the base in "

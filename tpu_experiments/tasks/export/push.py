@@ -139,7 +139,6 @@ def _upload(task: ExportTaskConfig, uploads: Sequence[Upload]) -> None:
         ConfigError: the Hub cannot be reached or refuses, or the repository holds other files of the same name.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import disable_progress_bars
 
     assert task.push is not None
@@ -160,18 +159,19 @@ def _upload(task: ExportTaskConfig, uploads: Sequence[Upload]) -> None:
         if len(uploads) > 1:
             added = [CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=_index(uploads).encode())]
             api.create_commit(task.push, added, commit_message=f"Card of {uploads[0].card.name}")
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise ConfigError(f"task.push={task.push}; {_reason(error)}; mend that and repeat the command.") from error
+    except ConfigError:
+        raise
     except Exception as error:
-        # Errors of its HTTP library have no common class with the standard library's, and that library changed once.
-        if type(error).__module__.partition(".")[0] not in ("httpx", "requests", "huggingface_hub"):
+        # Errors of its HTTP library (httpx2 in 2.4, httpx and requests before) have no class in common with OSError.
+        # ValueError: the Hub finds the metadata of a card invalid.
+        of_client = type(error).__module__.startswith(("httpx", "requests", "huggingface_hub"))
+        if not of_client and not isinstance(error, (OSError, ValueError)):
             raise
-        raise ConfigError(f"task.push={task.push}; the Hub cannot be reached ({error}); repeat the command.") from error
-
-
-def _reason(error: Exception) -> str:
-    first = str(error).strip().splitlines()[:1]
-    return f"the Hub refused or could not be reached ({type(error).__name__}: {' '.join(first)})"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(
+            f"task.push={task.push}; the Hub refused, or cannot be reached ({reason}); mend that and repeat the "
+            "command."
+        ) from error
 
 
 def _require_own(repository: str, uploads: Sequence[Upload], there: set[str]) -> None:
