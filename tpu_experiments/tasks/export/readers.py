@@ -107,7 +107,8 @@ class TransformersModel:
 
     Args:
         adapter: folder of an adapter that PEFT puts onto the model; its tokenizer is the one that is read.
-        base: how the base of the adapter was held in training; of NF4 bitsandbytes makes the same.
+        base: how the base of the adapter was held in training; of NF4 bitsandbytes makes the same, and code that it
+            brings is run where the run allowed it.
         dtype: of the arithmetic; of a quantised model, of what is not quantised.
 
     Raises:
@@ -124,7 +125,9 @@ class TransformersModel:
         base: ModelConfig | None = None,
     ) -> None:
         options: dict[str, BitsAndBytesConfig | CompressedTensorsConfig] = {}  # None would hide the one in config.json
-        stored = getattr(AutoConfig.from_pretrained(folder, revision=revision), "quantization_config", None) or {}
+        trust = base is not None and base.remote_code == "run"
+        config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust)
+        stored = getattr(config, "quantization_config", None) or {}
         if stored.get("quant_method") == "compressed-tensors":
             # Decoded when it loads, not at the first product.
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
@@ -136,16 +139,18 @@ class TransformersModel:
                 bnb_4bit_compute_dtype=dtype,
             )
         with _quiet():
-            self.model: Any = AutoModelForCausalLM.from_pretrained(folder, revision=revision, dtype=dtype, **options)
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, revision=revision, dtype=dtype, trust_remote_code=trust, **options
+            )
             _compute_in(self.model, dtype)
             self.name = f"transformers {transformers.__version__}"
             if adapter is not None:
                 import peft
 
-                self.model = peft.PeftModel.from_pretrained(self.model, adapter)
+                self.model = peft.PeftModel.from_pretrained(self.model, adapter, trust_remote_code=False)
                 self.name = f"PEFT {peft.__version__}"
         self.model.eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(adapter or folder, trust_remote_code=False)
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text."""
