@@ -244,6 +244,6 @@ def _about_quantised_base(card: Card) -> list[str]:
         return [
             "The adapter was trained over this base with the weights of its layers in int8, one scale per output "
             f"feature. These lines load the base in {card.dtype}, which differs from that by the rounding to int8; the "
-            "table below was made so. The forms `merged` and `int8` hold the weights that were trained over."
+            "table below was made so. The form `merged` holds the weights that were trained over, with the adapter."
         ]
     return []
