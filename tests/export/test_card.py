@@ -95,6 +95,11 @@ def test_a_local_base_is_said_to_be_local():
     assert sentence not in written("peft", **ON_HUB)
 
 
+def test_files_in_cloud_storage_are_to_be_copied():
+    assert "\n\nCopy `gs://bkt/x` to a local folder first" in written("merged", place="gs://bkt/x")
+    assert "Copy" not in written("merged")
+
+
 def test_gguf_names_its_files():
     text = written("gguf", files=("ro-q8_0.gguf", "ro-f16.gguf", "parity.md"))
     assert re.findall(r"llama-cli -m (\S+)", text) == [

@@ -236,6 +236,11 @@ def test_bfloat16_is_rounded_once(make_config, tmp_path, tokenizer, form):
     with torch.no_grad():
         logits = expected(input_ids=torch.tensor([ids])).logits[0]
     torch.testing.assert_close(narrow.log_probs(ids), logits.log_softmax(-1), atol=1e-5, rtol=0)
+    # As a user loads it, in bfloat16: 8 bits of every product and of every scale.
+    with torch.no_grad():
+        as_loaded = loaded(input_ids=torch.tensor([ids])).logits[0]
+    assert as_loaded.dtype == torch.bfloat16
+    assert (as_loaded - logits).abs().max() < 0.05 * logits.abs().max()
 
 
 @pytest.mark.parametrize("form", WRITE)

@@ -14,9 +14,11 @@ from tests.hub import REPOSITORY, HubServer
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.export.card import Card
+from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.parity import Parity
 from tpu_experiments.tasks.export.push import push, require_pushable
 
+pytest_plugins = ("tests.gcs",)
 TOKEN = "hf_of_a_test"
 CHILD = """
 import json, os, sys
@@ -155,6 +157,19 @@ def test_a_refusal_is_one_sentence(hub, client, tmp_path):
     assert text.startswith(f"task.push={REPOSITORY}; the Hub refused")
     assert "another" not in text
     assert "\n" not in text
+
+
+@pytest.mark.slow
+def test_forms_in_cloud_storage_are_copied_for_the_upload(hub, tmp_path, gcs_bucket):
+    local = Path(complete(tmp_path / "export", "nf4", content=bytes(range(256)) * 400))
+    for file in local.iterdir():
+        paths.copy_file(str(file), f"{gcs_bucket}/export/nf4/{file.name}")
+    client = Client(hub, tmp_path / "home")  # which finds the emulator in its environment
+    code, text = client.push([f"{gcs_bucket}/export/nf4"])
+    client.close()
+    assert code == 0, text
+    for name in ("model.safetensors", "config.json", "export.json", "parity.md"):
+        assert (hub.folder / name).read_bytes() == (local / name).read_bytes()
 
 
 @pytest.mark.slow

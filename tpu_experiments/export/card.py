@@ -79,6 +79,7 @@ def page(card: Card, *, place: str, comparison: str, files: Sequence[str] = (), 
         _introduction(card),
         *card.notes,
         "## Use",
+        *([f"Copy `{place}` to a local folder first, and name that."] if paths.is_remote(place) else []),
         _usage(card, place=place, files=files, subfolder=subfolder),
         comparison.replace("# ", "## ", 1).rstrip(),
     ]

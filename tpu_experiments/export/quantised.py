@@ -52,7 +52,7 @@ class Layout(Protocol):
         """Return the tensors that stand for a float32 weight."""
         ...
 
-    def config(self, *, kept: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    def config(self, kept: list[str]) -> dict[str, Any]:
         """Return `quantization_config` of config.json; `kept` names the modules that are not quantised."""
         ...
 
@@ -101,7 +101,7 @@ class Int8Layout:
             f"{name}_shape": torch.tensor(weight_NK.shape),
         }
 
-    def config(self, *, kept: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as compressed-tensors writes them."""
         weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -165,7 +165,7 @@ class NF4Layout:
             f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
         }
 
-    def config(self, *, kept: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as transformers' BitsAndBytesConfig writes them."""
         return {
             "quant_method": "bitsandbytes",
@@ -266,7 +266,7 @@ def _write(
         tokenizer=tokenizer,
         max_shard_bytes=max_shard_bytes,
         generation=generation,
-        quantization=layout.config(kept=kept, dtype=dtype),
+        quantization=layout.config(kept),
     )
     note = ""
     if left:
