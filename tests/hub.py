@@ -1,8 +1,11 @@
 """A stand-in for the Hugging Face Hub on loopback: one repository's files over the endpoints that its clients ask for.
 
 with HubServer(folder) as hub: subprocess.run(..., env=os.environ | hub.environment(tmp_path))
+
+With a token it takes commits, whose files come into the folder: those that end in .safetensors as Git LFS does it.
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -31,6 +34,12 @@ class HubServer:
         self.requests: list[str] = []
         self.refused_from: int | None = None
         """Contents are refused from this byte of a file on (403)."""
+        self.token: str | None = None
+        """Token that may write; without one nobody may."""
+        self.created: list[dict[str, Any]] = []
+        """What was asked for of repositories to be created."""
+        self.commits: list[tuple[str, list[str]]] = []
+        """Message and files of each commit."""
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
 
@@ -67,6 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
@@ -75,6 +87,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(f"{self.command} {self.path}")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(url.path)
+        if path == "/api/validate-yaml":
+            self._json({"errors": [], "warnings": []})
+            return
+        if self.command == "PUT" or re.search(r"/api/repos/create$|/preupload/|/commit/|/objects/batch$", path):
+            self._write(path, body)
+            return
         about = re.fullmatch(rf"/api/(?:datasets|models)/{REPOSITORY}(?:/revision/[^/]+)?", path)
         listed = re.fullmatch(rf"/api/(?:datasets|models)/{REPOSITORY}/tree/([^/]+)/?(.*)", path)
         asked = re.fullmatch(rf"/api/(?:datasets|models)/{REPOSITORY}/paths-info/[^/]+", path)
@@ -92,6 +110,48 @@ class _Handler(BaseHTTPRequestHandler):
             self._missing("EntryNotFound")
         else:
             self._missing("RepoNotFound")
+
+    def _write(self, path: str, body: bytes) -> None:
+        """Answer the requests of a commit. Of large files, the content comes before it, by its hash."""
+        large = self.hub.folder.parent / "large_files"
+        if self.command == "PUT":  # its address is the permission, as with the Hub's storage
+            large.mkdir(exist_ok=True)
+            (large / path.rpartition("/")[2]).write_bytes(body)
+            self._json({})
+        elif self.hub.token is None or self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            self._refused(401, "Invalid credentials in Authorization header")
+        elif path == "/api/repos/create":
+            self.hub.created.append(json.loads(body))
+            self._json({"url": f"{self.hub.url}/{REPOSITORY}"})
+        elif REPOSITORY not in path:
+            self._missing("RepoNotFound")
+        elif "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
+            self._json({"files": [{"path": n, "uploadMode": modes[n], "shouldIgnore": False} for n in names]})
+        elif path.endswith("/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for each in objects:
+                each["actions"] = {"upload": {"href": f"{self.hub.url}/large/{each['oid']}"}}
+            self._json({"transfer": "basic", "objects": objects})
+        else:
+            header, *files = (json.loads(line) for line in body.splitlines())
+            for file in files:
+                value = file["value"]
+                is_large = file["key"] == "lfsFile"
+                content = (large / value["oid"]).read_bytes() if is_large else base64.b64decode(value["content"])
+                place = self.hub.folder / value["path"]
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(content)
+            self.hub.commits.append((header["value"]["summary"], [file["value"]["path"] for file in files]))
+            address = f"{self.hub.url}/{REPOSITORY}/commit/{COMMIT}"
+            self._json({"success": True, "commitOid": COMMIT, "commitUrl": address})
+
+    def _refused(self, status: int, reason: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Message", reason)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _names(self) -> list[str]:
         files = (path for path in self.hub.folder.rglob("*") if path.is_file())

@@ -296,6 +296,8 @@ class ExportTaskConfig(WeightsConfig, TaskConfig):
     """Repository on the Hub (`owner/name`) to upload the forms to; null uploads nothing."""
     push_dry_run: bool = True
     """Whether `push` only lists what would be uploaded."""
+    push_private: bool = True
+    """Whether a repository that `push` creates is private; one that is there stays as it is."""
 
 
 def exporting_problems(task: TaskConfig) -> list[str]:

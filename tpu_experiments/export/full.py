@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +30,19 @@ def write_model(
     shapes: Mapping[str, Tensor] | None = None,
     max_shard_bytes: float = math.inf,
     generation: str | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
     Args:
-        tensors: cast to `dtype`.
+        tensors: cast to `dtype`, those of a quantised model to the data types of `shapes`.
         architecture: class name, for `architectures` in config.json.
         shapes: tensors of the same names and shapes in the order of `tensors`, which is then consumed with one file's
             tensors in memory at a time; None: all tensors are held in memory.
         max_shard_bytes: bytes of tensors in a file; where there are more, there are several files and an index.
         generation: text of generation_config.json; None writes none.
+        quantization: `quantization_config` of config.json; None for weights that are all in `dtype`. With it, `shapes`
+            has the data types too, and sizes that may be larger than those of the tensors.
 
     Returns:
         SHA-256 of each file of tensors by its name.
@@ -48,16 +52,25 @@ def write_model(
     items = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
     paths.make_dirs(folder)
     _remove_earlier(folder)
-    sizes = {name: t.numel() * dtype.itemsize for name, t in shapes.items()}
+    dtypes = {name: dtype if quantization is None else t.dtype for name, t in shapes.items()}
+    sizes = {name: t.numel() * dtypes[name].itemsize for name, t in shapes.items()}
     files = shards(sizes, max_bytes=max_shard_bytes)
     by_name = {file_name(MODEL, number, len(files)): names for number, names in enumerate(files, start=1)}
-    cast = ((name, tensor.detach().to(dtype).contiguous()) for name, tensor in items)
-    digests = _write_files(folder, by_name, cast)
+    total = {"total_parameters": sum(t.numel() for t in shapes.values()), "total_size": 0}
+
+    def cast() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in items:
+            written = tensor.detach().to(dtypes[name]).contiguous()
+            del tensor  # otherwise it stays allocated while the next one is read
+            total["total_size"] += written.nbytes
+            yield name, written
+
+    digests = _write_files(folder, by_name, cast())
     if len(files) > 1:
-        total = {"total_parameters": sum(t.numel() for t in shapes.values()), "total_size": sum(sizes.values())}
         index = {"metadata": total, "weight_map": {name: file for file, names in by_name.items() for name in names}}
         paths.write_text_atomic(paths.join(folder, INDEX), json.dumps(index, indent=2, sort_keys=True) + "\n")
     values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
+    values |= {} if quantization is None else {"quantization_config": dict(quantization)}
     paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
     if generation is not None:
         paths.write_text_atomic(paths.join(folder, "generation_config.json"), generation)

@@ -7,19 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard_data import EvalResult
-from huggingface_hub.utils import validate_repo_id
 
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
+from tpu_experiments.export.card import CARD, adapter_code, fenced, is_hub_id, whole_code
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.training.start import lineage_text
-
-CARD = "README.md"
 
 
 def write_card(folder: RunFolder, result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> None:
@@ -49,13 +45,13 @@ def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> 
 def _metadata(result: Mapping[str, Any], config: Config) -> str:
     """Return the Hub's metadata, with held-out losses as results."""
     is_adapter = config.lora.r > 0
-    hub_ids = [source.path for source in config.data.values() if _is_hub_id(source.path) and config.data_size == "full"]
+    hub_ids = [source.path for source in config.data.values() if is_hub_id(source.path) and config.data_size == "full"]
     results = [
         EvalResult("text-generation", name, name, "loss", loss, metric_name="held-out loss, nats per token")
         for name, loss in result["eval_sources"].items()
     ]
     data = ModelCardData(
-        base_model=config.model.path if _is_hub_id(config.model.path) and config.model.size == "full" else None,
+        base_model=config.model.path if is_hub_id(config.model.path) and config.model.size == "full" else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["tpu_experiments", *(["lora"] if is_adapter else [])],
@@ -64,22 +60,6 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
         eval_results=results or None,
     )
     return data.to_yaml() + "\n"
-
-
-def _is_hub_id(path: str) -> bool:
-    """Return whether a path is `organisation/name`, rather than a file, a folder or a URL."""
-    try:
-        validate_repo_id(path)
-    except HFValidationError:
-        return False
-    return path.count("/") == 1 and suffixes_of(path)[0] not in DATA_SUFFIXES and not paths.exists(path)
-
-
-NF4_CONFIG = (
-    'nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double}, '
-    'bnb_4bit_compute_dtype="{dtype}")'
-)
-"""The base as it was while the adapter was trained; over weights that are not quantised the adapter works as well."""
 
 
 def _introduction(result: Mapping[str, Any], config: Config) -> str:
@@ -101,26 +81,17 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
     trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
     if config.lora.r == 0:
-        code = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            f'model = AutoModelForCausalLM.from_pretrained("{place}", dtype="{dtype}"{trust})',
-            f'tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})',
-        ]
+        code = whole_code(place, dtype=dtype, options=trust)
     else:
-        base = result.get("base_path") or config.model.path
-        imported, storage = "AutoModelForCausalLM, AutoTokenizer", ""
-        if config.model.base == "nf4":
-            imported += ", BitsAndBytesConfig"
-            storage = ", quantization_config=nf4"
-        code = [
-            "from peft import PeftModel",
-            f"from transformers import {imported}",
-            *([NF4_CONFIG.format(double=config.model.base_double_quant, dtype=dtype)] if storage else []),
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}"{storage}{trust})',
-            f'model = PeftModel.from_pretrained(base, "{place}")',
-            f'tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})',
-        ]
-    text = "```python\n" + "\n".join(code) + "\n```"
+        code = adapter_code(
+            place,
+            base=result.get("base_path") or config.model.path,
+            dtype=dtype,
+            held=config.model.base,
+            double_quant=config.model.base_double_quant,
+            trust=trust,
+        )
+    text = fenced(code, language="python")
     if trust:
         text += (
             f"\n\nTrained with `model.remote_code=run`: Python code that `{config.model.path}` brings was run, and "

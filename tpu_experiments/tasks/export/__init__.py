@@ -10,18 +10,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig
+from tpu_experiments.export.card import CARD, page
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.export.forms import WRITERS
+from tpu_experiments.tasks.export.pages import card_of
 from tpu_experiments.tasks.export.parity import Parity
 from tpu_experiments.tasks.export.proof import Proof
+from tpu_experiments.tasks.export.push import push, require_pushable
 from tpu_experiments.tasks.export.report import as_json, as_markdown, as_table
 from tpu_experiments.tasks.export.subject import Subject, subject_of
 
@@ -40,6 +44,7 @@ def run(config: Config) -> None:
     """
     task = config.task
     assert isinstance(task, ExportTaskConfig), "conf/task/export.yaml has this schema"
+    require_pushable(task)
     start_run_log(None, rank=0)
     try:
         with explain_storage_errors(task.folder or task.run or config.output_dir):
@@ -47,6 +52,8 @@ def run(config: Config) -> None:
     finally:
         stop_run_log()
     print(as_table(found))
+    if task.push is not None:
+        print(push(task, list(found)))
     if any(parity.verdict == "worse" for parities in found.values() for parity in parities):
         sys.exit(1)
 
@@ -102,9 +109,13 @@ def _written(form: str, folder: str, *, subject: Subject, proof: Proof, digest: 
         files = {file.name: _facts(file) for file in sorted(Path(local).iterdir()) if file.name != BEGUN}
         _require_unchanged(files, written.digests, folder=folder)
         paths.write_text_atomic(paths.join(local, "parity.json"), as_json(parities))
-        paths.write_text_atomic(paths.join(local, "parity.md"), as_markdown(parities, files=files))
+        comparison = as_markdown(parities, files=files)
+        paths.write_text_atomic(paths.join(local, "parity.md"), comparison)
+        card = card_of(form, subject, written)
+        text = page(card, place=paths.absolute(folder), comparison=comparison, files=list(files))
+        paths.write_text_atomic(paths.join(local, CARD), text)
     facts = {"format": 1, "form": form, "digest": digest, "origin": subject.origin.text, **written.facts}
-    facts |= {"files": files, "parity": [parity.fields() for parity in parities]}
+    facts |= {"files": files, "parity": [parity.fields() for parity in parities], "card": asdict(card)}
     paths.write_text_atomic(paths.join(folder, MARKER), strict_json.dumps(facts, indent=1) + "\n")
     paths.remove_tree(paths.join(folder, BEGUN))
     return parities

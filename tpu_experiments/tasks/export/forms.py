@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.export.quantised import write_int8, write_nf4
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
 from tpu_experiments.tasks.export.subject import Subject
@@ -34,6 +36,8 @@ class Written:
     copies: list[Copy]
     facts: dict[str, object] = field(default_factory=dict)
     """Further facts for export.json."""
+    notes: list[str] = field(default_factory=list)
+    """Whole sentences on what is particular of the files, for the card and export.json."""
 
 
 def write_peft(folder: str, subject: Subject) -> Written:
@@ -55,7 +59,9 @@ def write_peft(folder: str, subject: Subject) -> Written:
             subject.base_path, adapter=folder, revision=origin.config.model.revision, dtype=dtype, base=source.model
         )
 
-    return Written(digests, [Copy("peft", read, is_exact=True)], {"base": origin.config.model.base})
+    base = origin.config.model.base
+    # No library holds a base in int8 as training did, so it is read unquantised, and differs by that rounding.
+    return Written(digests, [Copy("peft", read, is_exact=base != "int8")], {"base": base})
 
 
 def write_merged(folder: str, subject: Subject) -> Written:
@@ -95,5 +101,41 @@ def require_effect(effect: Effect, subject: Subject) -> None:
         )
 
 
-WRITERS: dict[str, Callable[[str, Subject], Written]] = {"peft": write_peft, "merged": write_merged}
+def write_quantised(folder: str, subject: Subject, *, form: str) -> Written:
+    """Write the whole model with its layers' weights in int8 or NF4, adapters merged in float32 before.
+
+    Raises:
+        ConfigError: no adapted weight differs from the base after rounding, or no weight can be quantised.
+    """
+    effect, write = Effect(), {"int8": write_int8, "nf4": write_nf4}[form]
+    made = write(
+        folder,
+        model=subject.model,
+        dtype=subject.dtype,
+        tokenizer=subject.tokenizer,
+        max_shard_bytes=subject.max_shard_bytes,
+        generation=subject.generation,
+        effect=effect,
+    )
+    require_effect(effect, subject)
+    base = subject.origin.config.model.base
+    facts: dict[str, object] = {
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "quantised": made.quantised,
+        "not_quantised": made.left,
+        "merge": effect.facts(),
+    }
+    notes = [made.note] if made.note else []
+    if base != "dense":
+        notes.append(f"The base was {base} in training: base and adapter were added up and quantised again.")
+    copy = Copy(form, lambda folder, dtype: TransformersModel(folder, dtype=dtype))
+    return Written(made.digests, [copy], facts, notes)
+
+
+WRITERS: dict[str, Callable[[str, Subject], Written]] = {
+    "peft": write_peft,
+    "merged": write_merged,
+    "int8": partial(write_quantised, form="int8"),
+    "nf4": partial(write_quantised, form="nf4"),
+}
 """By form, in the order of `config.task_schema.FORMS`."""

@@ -4,13 +4,24 @@ All compute on the CPU, in float32 where the memory allows, so that what differs
 V vocabulary.
 """
 
-from collections.abc import Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    CompressedTensorsConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as library_log
 
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
@@ -96,7 +107,8 @@ class TransformersModel:
 
     Args:
         adapter: folder of an adapter that PEFT puts onto the model; its tokenizer is the one that is read.
-        base: how the base of the adapter was held in training; of NF4 bitsandbytes makes the same.
+        base: how the base of the adapter was held in training; of NF4 bitsandbytes makes the same, and code that it
+            brings is run where the run allowed it.
         dtype: of the arithmetic; of a quantised model, of what is not quantised.
 
     Raises:
@@ -112,25 +124,33 @@ class TransformersModel:
         revision: str | None = None,
         base: ModelConfig | None = None,
     ) -> None:
-        codes = None
+        options: dict[str, BitsAndBytesConfig | CompressedTensorsConfig] = {}  # None would hide the one in config.json
+        trust = base is not None and base.remote_code == "run"
+        config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust)
+        stored = getattr(config, "quantization_config", None) or {}
+        if stored.get("quant_method") == "compressed-tensors":
+            # Decoded when it loads, not at the first product.
+            options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         if base is not None and base.base == "nf4":
-            codes = BitsAndBytesConfig(
+            options["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=base.base_double_quant,
                 bnb_4bit_compute_dtype=dtype,
             )
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, revision=revision, dtype=dtype, quantization_config=codes
-        )
-        self.name = f"transformers {transformers.__version__}"
-        if adapter is not None:
-            import peft
+        with _quiet():
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, revision=revision, dtype=dtype, trust_remote_code=trust, **options
+            )
+            _compute_in(self.model, dtype)
+            self.name = f"transformers {transformers.__version__}"
+            if adapter is not None:
+                import peft
 
-            self.model = peft.PeftModel.from_pretrained(self.model, adapter)
-            self.name = f"PEFT {peft.__version__}"
+                self.model = peft.PeftModel.from_pretrained(self.model, adapter, trust_remote_code=False)
+                self.name = f"PEFT {peft.__version__}"
         self.model.eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(adapter or folder, trust_remote_code=False)
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -152,6 +172,44 @@ class TransformersModel:
             cache, given = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
             written.append(int(given))
         return written
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out progress bars, and what libraries say to those who call them; errors are raised all the same."""
+    had_bars, of_bitsandbytes = library_log.is_progress_bar_enabled(), logging.getLogger("bitsandbytes")
+    level = of_bitsandbytes.level
+    library_log.disable_progress_bar()
+    of_bitsandbytes.setLevel(logging.ERROR)  # it recommends the package `kernels`
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
+            warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
+            yield
+    finally:
+        of_bitsandbytes.setLevel(level)
+        if had_bars:
+            library_log.enable_progress_bar()
+
+
+def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have a model with bitsandbytes' 4-bit weights decode to `dtype` and compute in it; leave any other as it is.
+
+    transformers takes its other weights in the data type of the file, whatever it is asked for. bitsandbytes' own
+    product for CPUs with AVX512-BF16 rounds activations and scales to bfloat16, asks the Hub for a kernel, and takes no
+    weight whose output features 32 does not divide.
+    """
+    four_bit: list[Any] = [
+        m for m in model.modules() if getattr(getattr(m, "weight", None), "quant_state", None) is not None
+    ]
+    for module in four_bit:
+        module.weight.quant_state.dtype = module.compute_dtype = dtype
+        module.compute_type_is_set, module.support_avx512bf16_for_cpu = True, False
+    for parameter in model.parameters() if four_bit else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

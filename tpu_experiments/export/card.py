@@ -1,0 +1,250 @@
+"""The page beside an export: README.md with the Hub's metadata, lines that load it, and how it compares.
+
+A card is made of plain values alone. The Hub's metadata: huggingface.co/docs/hub/model-cards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from tpu_experiments.config.redaction import redacted_text
+from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
+from tpu_experiments.storage import paths
+
+CARD = "README.md"
+NF4_CONFIG = (
+    'nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double}, '
+    'bnb_4bit_compute_dtype="{dtype}")'
+)
+"""The base as it was while the adapter was trained; over weights that are not quantised the adapter works as well."""
+LIBRARY = {"peft": "peft", "gguf": "gguf"}
+"""Library that reads a form, by the Hub's names; transformers for the others."""
+RELATION = {"peft": "adapter", "merged": "finetune"}
+"""`base_model_relation` of a form; `quantized` for the others. (The Hub's `merge` is of several models.)"""
+TAGS = {"peft": "lora"}
+"""Tag of a form; its own name for the others."""
+WHAT = {
+    "merged": "with its weights in {dtype}",
+    "int8": "with its layers' weights in int8, one scale per output feature (W8A16), in compressed-tensors' layout",
+    "nf4": "with its layers' weights in NF4 with double quantisation, in bitsandbytes' layout",
+    "gguf": "as GGUF files for llama.cpp and what is built on it",
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the page of a form says, besides the comparison."""
+
+    form: str
+    name: str
+    """Name of the run, or of the command that exported an adapter."""
+    base: str
+    """The base model as an adapter names it: a folder, or a Hub id."""
+    is_on_hub: bool = False
+    """Whether `base` is a Hub id of the model that was trained, rather than of one that it is a tiny stand-in for."""
+    revision: str | None = None
+    held: str = "dense"
+    """How the base's weights were held in training: `dense`, `int8` or `nf4`."""
+    double_quant: bool = True
+    dtype: str = "bfloat16"
+    """Data type of the weights that are not quantised."""
+    runs_code: bool = False
+    """Whether the model brings Python code of its own, which loading runs."""
+    rank: int = 0
+    """Rank of the adapter in the files; 0 where the model has none."""
+    is_dora: bool = False
+    datasets: list[str] = field(default_factory=list)
+    """Hub ids of the data."""
+    languages: list[str] = field(default_factory=list)
+    """ISO 639-1 codes."""
+    licence: str | None = None
+    notes: list[str] = field(default_factory=list)
+    """Whole sentences on what is particular of these files."""
+
+
+def page(card: Card, *, place: str, comparison: str, files: Sequence[str] = (), subfolder: str | None = None) -> str:
+    """Return README.md.
+
+    Args:
+        place: folder of the files, or the repository on the Hub, as the lines of code name it.
+        comparison: Markdown, with headings of the first level.
+        files: names of the files, of which those in GGUF are named.
+        subfolder: folder of the files in a repository that holds several forms.
+    """
+    parts = [
+        f"---\n{_metadata(card)}\n---\n\n# {card.name}: {card.form}",
+        _introduction(card),
+        *card.notes,
+        "## Use",
+        *([f"Copy `{place}` to a local folder first, and name that."] if paths.is_remote(place) else []),
+        _usage(card, place=place, files=files, subfolder=subfolder),
+        comparison.replace("# ", "## ", 1).rstrip(),
+    ]
+    return redacted_text("\n\n".join(parts) + "\n")
+
+
+def index_page(cards: Sequence[Card], *, comparisons: Sequence[str]) -> str:
+    """Return README.md of a repository that holds several forms, each in a folder of its name."""
+    first = cards[0]
+    parts = [f"---\n{_metadata(first, forms=[card.form for card in cards])}\n---\n\n# {first.name}"]
+    for card, comparison in zip(cards, comparisons, strict=True):
+        parts += [f"## [{card.form}]({card.form})", _introduction(card), *card.notes]
+        parts.append(comparison.replace("# ", "### ", 1).rstrip())
+    return redacted_text("\n\n".join(parts) + "\n")
+
+
+def is_hub_id(path: str) -> bool:
+    """Return whether a path is `organisation/name`, rather than a file, a folder or a URL."""
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return path.count("/") == 1 and suffixes_of(path)[0] not in DATA_SUFFIXES and not paths.exists(path)
+
+
+def whole_code(place: str, *, dtype: str | None, options: str = "") -> list[str]:
+    """Return the lines that load a whole model.
+
+    Args:
+        dtype: data type to load it in; None takes that of its files.
+        options: further arguments, each with a comma before it.
+    """
+    chosen = f', dtype="{dtype}"' if dtype else ""
+    return [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f'model = AutoModelForCausalLM.from_pretrained("{place}"{chosen}{options})',
+        f'tokenizer = AutoTokenizer.from_pretrained("{place}"{options})',
+    ]
+
+
+def adapter_code(
+    place: str,
+    *,
+    base: str,
+    dtype: str,
+    held: str,
+    double_quant: bool,
+    of_base: str = "",
+    of_adapter: str = "",
+    trust: str = "",
+) -> list[str]:
+    """Return the lines that load an adapter over its base, of NF4 as it was held in training.
+
+    Args:
+        held: how the base was held in training: `dense`, `int8` or `nf4`.
+        of_base: further arguments for the base, each with a comma before it; `of_adapter` likewise.
+        trust: the argument that has the model's own code run, likewise.
+    """
+    is_nf4 = held == "nf4"
+    return [
+        "from peft import PeftModel",
+        f"from transformers import AutoModelForCausalLM, AutoTokenizer{', BitsAndBytesConfig' if is_nf4 else ''}",
+        *([NF4_CONFIG.format(double=double_quant, dtype=dtype)] if is_nf4 else []),
+        f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}"'
+        f"{', quantization_config=nf4' if is_nf4 else ''}{of_base}{trust})",
+        f'model = PeftModel.from_pretrained(base, "{place}"{of_adapter})',
+        f'tokenizer = AutoTokenizer.from_pretrained("{place}"{of_adapter}{trust})',
+    ]
+
+
+def fenced(lines: Sequence[str], *, language: str) -> str:
+    """Return lines as a block of code."""
+    return f"```{language}\n" + "\n".join(lines) + "\n```"
+
+
+def _metadata(card: Card, *, forms: Sequence[str] = ()) -> str:
+    """Return the front matter; what the run does not know is left out."""
+    among = forms or [card.form]
+    is_one = len(among) == 1
+    data = ModelCardData(
+        base_model=card.base if card.is_on_hub else None,
+        base_model_relation=RELATION.get(card.form, "quantized") if card.is_on_hub and is_one else None,
+        library_name=LIBRARY.get(card.form, "transformers") if is_one else None,
+        pipeline_tag="text-generation",
+        tags=["tpu_experiments", *(TAGS.get(form, form) for form in among)],
+        language=card.languages or None,
+        license=card.licence,
+        datasets=card.datasets or None,
+    )
+    return str(data.to_yaml())
+
+
+def _introduction(card: Card) -> str:
+    base = f"`{card.base}`" + (f" at revision `{card.revision}`" if card.revision else "")
+    held = {"int8": ", whose layers had their weights in int8", "nf4": ", whose layers had their weights in NF4"}
+    trained = f"trained with tpu_experiments over {base}{held.get(card.held, '')}"
+    if card.form == "peft":
+        kind = "DoRA" if card.is_dora else "LoRA"
+        return f"A {kind} adapter of rank {card.rank} in PEFT's layout, {trained}."
+    merged = ", the adapter merged into the weights" if card.rank else ""
+    return f"A language model {WHAT[card.form].format(dtype=card.dtype)}, {trained}{merged}."
+
+
+def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | None) -> str:
+    within = f', subfolder="{subfolder}"' if subfolder else ""
+    trust = ", trust_remote_code=True" if card.runs_code else ""
+    local = place if subfolder is None else f"{place.rpartition('/')[2]}/{subfolder}"
+    fetch = [] if subfolder is None else [
+        f'hf download {place} --include "{subfolder}/*" --local-dir {place.rpartition("/")[2]}'
+    ]  # fmt: skip
+    if card.form == "gguf":
+        names = sorted(name for name in files if name.endswith(".gguf")) or ["FILE.gguf"]
+        lines = [f"llama-cli -m {local}/{name} -p 'Once upon a time'" for name in names]
+        return fenced([*fetch, *lines], language="bash")
+    blocks: list[str] = []
+    if card.form == "peft":
+        revision = f', revision="{card.revision}"' if card.revision else ""
+        code = adapter_code(
+            place,
+            base=card.base,
+            dtype=card.dtype,
+            held=card.held,
+            double_quant=card.double_quant,
+            of_base=revision,
+            of_adapter=within,
+            trust=trust,
+        )
+        blocks += [fenced(code, language="python"), *_about_base(card)]
+        over = f"vllm serve {card.base} --enable-lora --max-lora-rank {card.rank} --lora-modules adapter={local}"
+        if card.is_dora:
+            blocks.append("vLLM has no DoRA: export the form `merged` for it.")
+        else:
+            blocks += ["vLLM reads it too (not tried here):", fenced([*fetch, over], language="bash")]
+    else:
+        is_quantised = card.form in ("int8", "nf4")
+        code = whole_code(place, dtype=None if is_quantised else card.dtype, options=within + trust)
+        package = {"int8": "compressed-tensors", "nf4": "bitsandbytes"}.get(card.form)
+        blocks.append(fenced(code, language="python"))
+        if package:
+            blocks.append(f"It needs `pip install {package}`.")
+        serve = [*fetch, f"vllm serve {local}"]
+        blocks += ["vLLM reads it too (not tried here):", fenced(serve, language="bash")]
+    if card.runs_code:
+        blocks.append("The model brings Python code, which loading runs with your rights. Read it first.")
+    return "\n\n".join(blocks)
+
+
+def _about_base(card: Card) -> list[str]:
+    """Return sentences on the base that an adapter is for."""
+    found: list[str] = []
+    if "/" in card.base and not card.is_on_hub and not is_hub_id(card.base):
+        found.append(f"`{card.base}` is a folder of the machine that wrote this: put that of your copy in its place.")
+    return [*found, *_about_quantised_base(card)]
+
+
+def _about_quantised_base(card: Card) -> list[str]:
+    if card.held == "nf4":
+        return [
+            "The adapter was trained over this base in NF4, and these lines load it so. Over the base in "
+            f"{card.dtype} it works as well, with slightly other results."
+        ]
+    if card.held == "int8":
+        return [
+            "The adapter was trained over this base with the weights of its layers in int8, one scale per output "
+            f"feature. These lines load the base in {card.dtype}, which differs from that by the rounding to int8; the "
+            "table below was made so. The form `merged` holds the weights that were trained over, with the adapter."
+        ]
+    return []

@@ -1,0 +1,280 @@
+"""Export of a whole model with quantised layers, in the two layouts that transformers and inference servers read.
+
+`int8`: W8A16, symmetric, one scale per output feature, in compressed-tensors' layout `pack-quantized` (four codes to an
+int32): the only one that vLLM reads for 8-bit weights with 16-bit activations. `nf4`: bitsandbytes' own serialisation.
+Embeddings, norms, biases and the head stay in the data type of the export. Codes are made of the merged float32 weights
+by `models.quantised`, so that a base that was int8 or NF4 in training is quantised anew, with its adapter in it.
+Legend: N output features, K input features, G blocks of 64 weights."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.export.full import write_model
+from tpu_experiments.export.weights import Effect, WholeModel
+from tpu_experiments.models.quantised import ABSMAX, BLOCK, NESTED, NESTED_BLOCK, NF4, OFFSET, SCALE, Format
+from tpu_experiments.runtime.dynamic_type import SIGNED
+
+HEAD = "lm_head"
+PACKED = 4
+"""Codes of 8 bits in an int32."""
+COMPRESSED_TENSORS = "0.15.0.1"
+"""Version of compressed-tensors whose layout is written."""
+MAX_STATE_BYTES = 256
+"""More than bitsandbytes' text of one weight's settings ever has."""
+Shapes = Mapping[str, Tensor]
+"""Empty tensors on the meta device, by name."""
+
+
+class Layout(Protocol):
+    """How a quantised weight is stored."""
+
+    form: str
+    needs: str
+    """What a weight's shape must be, for a sentence."""
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Return whether a weight (N, K) can be stored."""
+        ...
+
+    def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
+        """Return the tensors that stand for the weight `name`, empty."""
+        ...
+
+    def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that stand for a float32 weight."""
+        ...
+
+    def config(self, kept: list[str]) -> dict[str, Any]:
+        """Return `quantization_config` of config.json; `kept` names the modules that are not quantised."""
+        ...
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What was written."""
+
+    digests: dict[str, str]
+    """SHA-256 of the files of weights, by name."""
+    quantised: int
+    """Number of quantised weights."""
+    left: list[str] = field(default_factory=list)
+    """Names of weights of the layers that the layout cannot hold, which stay in the export's data type."""
+    note: str = ""
+    """Why they do; empty where there are none."""
+
+
+class Int8Layout:
+    """Four codes to an int32, lowest byte first, each plus 128; compressed-tensors' `pack-quantized`."""
+
+    form, needs = "int8", f"of a width that {PACKED} divides, as vLLM reads them"
+    format = Format("int8")
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Return whether four codes fill every int32 of a row."""
+        return shape[1] % PACKED == 0
+
+    def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
+        """Return codes (N, K / 4), scales (N, 1) and the shape (2,), empty."""
+        rows, columns = shape
+        return {
+            f"{name}_packed": torch.empty(rows, columns // PACKED, dtype=torch.int32, device="meta"),
+            f"{name}_scale": torch.empty(rows, 1, dtype=torch.float32, device="meta"),
+            f"{name}_shape": torch.empty(2, dtype=torch.int64, device="meta"),
+        }
+
+    def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return codes, scales in float32 and the shape."""
+        parts = self.format.quantise(weight_NK)
+        # The sign bit turned over is the code plus 128; int32 is little-endian here as in the file.
+        packed = (parts["weight"].view(torch.uint8) ^ 128).view(torch.int32)
+        return {
+            f"{name}_packed": packed,
+            f"{name}_scale": parts[SCALE][:, None],
+            f"{name}_shape": torch.tensor(weight_NK.shape),
+        }
+
+    def config(self, kept: list[str]) -> dict[str, Any]:
+        """Return the settings as compressed-tensors writes them."""
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": kept,
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+            "version": COMPRESSED_TENSORS,
+        }
+
+
+class NF4Layout:
+    """bitsandbytes' 4-bit weights with scales in 8 bits, as `save_pretrained` of a 4-bit model writes them."""
+
+    form, needs = "nf4", f"of a width that {BLOCK} divides: bitsandbytes on a CPU decodes others wrongly"
+    format = Format("nf4")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = str(dtype).removeprefix("torch.")
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Return whether rows are whole blocks."""
+        return shape[1] % BLOCK == 0
+
+    def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
+        """Return codes (N K / 2, 1), the scales (G,) and theirs, the two tables, and the settings, empty."""
+        count = math.prod(shape)
+        blocks = count // BLOCK
+        sizes = {
+            "": ((count // 2, 1), torch.uint8),
+            ".absmax": ((blocks,), torch.uint8),
+            ".quant_map": ((len(NF4),), torch.float32),
+            ".nested_absmax": ((math.ceil(blocks / NESTED_BLOCK),), torch.float32),
+            ".nested_quant_map": ((len(SIGNED),), torch.float32),
+            ".quant_state.bitsandbytes__nf4": ((MAX_STATE_BYTES,), torch.uint8),
+        }
+        return {name + part: torch.empty(size, dtype=dtype, device="meta") for part, (size, dtype) in sizes.items()}
+
+    def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return codes, scales, tables, and the settings as bytes of JSON."""
+        parts = self.format.quantise(weight_NK)
+        state = {
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "dtype": self.dtype,
+            "shape": list(weight_NK.shape),
+            "nested_blocksize": NESTED_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": float(parts[OFFSET]),
+        }
+        return {
+            name: parts["weight"].reshape(-1, 1),
+            f"{name}.absmax": parts[ABSMAX].flatten(),
+            f"{name}.quant_map": torch.tensor(NF4),
+            f"{name}.nested_absmax": parts[NESTED],
+            f"{name}.nested_quant_map": torch.tensor(SIGNED),
+            f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        }
+
+    def config(self, kept: list[str]) -> dict[str, Any]:
+        """Return the settings as transformers' BitsAndBytesConfig writes them."""
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": self.dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": kept,
+        }
+
+
+def write_int8(
+    folder: str,
+    *,
+    model: WholeModel,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase,
+    max_shard_bytes: float = math.inf,
+    generation: str | None = None,
+    effect: Effect | None = None,
+) -> Quantised:
+    """Write the model with int8 weights in compressed-tensors' layout, one file's tensors in memory at a time.
+
+    Args:
+        dtype: of everything that is not quantised; scales are float32.
+        effect: receives what the adapters change, before quantisation.
+
+    Raises:
+        ConfigError: most weights of the layers cannot be quantised.
+    """
+    return _write(folder, Int8Layout(), model, dtype, tokenizer, max_shard_bytes, generation, effect)
+
+
+def write_nf4(
+    folder: str,
+    *,
+    model: WholeModel,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase,
+    max_shard_bytes: float = math.inf,
+    generation: str | None = None,
+    effect: Effect | None = None,
+) -> Quantised:
+    """Write the model with NF4 weights in bitsandbytes' layout, one file's tensors in memory at a time.
+
+    Args:
+        dtype: of everything that is not quantised, and of products with decoded weights.
+        effect: receives what the adapters change, before quantisation.
+
+    Raises:
+        ConfigError: most weights of the layers cannot be quantised.
+    """
+    return _write(folder, NF4Layout(dtype), model, dtype, tokenizer, max_shard_bytes, generation, effect)
+
+
+def _write(
+    folder: str,
+    layout: Layout,
+    model: WholeModel,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase,
+    max_shard_bytes: float,
+    generation: str | None,
+    effect: Effect | None,
+) -> Quantised:
+    chosen = [name for name in model.shapes if name in model.linears and layout.holds(_shape(model.shapes[name]))]
+    left = [name for name in model.shapes if name in model.linears and name not in chosen]
+    inside = sum(empty.numel() for name, empty in model.shapes.items() if any(p.isdigit() for p in name.split(".")))
+    covered = sum(model.shapes[name].numel() for name in chosen)
+    if 2 * covered < inside:
+        raise ConfigError(
+            f"task.forms has {layout.form}; {covered:,} of the {inside:,} weights in the layers of "
+            f"{model.architecture} are in Linear modules {layout.needs}, and no others are quantised (GPT-2's Conv1D, "
+            f"stacked experts); leave {layout.form} out of task.forms."
+        )
+    quantised = frozenset(chosen)
+    shapes: dict[str, Tensor] = {}
+    for name, empty in model.shapes.items():
+        shapes |= layout.shapes(name, _shape(empty)) if name in quantised else {name: empty.to(dtype)}
+    # Every other matrix. The head is named also where it is tied, and no tensor of its own.
+    others = [name.removesuffix(".weight") for name, t in model.shapes.items() if t.ndim == 2 and name not in quantised]
+    kept = list(dict.fromkeys([HEAD, *others]))
+
+    def encoded() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in model.tensors(effect=effect, dtype=dtype):
+            yield from layout.encode(name, tensor).items() if name in quantised else [(name, tensor)]
+            del tensor  # otherwise it stays allocated while the next one is read
+
+    digests = write_model(
+        folder,
+        tensors=encoded(),
+        shapes=shapes,
+        config=model.config,
+        architecture=model.architecture,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        max_shard_bytes=max_shard_bytes,
+        generation=generation,
+        quantization=layout.config(kept),
+    )
+    note = ""
+    if left:
+        name = str(dtype).removeprefix("torch.")
+        note = f"{len(left)} weights of the layers stay in {name}: {layout.form} is for weights {layout.needs}."
+    return Quantised(digests, len(chosen), left, note)
+
+
+def _shape(tensor: Tensor) -> tuple[int, int]:
+    rows, columns = tensor.shape
+    return rows, columns
