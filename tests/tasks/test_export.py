@@ -231,3 +231,9 @@ def test_an_adapter_without_its_run(run):
 def test_wrong_settings_are_refused(trained, words, sentence):
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.").replace("?", r"\?")):
         configured(trained, *words)
+
+
+def test_nothing_named_is_refused():
+    config = composed("task=export")
+    with pytest.raises(ConfigError, match=r"it needs task\.run=FOLDER of a run, or task\.adapter=FOLDER"):
+        export.exported(config, config.task)

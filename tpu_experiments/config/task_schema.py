@@ -317,8 +317,6 @@ def exporting_problems(task: TaskConfig) -> list[str]:
         problems.append(f"task.forms=[]; nothing would be written; name some of {', '.join(FORMS)}.")
     if "gguf" in task.forms and not task.gguf_types:
         problems.append("task.gguf_types=[] with the form gguf; name f16, q8_0 or another.")
-    if task.run is None and task.adapter is None:
-        problems.append("task=export; it needs task.run=FOLDER of a run, or task.adapter=FOLDER with model=NAME.")
     if task.weights == "base":
         problems.append("task.weights=base; an export is of what was trained; leave it out.")
     if task.push is not None and task.push.count("/") != 1:

@@ -94,6 +94,8 @@ def subject_of(config: Config, task: ExportTaskConfig) -> Subject:
     Raises:
         ConfigError: something is missing or does not match, or the forms ask for an adapter and there is none.
     """
+    if task.run is None and task.adapter is None:
+        raise ConfigError("task=export; it needs task.run=FOLDER of a run, or task.adapter=FOLDER with model=NAME.")
     origin = origin_of(config, task)
     source: HuggingFaceModel = locate(origin.config.model._target_, key="model")(
         origin.config.model, seed=origin.config.seed
