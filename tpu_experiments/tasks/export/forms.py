@@ -1,14 +1,19 @@
 """The writer of every form, and the readers that its files are read back with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from huggingface_hub.repocard import metadata_load
+from yaml import YAMLError
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.full import write_model
-from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.export.gguf import ADAPTER, Card, file_name, is_exact, write_adapter_file, write_models
+from tpu_experiments.export.peft import without_start, write_adapter
 from tpu_experiments.export.weights import Effect
+from tpu_experiments.storage import paths
+from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
 from tpu_experiments.tasks.export.subject import Subject
 
@@ -81,6 +86,68 @@ def write_merged(folder: str, subject: Subject) -> Written:
     return Written(digests, [copy], {"dtype": str(dtype).removeprefix("torch."), "merge": effect.facts()})
 
 
+def write_gguf(folder: str, subject: Subject) -> Written:
+    """Write a GGUF file of each data type, adapters merged in float32, and beside them the adapter alone.
+
+    Raises:
+        ConfigError: llama.cpp has no such architecture, RoPE or tokenizer.
+    """
+    task, model = subject.task, subject.model
+    types = list(dict.fromkeys(task.gguf_types))
+    name = (task.run or task.adapter or str(subject.config.name)).rstrip("/").rpartition("/")[2]
+    card = Card(name, subject.base_path, license=_license(subject))
+    digests, notes = write_models(folder, model=model, tokenizer=subject.tokenizer, types=types, card=card)
+    reason = _no_adapter(subject)
+    if not reason:
+        parameters, lora = without_start(subject.origin.trained, initial=subject.taken_out(), lora=subject.origin.lora)
+        digests |= write_adapter_file(
+            folder,
+            config=model.config,
+            architecture=model.architecture,
+            parameters=parameters,
+            lora=lora,
+            card=card,
+        )
+    copies = [Copy(kind, _reader_of(kind), is_exact=is_exact(kind, model.architecture)) for kind in types]
+    facts: dict[str, object] = {"adapter": reason or ADAPTER, "notes": notes, "smaller": _quantise_command(types)}
+    return Written(digests, copies, facts)
+
+
+def _reader_of(kind: str) -> Callable[[str, torch.dtype], Reader]:
+    return lambda folder, dtype: LlamaCppModel(paths.join(folder, file_name(kind)))
+
+
+def _no_adapter(subject: Subject) -> str:
+    """Return why no adapter is written; empty where one is."""
+    lora = subject.origin.lora
+    if lora.r == 0:
+        return "not written: all weights were trained"
+    if lora.dora:
+        return "not written: llama.cpp has no DoRA"
+    if lora.init == "loftq":
+        return "not written: LoftQ's adapter is for the codes of NF4, which no GGUF file holds"
+    return ""
+
+
+def _quantise_command(types: Sequence[str]) -> str:
+    """Return llama.cpp's command for its K-quants, from the best file there is."""
+    source = next((kind for kind in ("f16", "bf16", "f32") if kind in types), "q8_0")
+    option = "--allow-requantize " if source == "q8_0" else ""
+    return f"llama-quantize {option}{file_name(source)} {file_name('Q4_K_M')} Q4_K_M"
+
+
+def _license(subject: Subject) -> str | None:
+    """Return the licence in the model card of the base, where a local folder has one."""
+    file = None if subject.source.folder is None else subject.source.folder / "README.md"
+    if file is None or not file.exists():
+        return None
+    try:
+        found = (metadata_load(file) or {}).get("license")
+    except (ValueError, YAMLError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def require_effect(effect: Effect, subject: Subject) -> None:
     """Refuse a merge that is the base bit for bit.
 
@@ -95,5 +162,9 @@ def require_effect(effect: Effect, subject: Subject) -> None:
         )
 
 
-WRITERS: dict[str, Callable[[str, Subject], Written]] = {"peft": write_peft, "merged": write_merged}
+WRITERS: dict[str, Callable[[str, Subject], Written]] = {
+    "peft": write_peft,
+    "merged": write_merged,
+    "gguf": write_gguf,
+}
 """By form, in the order of `config.task_schema.FORMS`."""
