@@ -2,10 +2,12 @@
 
 import ctypes
 import hashlib
+import importlib.util
 import json
 import math
+import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,24 @@ import pytest
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.export.test_weights import KINDS, trained
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export import gguf_tokenizer
 from tpu_experiments.export.gguf import ADAPTER, Card, Conversion, file_name, is_exact, write_adapter_file, write_models
-from tpu_experiments.export.weights import WholeModel
+from tpu_experiments.export.weights import WholeModel, whole_model
+from tpu_experiments.tasks.export import llama_cpp
+from tpu_experiments.tasks.export.forms import WRITERS
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
+from tpu_experiments.tasks.export.subject import Subject
+from tpu_experiments.tasks.generate.origin import Origin
 
 pytestmark = pytest.mark.xla
 SAMPLES = Path("tpu_experiments/samples")
@@ -165,7 +173,7 @@ def as_ggml_computes(model: Any) -> Any:
 @pytest.mark.parametrize("case", only(KEPT, CASES), ids=str)
 def test_llama_cpp_computes_what_transformers_does(tmp_path: Path, tokenizer: Any, case: Case) -> None:
     model = made(case)
-    digests, _ = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], card=CARD)
+    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], card=CARD)
     read = LlamaCppModel(str(tmp_path / file_name("f32")))
     as_ggml_computes(model)
     ids = IDS[:126]
@@ -177,11 +185,11 @@ def test_llama_cpp_computes_what_transformers_does(tmp_path: Path, tokenizer: An
     is_gemma = case.model_type == "gemma3_text"
     torch.testing.assert_close(theirs, ours, atol=3e-3 if is_gemma else 1e-4, rtol=0)
     assert float((theirs - ours).abs().mean()) < 1e-4
-    written = ids[:20]
+    longer = ids[:20]
     for _ in range(6):
-        written.append(int(log_probs(model, written)[-1].argmax()))
-    assert read.greedy(ids[:20], num=6) == written[20:]
-    assert digests == {file_name("f32"): sha256(tmp_path / file_name("f32"))}
+        longer.append(int(log_probs(model, longer)[-1].argmax()))
+    assert read.greedy(ids[:20], num=6) == longer[20:]
+    assert written.digests == {file_name("f32"): sha256(tmp_path / file_name("f32"))}
 
 
 @pytest.mark.parametrize("case", only(("Gemma 3",), [case for case in CASES if "Gemma" in case.name]), ids=str)
@@ -243,7 +251,7 @@ def test_q8_0_keeps_the_perplexity(tmp_path: Path, tokenizer: Any) -> None:
     """All types are written in one pass, and none is further from the model than its limit."""
     model = AutoModelForCausalLM.from_pretrained(SAMPLES / "tiny_base").eval()
     kinds = {"f16": 1.002, "bf16": 1.002, "q8_0": 1.005}
-    digests, _ = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=list(kinds), card=CARD)
+    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=list(kinds), card=CARD)
     text = "\n".join(
         json.loads(line)["text"] for line in (SAMPLES / "wiki_ro.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     )
@@ -254,7 +262,7 @@ def test_q8_0_keeps_the_perplexity(tmp_path: Path, tokenizer: Any) -> None:
         read = LlamaCppModel(str(tmp_path / file_name(kind)))
         ratio = math.exp(float(ours - read.log_probs(ids)[:-1].gather(1, following).mean()))
         assert 1 / limit < ratio < limit, kind
-    assert digests == {file_name(kind): sha256(tmp_path / file_name(kind)) for kind in kinds}
+    assert written.digests == {file_name(kind): sha256(tmp_path / file_name(kind)) for kind in kinds}
 
 
 def test_a_tied_embedding_is_written_once(tmp_path: Path, tokenizer: Any) -> None:
@@ -373,8 +381,98 @@ def test_llama_cpp_adds_the_adapter(tmp_path: Path, tokenizer: Any, case: Case, 
             if f"{name}.lora_A" in parameters:
                 part.weight += scale * parameters[f"{name}.lora_B"] @ parameters[f"{name}.lora_A"]
     as_ggml_computes(model)
-    torch.testing.assert_close(adapted, log_probs(model, IDS[:40]), atol=2e-4, rtol=0)
+    atol = 3e-3 if case.model_type == "gemma3_text" else 1e-4
+    torch.testing.assert_close(adapted, log_probs(model, IDS[:40]), atol=atol, rtol=0)
     assert float((adapted - base).abs().max()) > 0.5
+
+
+def subject_of_run(make_config: Any, folder: Path, tokenizer: Any, *words: str) -> Subject:
+    """What task=export would export after two steps of training."""
+    config, run, tensors = trained(make_config, "mistral7b", "model.dtype=float32", *words)
+    task = ExportTaskConfig(name="export", run=str(folder / "run_7"), gguf_types=["f32"])
+    source, lora = run.model.source, config.lora
+    seed = config.seed if lora.init == "pissa" else None
+    origin = Origin(config, lora=lora, trained=tensors, reduced_with_seed=seed, text="here")
+    model = whole_model(source, lora=lora, trained=tensors, reduced_with_seed=seed)
+    return Subject(config, task, origin, source, model, tokenizer, str(folder))
+
+
+@pytest.mark.parametrize("kind", only(("plain", "PiSSA"), ("plain", "PiSSA", "rsLoRA")))
+def test_the_adapter_of_a_run_on_its_base_is_the_merged_model(
+    make_config: Any, tmp_path: Path, tokenizer: Any, kind: str
+) -> None:
+    subject = subject_of_run(make_config, tmp_path, tokenizer, *KINDS[kind])
+    written = WRITERS["gguf"](str(tmp_path), subject)
+    assert set(written.digests) == {ADAPTER, "model-f32.gguf"}
+    assert written.digests == {name: sha256(tmp_path / name) for name in written.digests}
+    notes = written.facts.pop("notes")
+    assert written.facts == {"adapter": ADAPTER, "base": "dense", "smaller": COMMAND}
+    assert "one of 48 tokens in a context of 1024" in str(notes)
+    (copy,) = written.copies
+    assert (copy.label, copy.is_exact) == ("f32", True)
+    ids = tokenizer("O propoziție despre România.")["input_ids"]
+    merged = copy.read(str(tmp_path), torch.float32).log_probs(ids)
+    assert gguf.GGUFReader(tmp_path / "model-f32.gguf").fields["general.name"].contents() == "run_7"
+    source = subject.source
+    bases = {item.name: item.tensor for item in source.weights(list(subject.model.shapes))}
+    base = replace(subject.model, read=lambda effect, dtype: iter(bases.items()))
+    (tmp_path / "base").mkdir()
+    write_models(str(tmp_path / "base"), model=base, tokenizer=tokenizer, types=["f32"], card=CARD)
+    file = str(tmp_path / "base" / "model-f32.gguf")
+    adapted = WithAdapter(file, str(tmp_path / ADAPTER)).log_probs(ids)
+    torch.testing.assert_close(adapted, merged, atol=1e-4, rtol=0)
+    assert float((adapted - LlamaCppModel(file).log_probs(ids)).abs().max()) > 1e-3
+
+
+COMMAND = "llama-quantize model-f32.gguf model-Q4_K_M.gguf Q4_K_M"
+
+
+def test_an_adapter_that_llama_cpp_lacks_is_left_out_with_the_reason(
+    make_config: Any, tmp_path: Path, tokenizer: Any
+) -> None:
+    written = WRITERS["gguf"](str(tmp_path), subject_of_run(make_config, tmp_path, tokenizer, *KINDS["DoRA"]))
+    assert written.facts["adapter"] == "not written: llama.cpp has no DoRA"
+    assert set(written.digests) == {"model-f32.gguf"}
+
+
+# ---- llama.cpp ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_cut_off_is_refused_with_llama_cpps_reason(tmp_path: Path, tokenizer: Any) -> None:
+    write_models(str(tmp_path), model=whole(made(CASES[0])), tokenizer=tokenizer, types=["f16"], card=CARD)
+    file = tmp_path / file_name("f16")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(OSError, match="not within the file bounds"):
+        LlamaCppModel(str(file))
+    with pytest.raises(OSError, match="no_such_file"):
+        LlamaCppModel(str(tmp_path / "no_such_file.gguf"))
+
+
+def test_without_xllamacpp_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_cpp._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(ImportError) as caught:
+        LlamaCppModel("model.gguf")
+    assert caught.value.name == "xllamacpp"
+
+
+def test_a_build_of_another_layout_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_cpp._library.cache_clear()
+    monkeypatch.setitem(llama_cpp.DEFAULTS, "n_ctx", 4096)
+    with pytest.raises(ImportError) as caught:
+        LlamaCppModel("model.gguf")
+    assert str(caught.value.name).startswith("xllamacpp 2026.10 (there is 2026")
+
+
+def test_without_the_package_gguf_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any
+) -> None:
+    model = whole(made(CASES[0]))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        ConfigError, match=r"the package gguf is not installed; `pip install 'tpu_experiments\[export\]"
+    ):
+        write_models(str(tmp_path), model=model, tokenizer=tokenizer, types=["f16"], card=CARD)
 
 
 # ---- tokenizers ---------------------------------------------------------------------------------------------
@@ -420,8 +518,8 @@ def sentencepiece_like(texts: list[str]) -> dict[str, Any]:
 
 def tokens_in_llama_cpp(folder: Path, tokenizer: Any, lines: list[str], **values: Any) -> list[list[int]]:
     model = made(CASES[0], num_hidden_layers=1, vocab_size=len(tokenizer) + 3, **values)
-    write_models(str(folder), model=whole(model), tokenizer=tokenizer, types=["f16"], card=CARD)
-    read = LlamaCppModel(str(folder / file_name("f16")))
+    written = write_models(str(folder), model=whole(model), tokenizer=tokenizer, types=["f16"], card=CARD)
+    read = LlamaCppModel(str(folder / file_name("f16")), drops_blank=written.doubles_blank)
     return [read.ids(line) for line in lines]
 
 
@@ -459,6 +557,32 @@ def test_the_samples_tokenizers_split_alike(tmp_path: Path, lines: list[str], na
     assert tokens_in_llama_cpp(tmp_path, tokenizer, lines) == bare(tokenizer, lines)
 
 
+def test_the_sample_tokenizer_splits_real_text_alike(tmp_path: Path, tokenizer: Any, shared_data: Path) -> None:
+    found: list[str] = []
+    for name in ("ro_text", "ro_chat", "uk_law"):
+        with (shared_data / f"{name}.jsonl").open(encoding="utf-8") as file:
+            for _, line in zip(range(40), file, strict=False):
+                found += [part for part in line.encode().decode("unicode_escape", "ignore").splitlines() if part]
+    assert len(found) > 200
+    assert tokens_in_llama_cpp(tmp_path, tokenizer, found) == bare(tokenizer, found)
+
+
+@pytest.mark.slow
+def test_mistrals_own_tokenizer_splits_alike(tmp_path: Path, lines: list[str]) -> None:
+    """SentencePiece's file of Mistral 7B v0.1, which the package mistral-common has."""
+    found = importlib.util.find_spec("mistral_common")
+    if found is None or importlib.util.find_spec("sentencepiece") is None:
+        pytest.skip("mistral-common, which holds the file, or sentencepiece, which reads it, is not installed")
+    data = Path(str(found.submodule_search_locations[0])) / "data" / "tokenizer.model.v1"
+    (tmp_path / "tokenizer.model").write_bytes(data.read_bytes())
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 32000
+    asked = [line for line in lines if line.strip()]
+    assert tokens_in_llama_cpp(tmp_path, tokenizer, asked) == bare(tokenizer, asked)
+
+
 @pytest.mark.parametrize("pre", only(("llama-bpe", "qwen2", "smollm"), PRE_TOKENIZERS))
 def test_byte_level_bpe_splits_alike(tmp_path: Path, lines: list[str], pre: str) -> None:
     kind, ignore_merges = PRE_TOKENIZERS[pre]
@@ -474,15 +598,15 @@ def test_a_table_of_every_name_is_tested() -> None:
     assert set(PRE_TOKENIZERS) == set(gguf_tokenizer.PRE_TOKENIZERS.values())
 
 
-@pytest.mark.parametrize("kind", only(("Mistral", "Gemma"), ("Mistral", "Gemma", "Metaspace")))
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma", "Metaspace"])
 def test_bpe_with_byte_fallback_splits_alike(tmp_path: Path, lines: list[str], kind: str) -> None:
     spec = sentencepiece_like(lines)
     if kind == "Gemma":
         spec["normalizer"] = spec["normalizer"]["normalizers"][1]
     if kind == "Metaspace":
         spec["normalizer"] = None
-        spec["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
-        lines = [line for line in lines if line.strip() and not line.startswith(" ")]
+        spec["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+        lines = [line for line in lines if line.strip()]
     backend = Tokenizer.from_str(json.dumps(spec))
     backend.add_tokens([AddedToken("▁▁▁▁", normalized=False), AddedToken("<tool>", normalized=False)])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
@@ -490,7 +614,7 @@ def test_bpe_with_byte_fallback_splits_alike(tmp_path: Path, lines: list[str], k
     vocabulary = gguf_tokenizer.vocabulary_of(tokenizer, config=made(CASES[0]).config)
     assert (vocabulary.model, vocabulary.add_space_prefix) == ("llama", kind != "Gemma")
     assert vocabulary.adds == {"bos": True, "eos": False}
-    assert bool(vocabulary.notes) == (kind == "Metaspace")
+    assert bool(vocabulary.notes) == vocabulary.doubles_blank == (kind == "Metaspace")
     types = {vocabulary.tokens[index]: kind for index, kind in enumerate(vocabulary.types)}
     assert types["<0x41>"] == gguf.TokenType.BYTE
     assert types["<unk>"] == gguf.TokenType.UNKNOWN

@@ -73,6 +73,18 @@ def file_name(kind: str) -> str:
     return f"model-{kind}.gguf"
 
 
+@dataclass(frozen=True)
+class WrittenModels:
+    """What was written of a model."""
+
+    digests: dict[str, str]
+    """SHA-256 of each file by its name."""
+    notes: list[str]
+    """What llama.cpp does otherwise than transformers, a sentence each."""
+    doubles_blank: bool
+    """See `gguf_tokenizer.Vocabulary`."""
+
+
 def is_exact(kind: str, architecture: str) -> bool:
     """Return whether llama.cpp computes in float32 throughout with a file of this type.
 
@@ -88,11 +100,8 @@ def write_models(
     tokenizer: PreTrainedTokenizerBase,
     types: Sequence[str],
     card: Card,
-) -> tuple[dict[str, str], list[str]]:
+) -> WrittenModels:
     """Write `model-<type>.gguf` of each type in one pass over the weights.
-
-    Returns:
-        SHA-256 of each file by its name, and what llama.cpp does otherwise than transformers, a sentence each.
 
     Raises:
         ConfigError: llama.cpp has no such architecture, RoPE or tokenizer, or float16 cannot hold a weight.
@@ -107,7 +116,8 @@ def write_models(
     finally:
         for file in files:
             file.close()
-    return {file.name: file.digest() for file in files}, [*conversion.notes, *vocabulary.notes]
+    digests = {file.name: file.digest() for file in files}
+    return WrittenModels(digests, [*conversion.notes, *vocabulary.notes], vocabulary.doubles_blank)
 
 
 class _ModelFile:

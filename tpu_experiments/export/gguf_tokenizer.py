@@ -71,6 +71,9 @@ class Vocabulary:
     merges: list[str] = field(default_factory=list)
     """Of `gpt2`."""
     add_space_prefix: bool = False
+    """Of `llama`: whether a blank is put before a text."""
+    doubles_blank: bool = False
+    """Whether llama.cpp puts it also before a text that begins with one, and the tokenizer does not."""
     ids: Mapping[str, int] = field(default_factory=dict)
     """Token ids by `bos`, `eos`, `unk`, `pad`."""
     adds: Mapping[str, bool] = field(default_factory=dict)
@@ -250,14 +253,14 @@ def _sentencepiece(spec: Mapping[str, Any], size: int, common: dict[str, Any]) -
     if absent:
         raise _refusal(f"it falls back to bytes and has no token {absent[0]}")
     notes = _notes(spec)
-    prefix, note = _space_prefix(spec)
+    prefix, doubles_blank, note = _space_prefix(spec)
     notes += [note] if note else []
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     tokens, types = _tokens(spec, size)
     for text in BYTES:
         types[vocab[text]] = BYTE
-    if model.get("unk_token") is not None:
-        types[vocab[model["unk_token"]]] = UNKNOWN
+    if "unk" in common["ids"]:
+        types[common["ids"]["unk"]] = UNKNOWN
     for added in spec["added_tokens"]:
         index = added["id"]
         if types[index] == USER_DEFINED and SPACE in added["content"]:
@@ -272,12 +275,20 @@ def _sentencepiece(spec: Mapping[str, Any], size: int, common: dict[str, Any]) -
         ranks.setdefault("".join(pair), rank)
     scores = [-float(ranks.get(text, len(pairs))) for text in tokens]
     return Vocabulary(
-        "llama", "default", tokens, types, scores=scores, add_space_prefix=prefix, notes=tuple(notes), **common
+        "llama",
+        "default",
+        tokens,
+        types,
+        scores=scores,
+        add_space_prefix=prefix,
+        doubles_blank=doubles_blank,
+        notes=tuple(notes),
+        **common,
     )
 
 
-def _space_prefix(spec: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return whether a blank is put before a text, and what llama.cpp does otherwise.
+def _space_prefix(spec: Mapping[str, Any]) -> tuple[bool, bool, str]:
+    """Return whether a blank is put before a text, whether llama.cpp doubles one, and a sentence on that.
 
     Raises:
         ConfigError: text is changed or split in another way.
@@ -287,16 +298,18 @@ def _space_prefix(spec: Mapping[str, Any]) -> tuple[bool, str]:
     escape = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     whole_split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     if normalizers == [{"type": "Prepend", "prepend": SPACE}, escape] and not parts:
-        return True, ""
+        return True, False, ""
     if normalizers == [escape] and parts in ([], [whole_split]):  # that split finds no blank any more
-        return False, ""
+        return False, False, ""
     if not normalizers and [part["type"] for part in parts] == ["Metaspace"]:
         space = parts[0]
         if space["replacement"] == SPACE and not space.get("split", True):
             if space["prepend_scheme"] == "never":
-                return False, ""
-            after = "" if space["prepend_scheme"] == "always" else ", and puts one after each control token"
-            return True, f"llama.cpp puts a blank also before a text that begins with a blank{after}."
+                return False, False, ""
+            note = "A text that begins with a blank is split alike if llama.cpp gets it without that one blank"
+            if space["prepend_scheme"] == "first":
+                note += "; after a control token in a text llama.cpp puts a blank, and the tokenizer does not"
+            return True, True, f"{note}."
     found = json.dumps({"normalizer": spec["normalizer"], "pre_tokenizer": spec["pre_tokenizer"]}, ensure_ascii=False)
     raise _refusal(f"it prepares text by {found}")
 

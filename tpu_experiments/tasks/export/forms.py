@@ -1,5 +1,6 @@
 """The writer of every form, and the readers that its files are read back with."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
 from tpu_experiments.tasks.export.subject import Subject
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ def write_gguf(folder: str, subject: Subject) -> Written:
     types = list(dict.fromkeys(task.gguf_types))
     name = (task.run or task.adapter or str(subject.config.name)).rstrip("/").rpartition("/")[2]
     card = Card(name, subject.base_path, license=_license(subject))
-    digests, notes = write_models(folder, model=model, tokenizer=subject.tokenizer, types=types, card=card)
+    written = write_models(folder, model=model, tokenizer=subject.tokenizer, types=types, card=card)
+    digests = dict(written.digests)
+    for note in written.notes:
+        log.warning("gguf: %s", note)
     reason = _no_adapter(subject)
     if not reason:
         parameters, lora = without_start(subject.origin.trained, initial=subject.taken_out(), lora=subject.origin.lora)
@@ -108,13 +114,21 @@ def write_gguf(folder: str, subject: Subject) -> Written:
             lora=lora,
             card=card,
         )
-    copies = [Copy(kind, _reader_of(kind), is_exact=is_exact(kind, model.architecture)) for kind in types]
-    facts: dict[str, object] = {"adapter": reason or ADAPTER, "notes": notes, "smaller": _quantise_command(types)}
+    copies = [
+        Copy(kind, _llama_cpp(kind, drops_blank=written.doubles_blank), is_exact=is_exact(kind, model.architecture))
+        for kind in types
+    ]
+    facts = {
+        "base": subject.origin.config.model.base,
+        "adapter": reason or ADAPTER,
+        "notes": written.notes,
+        "smaller": _quantise_command(types),
+    }
     return Written(digests, copies, facts)
 
 
-def _reader_of(kind: str) -> Callable[[str, torch.dtype], Reader]:
-    return lambda folder, dtype: LlamaCppModel(paths.join(folder, file_name(kind)))
+def _llama_cpp(kind: str, *, drops_blank: bool) -> Callable[[str, torch.dtype], Reader]:
+    return lambda folder, dtype: LlamaCppModel(paths.join(folder, file_name(kind)), drops_blank=drops_blank)
 
 
 def _no_adapter(subject: Subject) -> str:

@@ -153,13 +153,17 @@ def _library() -> Any:
 class LlamaCppModel:
     """A GGUF file in memory. It computes on the CPU with a KV cache of float32 and without flash attention.
 
+    Args:
+        drops_blank: whether a text's first blank is left out before llama.cpp splits it, because llama.cpp puts one
+            there and the tokenizer does not.
+
     Raises:
         ImportError: xllamacpp is not installed, or is a release of another layout.
         OSError: llama.cpp cannot load the file.
     """
 
-    def __init__(self, file: str) -> None:
-        self._lib = _library()
+    def __init__(self, file: str, *, drops_blank: bool = False) -> None:
+        self._lib, self._drops_blank = _library(), drops_blank
         self.name = f"llama.cpp (xllamacpp {version('xllamacpp')})"
         params = self._lib.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -172,10 +176,10 @@ class LlamaCppModel:
         self.vocab_size: int = self._lib.llama_vocab_n_tokens(self._vocab)
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text. Names of control tokens in it are those tokens, as in transformers."""
-        data = text.encode()
+        """Return the tokens of a text, in which names of control tokens are plain text."""
+        data = (text.removeprefix(" ") if self._drops_blank else text).encode()
         ids = (ctypes.c_int32 * (len(data) + 16))()
-        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, True)
+        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, False)
         if count < 0:
             raise RuntimeError(f"llama.cpp gives {-count} tokens for {len(data)} bytes")
         return ids[:count]
