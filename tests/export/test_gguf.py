@@ -557,12 +557,19 @@ def test_the_samples_tokenizers_split_alike(tmp_path: Path, lines: list[str], na
     assert tokens_in_llama_cpp(tmp_path, tokenizer, lines) == bare(tokenizer, lines)
 
 
+def texts_in(value: Any) -> list[str]:
+    """Every line of every string of a JSON value."""
+    if isinstance(value, str):
+        return [line for line in value.splitlines() if line.strip()]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [line for part in parts for line in texts_in(part)]
+
+
 def test_the_sample_tokenizer_splits_real_text_alike(tmp_path: Path, tokenizer: Any, shared_data: Path) -> None:
     found: list[str] = []
     for name in ("ro_text", "ro_chat", "uk_law"):
         with (shared_data / f"{name}.jsonl").open(encoding="utf-8") as file:
-            for _, line in zip(range(40), file, strict=False):
-                found += [part for part in line.encode().decode("unicode_escape", "ignore").splitlines() if part]
+            found += [text for _, line in zip(range(40), file, strict=False) for text in texts_in(json.loads(line))]
     assert len(found) > 200
     assert tokens_in_llama_cpp(tmp_path, tokenizer, found) == bare(tokenizer, found)
 

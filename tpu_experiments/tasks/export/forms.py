@@ -118,7 +118,7 @@ def write_gguf(folder: str, subject: Subject) -> Written:
         Copy(kind, _llama_cpp(kind, drops_blank=written.doubles_blank), is_exact=is_exact(kind, model.architecture))
         for kind in types
     ]
-    facts = {
+    facts: dict[str, object] = {
         "base": subject.origin.config.model.base,
         "adapter": reason or ADAPTER,
         "notes": written.notes,
