@@ -225,15 +225,16 @@ def test_longer_text_than_one_call_takes(tmp_path: Path, tokenizer: Any) -> None
     [("f32", 0.0), ("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 0.5 / 127 + 2**-11)],
 )
 def test_the_types_hold_the_weights(tmp_path: Path, tokenizer: Any, kind: str, bound: float) -> None:
-    model = made(CASES[2], intermediate_size=80)
-    write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=[kind], card=CARD)
+    model = made(CASES[3], intermediate_size=84)  # biases of 336 bytes are padded
+    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=[kind], card=CARD)
+    assert written.digests == {file_name(kind): sha256(tmp_path / file_name(kind))}
     reader = gguf.GGUFReader(tmp_path / file_name(kind))
     found = {tensor.name: tensor for tensor in reader.tensors}
     weights = dict(model.named_parameters())
     asked = gguf.GGMLQuantizationType[kind.upper()]
     assert found["token_embd.weight"].tensor_type == found["blk.0.ffn_up.weight"].tensor_type == asked
     assert found["blk.0.attn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
-    # Rows of 80 values are no whole number of Q8_0's blocks of 32.
+    # Rows of 84 values are no whole number of Q8_0's blocks of 32.
     narrow = gguf.GGMLQuantizationType.F16 if kind == "q8_0" else asked
     assert found["blk.1.ffn_down.weight"].tensor_type == narrow
     for name, outer in (("blk.0.attn_v", "self_attn.v_proj"), ("blk.0.ffn_down", "mlp.down_proj")):
