@@ -31,7 +31,7 @@ from tpu_experiments.export import gguf_tokenizer
 from tpu_experiments.export.gguf import ADAPTER, Card, Conversion, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.weights import WholeModel, whole_model
 from tpu_experiments.tasks.export import llama_cpp
-from tpu_experiments.tasks.export.forms import WRITERS
+from tpu_experiments.tasks.export.forms import WRITERS, _license
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.subject import Subject
 from tpu_experiments.tasks.generate.origin import Origin
@@ -431,9 +431,21 @@ COMMAND = "llama-quantize model-f32.gguf model-Q4_K_M.gguf Q4_K_M"
 def test_an_adapter_that_llama_cpp_lacks_is_left_out_with_the_reason(
     make_config: Any, tmp_path: Path, tokenizer: Any
 ) -> None:
-    written = WRITERS["gguf"](str(tmp_path), subject_of_run(make_config, tmp_path, tokenizer, *KINDS["DoRA"]))
+    subject = subject_of_run(make_config, tmp_path, tokenizer, *KINDS["DoRA"])
+    written = WRITERS["gguf"](str(tmp_path), replace(subject, task=replace(subject.task, gguf_types=["q8_0"])))
     assert written.facts["adapter"] == "not written: llama.cpp has no DoRA"
-    assert set(written.digests) == {"model-f32.gguf"}
+    assert set(written.digests) == {"model-q8_0.gguf"}
+    assert written.facts["smaller"] == "llama-quantize --allow-requantize model-q8_0.gguf model-Q4_K_M.gguf Q4_K_M"
+
+
+@pytest.mark.parametrize(("head", "expected"), [("license: mit", "mit"), ("license: [", None), ("tags: [x]", None)])
+def test_the_licence_is_that_of_the_bases_model_card(
+    make_config: Any, tmp_path: Path, tokenizer: Any, head: str, expected: str | None
+) -> None:
+    subject = subject_of_run(make_config, tmp_path, tokenizer)
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\n# A model\n", encoding="utf-8")
+    subject.source.folder = tmp_path
+    assert _license(subject) == expected
 
 
 # ---- llama.cpp ----------------------------------------------------------------------------------------------
@@ -653,6 +665,16 @@ def test_tokens_of_padding_are_unused_and_ids_are_the_tokenizers(tmp_path: Path,
     ids = {name: fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("bos", "eos")}
     assert ids == {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
     assert fields["tokenizer.ggml.add_bos_token"].contents() is False
+
+
+def test_added_tokens_beyond_the_embedding_are_left_out(tmp_path: Path, lines: list[str]) -> None:
+    """As Gemma 3's <image_soft_token> is with a model of text alone."""
+    backend = sample_spec()
+    backend.add_special_tokens(["<image>"])
+    tokenizer = fast(backend)
+    vocabulary = gguf_tokenizer.vocabulary_of(tokenizer, config=made(CASES[0], vocab_size=4096).config)
+    assert len(vocabulary.tokens) == 4096
+    assert vocabulary.notes == ("1 added tokens, first <image>, are beyond the model's embedding and left out.",)
 
 
 def test_a_tokenizer_without_bos_takes_the_models(lines: list[str]) -> None:

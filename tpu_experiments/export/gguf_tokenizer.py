@@ -118,7 +118,8 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, config: PretrainedConfi
         if model.get(name):
             raise _refusal(f"its BPE has {name}={model[name]!r}")
     size = int(config.vocab_size)
-    largest = max([*model["vocab"].values(), *(token["id"] for token in spec["added_tokens"])])
+    named = {token["content"] for token in spec["added_tokens"]}
+    largest = max((index for text, index in model["vocab"].items() if text not in named), default=0)
     if largest >= size:
         raise _refusal(f"it has token {largest}, and the model's embedding ends at {size - 1}")
     common: dict[str, Any] = {
@@ -183,20 +184,30 @@ def _tokens(spec: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
     """Return text and type of each id; ids without a token are UNUSED."""
     tokens, types = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
     for text, index in spec["model"]["vocab"].items():
-        tokens[index], types[index] = text, NORMAL
-    for added in spec["added_tokens"]:
+        if index < size:
+            tokens[index], types[index] = text, NORMAL
+    for added in _added(spec, size):
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     return tokens, types
 
 
-def _notes(spec: Mapping[str, Any]) -> list[str]:
-    stripping = [token["content"] for token in spec["added_tokens"] if token["lstrip"] or token["rstrip"]]
-    if not stripping:
-        return []
-    return [
-        f"{len(stripping)} added tokens, first {stripping[0]}, take the blanks beside them; in llama.cpp they do not."
-    ]
+def _added(spec: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
+    """Return the added tokens that the model's embedding has: Gemma 3's tokenizer has one more, for images."""
+    return [token for token in spec["added_tokens"] if token["id"] < size]
+
+
+def _notes(spec: Mapping[str, Any], size: int) -> list[str]:
+    notes = []
+    beyond = [token["content"] for token in spec["added_tokens"] if token["id"] >= size]
+    if beyond:
+        notes.append(f"{len(beyond)} added tokens, first {beyond[0]}, are beyond the model's embedding and left out.")
+    taking = [token["content"] for token in _added(spec, size) if token["lstrip"] or token["rstrip"]]
+    if taking:
+        notes.append(
+            f"{len(taking)} added tokens, first {taking[0]}, take the blanks beside them; not so in llama.cpp."
+        )
+    return notes
 
 
 # ---- byte-level BPE -----------------------------------------------------------------------------------------
@@ -209,7 +220,7 @@ def _byte_level(spec: Mapping[str, Any], size: int, common: dict[str, Any]) -> V
     pre = PRE_TOKENIZERS.get((regex, takes_whole))
     if pre is None:
         raise _refusal(f"its pre-tokenizer splits by {regex!r} with ignore_merges={str(takes_whole).lower()}")
-    notes = _notes(spec)
+    notes = _notes(spec, size)
     normalizers = [part["type"] for part in _listed(spec["normalizer"], "normalizers")]
     if normalizers not in ([], ["NFC"]):
         raise _refusal(f"its normalizer is {json.dumps(spec['normalizer'])}")
@@ -252,7 +263,7 @@ def _sentencepiece(spec: Mapping[str, Any], size: int, common: dict[str, Any]) -
     absent = [text for text in BYTES if text not in vocab]
     if absent:
         raise _refusal(f"it falls back to bytes and has no token {absent[0]}")
-    notes = _notes(spec)
+    notes = _notes(spec, size)
     prefix, doubles_blank, note = _space_prefix(spec)
     notes += [note] if note else []
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
@@ -261,7 +272,7 @@ def _sentencepiece(spec: Mapping[str, Any], size: int, common: dict[str, Any]) -
         types[vocab[text]] = BYTE
     if "unk" in common["ids"]:
         types[common["ids"]["unk"]] = UNKNOWN
-    for added in spec["added_tokens"]:
+    for added in _added(spec, size):
         index = added["id"]
         if types[index] == USER_DEFINED and SPACE in added["content"]:
             if added["normalized"]:
