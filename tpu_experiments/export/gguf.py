@@ -55,10 +55,9 @@ class Card:
     """Base model: a Hub id or a folder."""
     license: str | None = None
 
-    def add_to(self, writer: "GGUFWriter", *, finetune: str) -> None:
+    def add_to(self, writer: "GGUFWriter") -> None:
         """Add the metadata of the origin."""
         writer.add_name(self.name)
-        writer.add_finetune(finetune)
         writer.add_base_model_count(1)
         owner, _, name = self.base.rstrip("/").rpartition("/")
         writer.add_base_model_name(0, name)
@@ -138,7 +137,7 @@ class _ModelFile:
         self.types = {name: storage_type(kind, shape) for name, shape in conversion.shapes(model).items()}
         self._writer = writer = gguf.GGUFWriter(path, conversion.arch)
         writer.add_type(gguf.GGUFType.MODEL)
-        card.add_to(writer, finetune=card.name)
+        card.add_to(writer)
         count = sum(math.prod(shape) for shape in conversion.shapes(model).values())
         writer.add_size_label(gguf.size_label(count, count, 0, 0))
         writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
@@ -395,7 +394,7 @@ def write_adapter_file(
     path = Path(folder) / ADAPTER
     writer = gguf.GGUFWriter(path, conversion.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)
-    card.add_to(writer, finetune=card.name)
+    card.add_to(writer)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scale_of(lora) * lora.r)
