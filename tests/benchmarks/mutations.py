@@ -123,8 +123,8 @@ DEFECTS = (
     Defect(
         "PiSSA's adapter keeps its old rank",
         "tpu_experiments/export/peft.py",
-        "r = 2 * lora.r",
-        "r = lora.r",
+        "r=2 * lora.r",
+        "r=lora.r",
         "tests/models/test_lora_peft.py tests/export",
     ),
     Defect(

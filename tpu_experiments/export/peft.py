@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,14 +50,7 @@ def write_adapter(
     Returns:
         SHA-256 of the tensors' file by its name.
     """
-    tensors = dict(parameters)
-    r, alpha = lora.r, lora.alpha
-    if initial:
-        # DoRA's lengths stay: W + B A - B0 A0 has the rows of the reduced base with B A.
-        for name, start in initial.items():
-            tensors[name] = _with_initial(name, tensors[name], start.to(tensors[name]))
-        r = 2 * lora.r
-        alpha = lora.alpha * (2 if lora.scaling == "alpha_over_r" else math.sqrt(2))
+    tensors, whole = without_start(parameters, initial=initial, lora=lora)
     layout = {_outer_name(name): t.detach().contiguous() for name, t in tensors.items()}
     paths.make_dirs(folder)
     content = save(layout, metadata={"format": "pt"})
@@ -64,10 +58,28 @@ def write_adapter(
         write_tokenizer(folder, tokenizer)
     paths.write_bytes_atomic(paths.join(folder, ADAPTER_FILE), content)
     config = adapter_config(
-        lora, r=r, alpha=alpha, modules=_modules(parameters), base_path=base_path, revision=revision
+        lora, r=whole.r, alpha=whole.alpha, modules=_modules(parameters), base_path=base_path, revision=revision
     ) | {"fan_in_fan_out": is_transposed}
     paths.write_text_atomic(paths.join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2))
     return {ADAPTER_FILE: hashlib.sha256(content).hexdigest()}
+
+
+def without_start(
+    parameters: Mapping[str, Tensor], *, initial: Mapping[str, Tensor], lora: LoraConfig
+) -> tuple[dict[str, Tensor], LoraConfig]:
+    """Return the adapter for the original base with its config: of PiSSA B A - B0 A0, of rank 2 r; others unchanged.
+
+    Args:
+        initial: PiSSA's A and B before training.
+    """
+    tensors = dict(parameters)
+    if not initial:
+        return tensors, lora
+    # DoRA's lengths stay: W + B A - B0 A0 has the rows of the reduced base with B A.
+    for name, start in initial.items():
+        tensors[name] = _with_initial(name, tensors[name], start.to(tensors[name]))
+    alpha = lora.alpha * (2 if lora.scaling == "alpha_over_r" else math.sqrt(2))
+    return tensors, replace(lora, r=2 * lora.r, alpha=alpha)
 
 
 def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,18 +1,26 @@
 """The writer of every form, and the readers that its files are read back with."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from huggingface_hub.repocard import metadata_load
+from yaml import YAMLError
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.full import write_model
-from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.export.gguf import ADAPTER, Card, file_name, is_exact, write_adapter_file, write_models
+from tpu_experiments.export.peft import without_start, write_adapter
 from tpu_experiments.export.quantised import write_int8, write_nf4
 from tpu_experiments.export.weights import Effect
+from tpu_experiments.storage import paths
+from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
 from tpu_experiments.tasks.export.subject import Subject
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,78 @@ def write_merged(folder: str, subject: Subject) -> Written:
     return Written(digests, [copy], {"dtype": str(dtype).removeprefix("torch."), "merge": effect.facts()})
 
 
+def write_gguf(folder: str, subject: Subject) -> Written:
+    """Write a GGUF file of each data type, adapters merged in float32, and beside them the adapter alone.
+
+    Raises:
+        ConfigError: llama.cpp has no such architecture, RoPE or tokenizer.
+    """
+    task, model = subject.task, subject.model
+    types = list(dict.fromkeys(task.gguf_types))
+    name = (task.run or task.adapter or str(subject.config.name)).rstrip("/").rpartition("/")[2]
+    card = Card(name, subject.base_path, license=_license(subject))
+    written = write_models(folder, model=model, tokenizer=subject.tokenizer, types=types, card=card)
+    digests = dict(written.digests)
+    for note in written.notes:
+        log.warning("gguf: %s", note)
+    reason = _no_adapter(subject)
+    if not reason:
+        parameters, lora = without_start(subject.origin.trained, initial=subject.taken_out(), lora=subject.origin.lora)
+        digests |= write_adapter_file(
+            folder,
+            config=model.config,
+            architecture=model.architecture,
+            parameters=parameters,
+            lora=lora,
+            card=card,
+        )
+    copies = [
+        Copy(kind, _llama_cpp(kind, drops_blank=written.doubles_blank), is_exact=is_exact(kind, model.architecture))
+        for kind in types
+    ]
+    facts: dict[str, object] = {
+        "base": subject.origin.config.model.base,
+        "adapter": reason or ADAPTER,
+        "smaller": _quantise_command(types),
+    }
+    return Written(digests, copies, facts, written.notes)
+
+
+def _llama_cpp(kind: str, *, drops_blank: bool) -> Callable[[str, torch.dtype], Reader]:
+    return lambda folder, dtype: LlamaCppModel(paths.join(folder, file_name(kind)), drops_blank=drops_blank)
+
+
+def _no_adapter(subject: Subject) -> str:
+    """Return why no adapter is written; empty where one is."""
+    lora = subject.origin.lora
+    if lora.r == 0:
+        return "not written: all weights were trained"
+    if lora.dora:
+        return "not written: llama.cpp has no DoRA"
+    if lora.init == "loftq":
+        return "not written: LoftQ's adapter is for the codes of NF4, which no GGUF file holds"
+    return ""
+
+
+def _quantise_command(types: Sequence[str]) -> str:
+    """Return llama.cpp's command for its K-quants, from the best file there is."""
+    source = next((kind for kind in ("f16", "bf16", "f32") if kind in types), "q8_0")
+    option = "--allow-requantize " if source == "q8_0" else ""
+    return f"llama-quantize {option}{file_name(source)} {file_name('Q4_K_M')} Q4_K_M"
+
+
+def _license(subject: Subject) -> str | None:
+    """Return the licence in the model card of the base, where a local folder has one."""
+    file = None if subject.source.folder is None else subject.source.folder / "README.md"
+    if file is None or not file.exists():
+        return None
+    try:
+        found = (metadata_load(file) or {}).get("license")
+    except (ValueError, YAMLError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def require_effect(effect: Effect, subject: Subject) -> None:
     """Refuse a merge that is the base bit for bit.
 
@@ -135,6 +215,7 @@ def write_quantised(folder: str, subject: Subject, *, form: str) -> Written:
 WRITERS: dict[str, Callable[[str, Subject], Written]] = {
     "peft": write_peft,
     "merged": write_merged,
+    "gguf": write_gguf,
     "int8": partial(write_quantised, form="int8"),
     "nf4": partial(write_quantised, form="nf4"),
 }
