@@ -107,7 +107,7 @@ def test_a_generation_config_that_is_no_object_is_refused(content, tmp_path):
         (["task.num_return_sequences=2"], "set task.do_sample=true"),
         (["task.buckets=[]"], "task.buckets=\\[\\]; prompts are padded"),
         (["task.top_p=0"], "task.top_p=0.0; it must be above 0"),
-        (["task.dtype=float16"], "task.dtype=float16; it is not a choice"),
+        (["task.dtype=float64"], "task.dtype=float64; it is not a choice"),
         (["hw=v6e8"], "hw.parallel=spmd with task=generate; one device writes"),
     ],
 )
