@@ -489,8 +489,8 @@ def _generating(config: Config) -> list[str]:
         problems += serving_problems(task)
     if config.hw.parallel != "inline":
         problems.append(
-            f"hw.parallel={config.hw.parallel} with task={task.name}; one device writes; use hw=cpu, v5e1 or v6e1, or add "
-            "hw.parallel=inline hw.num_devices=1."
+            f"hw.parallel={config.hw.parallel} with task={task.name}; one device writes; use hw=cpu, v5e1 or v6e1, or "
+            "add hw.parallel=inline hw.num_devices=1."
         )
     return problems
 

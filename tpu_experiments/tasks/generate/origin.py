@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -118,19 +119,23 @@ def form_of(run: str, form: str) -> str:
 
 
 def _with_merged(origin: Origin, run: str, *, given: ModelConfig) -> Origin:
-    """Return the merged model of a run: from this machine's disk as a model of its own, from a bucket by its tensors."""
+    """Return the merged model of a run: from a local folder as a model of its own, from a bucket by its tensors."""
     folder, model = form_of(run, "merged"), origin.config.model
     text = f"merged model {folder}"
-    held = {key: getattr(given, key) for key in HELD}
+    held: dict[str, Any] = {key: getattr(given, key) for key in HELD}
     if not paths.is_remote(folder):
-        own = {"path": folder, "revision": None, "init": "pretrained", "size": "full", "tokenizer_path": None}
-        written = {"chat_template_path": None, "chat_format": "tokenizer"}
-        return replace(
-            origin,
-            config=replace(origin.config, model=replace(model, **own, **written, **held)),
-            lora=LoraConfig(r=0),
-            text=text,
+        own = replace(
+            model,
+            path=folder,
+            revision=None,
+            init="pretrained",
+            size="full",
+            tokenizer_path=None,
+            chat_template_path=None,
+            chat_format="tokenizer",
+            **held,
         )
+        return replace(origin, config=replace(origin.config, model=own), lora=LoraConfig(r=0), text=text)
     whole = read_model(folder, max_held_bytes=origin.config.checkpoint.max_copy_gib * 2**30)
     config = replace(origin.config, model=replace(model, **held))
     return replace(origin, config=config, lora=LoraConfig(r=0), trained=whole, text=text)
