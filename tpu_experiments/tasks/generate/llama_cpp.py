@@ -23,6 +23,8 @@ from tpu_experiments.tasks.generate.prompts import Ends
 log = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 3600.0
 """Longest silence of llama.cpp: it computes a whole prompt before the first token."""
+ADAPTER = "adapter"
+"""Beginning of the name of a file that holds an adapter alone."""
 MAX_SEED = 2**32 - 2
 """Largest seed of llama.cpp; the one above means a random one."""
 
@@ -44,7 +46,8 @@ def gguf_file(task: AnswerTaskConfig) -> str:
             f"task.weights=gguf with task.run={task.run}; llama.cpp reads files of this machine; copy one of {folder} "
             "here, and name it with task.gguf=FILE."
         )
-    found = {_type_of(name): name for name in sorted(paths.list_names(folder)) if name.endswith(".gguf")}
+    names = [name for name in sorted(paths.list_names(folder)) if name.endswith(".gguf")]
+    found = {_type_of(name): name for name in names if not name.startswith(ADAPTER)}
     if not found:
         raise ConfigError(
             f"task.weights=gguf; {folder} has no .gguf file; write the form again, or name one: task.gguf=."
@@ -134,8 +137,8 @@ class LlamaCpp:
         written: list[int] = []
         for piece in self._answered(request):
             written += piece.get("tokens", [])
-            if piece.get("stop") and piece.get("stop_type") == "eos":
-                written.append(min(self.ends.ids))  # llama.cpp keeps the token that ended the answer to itself
+            if piece.get("stop_type") == "eos" and written:
+                written[-1] = min(self.ends.ids)  # llama.cpp knows further tokens that end a turn
             yield [list(written)]
 
     def _choice(self, temperature: float | None) -> dict[str, Any]:
