@@ -11,9 +11,11 @@ from tests.tasks.tiny_run import TOKENIZER, write_form, write_run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.models.quantised import Format
+from tpu_experiments.storage import paths
 from tpu_experiments.tasks import evaluate, generate
 from tpu_experiments.tasks.export.forms import WRITERS
 
+pytest_plugins = ("tests.gcs",)
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("root_logger")]
 PROMPTS = ("Ce este Dunărea?", "Scrie o poveste scurtă despre un lup și o vulpe din pădure.")
 NEW = 12
@@ -226,6 +228,17 @@ def test_an_answer_that_llama_cpp_ends(with_gguf, make_config):
 def test_llama_cpp_answers_from_what_task_export_wrote(run, answers, make_config):
     merged, _ = write_form(run, make_config), write_form(run, make_config, "gguf")
     assert answers(f"task.run={run}", "task.weights=gguf") == of_transformers(merged)
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs hands aiohttp files of 1 MiB so
+def test_exports_in_a_bucket(run, answers, make_config, gcs_bucket):
+    folder = write_form(run, make_config)
+    for file in (path for path in run.rglob("*") if path.is_file()):
+        paths.copy_file(str(file), f"{gcs_bucket}/mine/{file.relative_to(run).as_posix()}")
+    paths.write_text_atomic(f"{gcs_bucket}/mine/export/gguf/export.json", "{}")
+    assert answers(f"task.run={gcs_bucket}/mine", "task.weights=merged") == of_transformers(folder)
+    with pytest.raises(ConfigError, match=r"llama.cpp reads files of this machine; copy one of gs://"):
+        answers(f"task.run={gcs_bucket}/mine", "task.weights=gguf")
 
 
 REFUSED = {

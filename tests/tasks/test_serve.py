@@ -20,6 +20,7 @@ import pytest
 from tests.tasks.tiny_run import write_form, write_run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks import generate, serve
+from tpu_experiments.tasks.serve.requests import request_of
 from tpu_experiments.tasks.serve.server import MAX_BODY_BYTES, ChatServer
 from tpu_experiments.tasks.serve.writer import Writer
 
@@ -138,6 +139,24 @@ def test_the_page(address):
     assert f"script-src 'nonce-{nonce}'" in policy
     labelled = set(re.findall(r'label for="(\w+)"', html)) | set(re.findall(r'<label>[^<]+<input id="(\w+)"', html))
     assert labelled == {"text", "temperature", "tokens", "system"}
+
+
+def test_the_system_text(make_config, run):
+    texts = {"its own": ("system", "Lung."), "none": ("system", " "), "the command's": None}
+    task = make_config("task=serve", "task.system=Scurt.").task
+    found = {}
+    for name, first in texts.items():
+        turns = [] if first is None else [{"role": first[0], "content": first[1]}]
+        found[name] = request_of({"messages": [*turns, *ASKED]}, task=task, models=["trained"]).messages
+    asks = ("user", ASKED[0]["content"])
+    assert found == {
+        "its own": (("system", "Lung."), asks),
+        "none": (asks,),
+        "the command's": (("system", "Scurt."), asks),
+    }
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    in_parts = request_of({"messages": [{"role": "user", "content": parts}]}, task=task, models=["trained"])
+    assert in_parts.messages[-1] == ("user", "ab")
 
 
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns(address):

@@ -33,7 +33,7 @@ async function* events(response) {
 async function answered(side, text, settings) {
   shown(side, "user", text);
   const line = shown(side, "assistant waiting", "");
-  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+  const system = [{ role: "system", content: settings.system }];
   const turn = { role: "user", content: text };
   const stop = (side.running = new AbortController());
   try {

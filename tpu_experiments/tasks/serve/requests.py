@@ -30,6 +30,8 @@ class Request:
 def request_of(fields: Any, *, task: ServeTaskConfig, models: list[str]) -> Request:
     """Read a request: `messages`, and optionally `model`, `max_tokens`, `temperature` and `stream`.
 
+    A conversation without a system text has `task.system`; one whose system text is empty has none.
+
     Raises:
         ConfigError: a field is missing or cannot be what it is.
     """
@@ -41,7 +43,9 @@ def request_of(fields: Any, *, task: ServeTaskConfig, models: list[str]) -> Requ
     if fields.get("n") not in (None, 1):
         raise ConfigError(f"n={fields['n']!r}; a request has one answer; send it again for another.")
     messages = _messages(fields.get("messages"))
-    if task.system is not None and messages[0][0] != "system":
+    if messages[0][0] == "system" and not messages[0][1].strip():
+        messages = messages[1:]  # asked without one
+    elif task.system is not None and messages[0][0] != "system":
         messages = (("system", task.system), *messages)
     asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
     max_tokens = task.max_new_tokens if asked is None else asked

@@ -9,6 +9,7 @@ import json
 import logging
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,7 +97,8 @@ class ChatServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error of one connection; a client that has left is none."""
-        log.debug("connection of %s ended early", client_address, exc_info=True)
+        if not isinstance(sys.exception(), OSError):
+            log.error("a request of %s was not answered", client_address, exc_info=True)
 
 
 class Refusal(Exception):
