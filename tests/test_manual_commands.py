@@ -25,7 +25,13 @@ OWN = re.compile(
 """What names a machine, a place or a file of the reader's own."""
 GENERATED = "data=stories_text_ro"
 """Has no sample: the command before it in the manual writes the text, which tests/data/test_stories.py does."""
-ELSEWHERE = {"resume_check": "tests/training/test_resume_check.py runs it", "doctor": "tests/tasks/test_doctor.py"}
+EXPORTED = re.compile(r"task\.(weights=(merged|gguf)|gguf=)")
+"""Needs what task=export wrote: tests/tasks/test_generate_export.py makes and reads it."""
+ELSEWHERE = {
+    "resume_check": "tests/training/test_resume_check.py runs it",
+    "doctor": "tests/tasks/test_doctor.py",
+    "serve": "tests/tasks/test_serve.py runs it, and ends it",
+}
 
 
 def task_of(words: list[str]) -> str:
@@ -64,7 +70,8 @@ def smoke_forms() -> list[list[str]]:
     for file in MANUALS:
         for words in commands_of(file.read_text(encoding="utf-8")):
             is_sweep = any(word.startswith("sweep=") for word in words)  # tests/test_sweep.py runs those
-            if task_of(words) not in ELSEWHERE and GENERATED not in words and not is_sweep:
+            is_elsewhere = task_of(words) in ELSEWHERE or any(EXPORTED.match(word) for word in words)
+            if not is_elsewhere and GENERATED not in words and not is_sweep:
                 form = smoke_form(words)
                 found.setdefault(shlex.join(form), form)
     return list(found.values())

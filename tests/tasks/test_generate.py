@@ -207,10 +207,10 @@ def test_the_command_on_xla(trained, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_conversation_at_the_terminal(trained, make_config, monkeypatch, capsys):
+def test_prompts_at_the_terminal(trained, make_config, monkeypatch, capsys):
     long = "Dunărea " * 100
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPTS[0]}\n\n{long}\n{PROMPTS[1]}\n quit \nnever read\n"))
-    generate.run(make_config(*SMALL, f"task.run={trained}"))
+    generate.run(make_config(*SMALL, f"task.run={trained}", "task.keep_turns=false"))
     printed = capsys.readouterr()
     assert printed.out.splitlines() == "\n".join(of_transformers(trained / "adapter")).splitlines()
     assert "error: this prompt; it has" in printed.err

@@ -7,7 +7,8 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
-from tpu_experiments.tasks import generate
+from tpu_experiments.tasks.generate import prompts
+from tpu_experiments.tasks.generate.answers import Reader
 
 pytestmark = pytest.mark.xla  # importing the task imports torch_xla
 TOKENIZER = "tpu_experiments/samples/tokenizer"
@@ -25,7 +26,7 @@ def test_prompts_of_every_form(make_config, tmp_path):
     ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     system = ("system", "Scurt.")
-    assert [prompt.messages for prompt in generate.given_prompts(task)] == [
+    assert [prompt.messages for prompt in prompts.given_prompts(task)] == [
         (system, ("user", "a")),
         (system, ("user", "b\n\nc")),
         (system, *turns),
@@ -36,8 +37,8 @@ def test_prompts_of_every_form(make_config, tmp_path):
 def test_an_instruction_in_the_format_of_the_run():
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None, chat_format="instruction_response")
     task = SimpleNamespace(input="un text", system=None)
-    prompt = generate.user_turn("Rezumă.", task, place="task.prompt")
-    ids = generate.ids_of(prompt, kind="chat", tokenizer=tokenizer, vocab_size=4096)
+    prompt = prompts.user_turn("Rezumă.", task, place="task.prompt")
+    ids = prompts.ids_of(prompt, kind="chat", tokenizer=tokenizer, vocab_size=4096)
     assert tokenizer.decode(ids) == "<s>### Instruction:\nRezumă.\n\nun text\n\n### Response:\n"
 
 
@@ -60,9 +61,9 @@ def test_an_answer_ends_where_its_turn_does(chat_format, end, ids):
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None, chat_format=own)
     if chat_format == TEXT_ENDS:
         tokenizer.chat_template = TEXT_ENDS
-    ends = generate.ends_of(tokenizer, kind="chat", config=SimpleNamespace(eos_token_id=[2, 5]), folder=None)
+    ends = prompts.ends_of(tokenizer, kind="chat", config=SimpleNamespace(eos_token_id=[2, 5]), folder=None)
     assert ends.ids == ids
-    reader = generate.Reader(lambda prompt: [], tokenizer, ends, "chat", [8])
+    reader = Reader(lambda prompt: [], tokenizer, ends, "chat", [8])
     for written, is_finished in ((f"Da.{end} mai", True), ("Da.", False)):
         answer = reader.answer(None, tokenizer(written, add_special_tokens=False)["input_ids"])
         assert (answer.text, answer.finished) == ("Da.", is_finished)
@@ -73,17 +74,17 @@ def test_half_of_a_surrogate_pair_is_refused_by_line(make_config, tmp_path, kind
     task = make_config("task=generate", f"task.prompts_file={tmp_path}/p.jsonl").task
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a\\ud800"}\n')
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None)
-    fine, half = generate.given_prompts(task)
-    assert generate.ids_of(fine, kind=kind, tokenizer=tokenizer, vocab_size=4096)
+    fine, half = prompts.given_prompts(task)
+    assert prompts.ids_of(fine, kind=kind, tokenizer=tokenizer, vocab_size=4096)
     with pytest.raises(ConfigError, match=r"line 2 of .*p\.jsonl; it has half of a surrogate pair \('\\ud800'\)"):
-        generate.ids_of(half, kind=kind, tokenizer=tokenizer, vocab_size=4096)
+        prompts.ids_of(half, kind=kind, tokenizer=tokenizer, vocab_size=4096)
 
 
 def test_a_line_that_is_nested_too_deeply_is_refused(make_config, tmp_path):
     task = make_config("task=generate", f"task.prompts_file={tmp_path}/p.jsonl").task
     (tmp_path / "p.jsonl").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=r"line 1 of .*; it is not JSON \(maximum recursion depth"):
-        generate.given_prompts(task)
+        prompts.given_prompts(task)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '"x"', "[" * 100_000, "7"])
@@ -92,7 +93,7 @@ def test_a_generation_config_that_is_no_object_is_refused(content, tmp_path):
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None)
     config = SimpleNamespace(eos_token_id=2)
     with pytest.raises(ConfigError, match=r"generation_config.json; it is no JSON object"):
-        generate.ends_of(tokenizer, kind="text", config=config, folder=tmp_path)
+        prompts.ends_of(tokenizer, kind="text", config=config, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_a_generation_config_that_is_no_object_is_refused(content, tmp_path):
         (["task.num_return_sequences=2"], "set task.do_sample=true"),
         (["task.buckets=[]"], "task.buckets=\\[\\]; prompts are padded"),
         (["task.top_p=0"], "task.top_p=0.0; it must be above 0"),
-        (["task.dtype=float16"], "task.dtype=float16; it is not a choice"),
+        (["task.dtype=float64"], "task.dtype=float64; it is not a choice"),
         (["hw=v6e8"], "hw.parallel=spmd with task=generate; one device writes"),
     ],
 )

@@ -19,16 +19,19 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.start import start_problems
 from tpu_experiments.config.targets import target_problems
 from tpu_experiments.config.task_schema import (
+    AnswerTaskConfig,
     GenerateTaskConfig,
+    ServeTaskConfig,
     doctoring_problems,
     exporting_problems,
     generating_problems,
+    serving_problems,
 )
 from tpu_experiments.config.tracing import tracing_problems
 
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
-NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "export")
+NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export")
 
 
 def hardware_problems(config: Config) -> list[str]:
@@ -295,7 +298,7 @@ def _model(config: Config) -> list[str]:
     problems += _variants(config)
     problems += _base(config)
     key, chosen = "model.dtype", model.dtype
-    if isinstance(config.task, GenerateTaskConfig):
+    if isinstance(config.task, AnswerTaskConfig):
         key, chosen = "task.dtype", config.task.dtype or model.dtype
     if chosen == "float16" and config.hw.runtime == "xla":
         problems.append(
@@ -344,7 +347,7 @@ def _base(config: Config) -> list[str]:
             f"model.base_activations=int8 with model.base={model.base}; integers are multiplied with the codes of int8 "
             "weights only; use model.base=int8."
         )
-    if model.base == "int8" and model.dtype == "float16":
+    if model.base == "int8" and "float16" in (model.dtype, getattr(config.task, "dtype", None)):
         problems.append(
             "model.base=int8 with model.dtype=float16; sums over integer codes exceed float16's 65,504; use "
             "model.base=nf4 or dense."
@@ -476,13 +479,18 @@ def _checkpoint(config: Config) -> list[str]:
 
 
 def _generating(config: Config) -> list[str]:
-    if not isinstance(config.task, GenerateTaskConfig):
+    task = config.task
+    if not isinstance(task, AnswerTaskConfig):
         return []
-    problems = generating_problems(config.task)
+    problems = []
+    if isinstance(task, GenerateTaskConfig):
+        problems += generating_problems(task)
+    if isinstance(task, ServeTaskConfig):
+        problems += serving_problems(task)
     if config.hw.parallel != "inline":
         problems.append(
-            f"hw.parallel={config.hw.parallel} with task=generate; one device writes; use hw=cpu, v5e1 or v6e1, or add "
-            "hw.parallel=inline hw.num_devices=1."
+            f"hw.parallel={config.hw.parallel} with task={task.name}; one device writes; use hw=cpu, v5e1 or v6e1, or "
+            "add hw.parallel=inline hw.num_devices=1."
         )
     return problems
 

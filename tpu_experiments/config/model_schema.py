@@ -1,7 +1,7 @@
 """Schema of the groups `model`, `lora` and `sharding`, and constants that their values name."""
 
 import fnmatch
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
@@ -112,6 +112,17 @@ class ModelConfig:
     """Hugging Face config values; used for `init: random` and to plan without the checkpoint."""
     tiny_arch: dict[str, Any] = field(default_factory=dict)
     """Values that override `arch` for `size: tiny`."""
+
+
+HELD = ("base", "base_double_quant", "base_activations")
+"""Settings of a model that say how its frozen weights are stored."""
+
+
+def held_as_given(model: ModelConfig, *, given: ModelConfig) -> ModelConfig:
+    """Return a run's model with its frozen weights stored as the command says, if that is `int8` or `nf4`."""
+    if given.base in ("dense", model.base):
+        return model
+    return replace(model, **{key: getattr(given, key) for key in HELD})
 
 
 # ---- adapters and sharding ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from tpu_experiments.config.task_schema import (
     PlanTaskConfig,
     ReportTaskConfig,
     ResumeCheckTaskConfig,
+    ServeTaskConfig,
     TaskConfig,
 )
 
@@ -459,6 +460,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_plan": PlanTaskConfig,
         "base_resume_check": ResumeCheckTaskConfig,
         "base_generate": GenerateTaskConfig,
+        "base_serve": ServeTaskConfig,
         "base_report": ReportTaskConfig,
         "base_doctor": DoctorTaskConfig,
         "base_evaluate": EvaluateTaskConfig,

@@ -1,6 +1,6 @@
 """Schema of the group `task`: what the command does, and the settings of each task.
 
-Settings for choosing tokens (task=generate) have the names of transformers' GenerationConfig.
+Settings for choosing tokens (task=generate, task=serve) have the names of transformers' GenerationConfig.
 """
 
 from dataclasses import dataclass, field
@@ -190,18 +190,42 @@ class WeightsConfig:
 
 
 @dataclass
-class GenerateTaskConfig(ChoiceConfig, WeightsConfig, TaskConfig):
-    """Settings of task=generate."""
+class AnswerTaskConfig(ChoiceConfig, WeightsConfig, TaskConfig):
+    """Settings of tasks that answer prompts: the weights, their data type, and the lengths that are compiled."""
 
+    weights: str = choice("auto", "export", "checkpoint", "base", "merged", "gguf", default="auto")
+    """Weights of that run: its `export`, its newest `checkpoint`, the `base` that it started from, or `auto`, which is
+    the export if there is one and otherwise the newest checkpoint. What task=export wrote there: `merged` as a model of
+    its own, with its tokenizer, and `gguf` by llama.cpp."""
+    gguf: str | None = place("local", default=None)
+    """GGUF file that llama.cpp answers with, instead of the one in the run's `export/gguf` whose weights lose least."""
     dtype: str | None = field(default=None, metadata={"allowed": ("bfloat16", "float16", "float32")})
     """Data type of weights and arithmetic; null is the model's. `float16` is for GPUs without
     bfloat16, such as a T4."""
+    system: str | None = None
+    """System text for prompts that have none of their own; chat format only."""
+    max_new_tokens: int = number(default=128, at_least=1, at_most=2**24)
+    """Largest number of tokens generated per answer."""
+    buckets: list[int] = field(default_factory=list)
+    """Lengths in tokens that prompts are padded to. Each prompt takes the smallest one that holds it, and two programs
+    are compiled for each length used."""
+    tokens_per_call: int = number(default=8, at_least=1)
+    """Tokens that one call of a program generates before the host checks whether all rows have ended."""
+
+    @property
+    def is_llama_cpp(self) -> bool:
+        """Whether llama.cpp answers, from a GGUF file."""
+        return self.weights == "gguf" or self.gguf is not None
+
+
+@dataclass
+class GenerateTaskConfig(AnswerTaskConfig):
+    """Settings of task=generate."""
+
     prompt: str | None = None
     """One prompt. Without it and `prompts_file`, prompts are read from the terminal until `exit` or `quit`."""
     input: str | None = None
     """Input of the instruction in `prompt`, joined to it as in `instruction` data."""
-    system: str | None = None
-    """System text for prompts that have none of their own; chat format only."""
     prompts_file: str | None = place("file", default=None)
     """.txt file with one prompt per line, or .jsonl file of objects with `prompt`, `messages`, or `instruction` and
     `input`."""
@@ -210,17 +234,65 @@ class GenerateTaskConfig(ChoiceConfig, WeightsConfig, TaskConfig):
     format: str = choice("auto", "chat", "text", default="auto")
     """`chat`: a prompt is a user turn in the chat format. `text`: a prompt is continued as plain text. `auto`: `chat`
     if the run trained on conversations or, without a run, if the tokenizer has a chat template."""
-    max_new_tokens: int = number(default=128, at_least=1, at_most=2**24)
-    """Largest number of tokens generated per answer."""
+    keep_turns: bool = True
+    """Whether prompts typed at the terminal are turns of one conversation, in the chat format; otherwise each is
+    answered by itself."""
     num_return_sequences: int = number(default=1, at_least=1)
     """Answers sampled for each prompt."""
-    buckets: list[int] = field(default_factory=list)
-    """Lengths in tokens that prompts are padded to. Each prompt takes the smallest one that holds it, and two programs
-    are compiled for each length used."""
     batch_rows: int = number(default=8, at_least=1)
     """Largest number of prompts of a file that are answered in one batch."""
-    tokens_per_call: int = number(default=8, at_least=1)
-    """Tokens that one call of a program generates before the host checks whether all rows have ended."""
+
+
+@dataclass
+class ServeTaskConfig(AnswerTaskConfig):
+    """Settings of task=serve; the keys for choosing tokens are of every answer, `temperature` unless a request has one.
+
+    A temperature of 0 takes the likeliest token.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Every other machine that reaches it may use the model: there is no password."""
+    port: int = number(default=7860, at_least=0, at_most=65535)
+    """Port to listen on; 0 takes a free one."""
+    base_beside: bool = True
+    """Whether the weights before training answer beside the trained ones. An adapter shares the base's memory; a whole
+    model takes as much again."""
+
+
+def answering_problems(task: AnswerTaskConfig) -> list[str]:
+    """Return incompatible settings of task=generate and task=serve."""
+    problems = []
+    if task.gguf is not None and task.weights not in ("auto", "gguf"):
+        problems.append(f"task.weights={task.weights} with task.gguf=; each says what to write with; leave one out.")
+    elif task.run is None and task.weights != "auto" and task.gguf is None:
+        problems.append(f"task.weights={task.weights} without task.run=; name the folder of a run.")
+    if task.adapter is not None and (task.weights != "auto" or task.gguf is not None):
+        other = f"task.weights={task.weights}" if task.gguf is None else "task.gguf="
+        problems.append(f"{other} with task.adapter=; each says what to write with; leave one out.")
+    if task.is_llama_cpp and task.no_repeat_ngram_size:
+        problems.append(
+            f"task.no_repeat_ngram_size={task.no_repeat_ngram_size} with a GGUF file; llama.cpp cannot forbid repeated "
+            "n-grams; leave it out, or use task.weights=merged."
+        )
+    if task.is_llama_cpp and task.dtype is not None:
+        problems.append(
+            f"task.dtype={task.dtype} with a GGUF file; the file has its data type; leave it out, or name another file "
+            "with task.gguf=."
+        )
+    if not task.buckets or min(task.buckets) < 1:
+        problems.append(f"task.buckets={task.buckets}; prompts are padded to one of them; write [128] or more.")
+    return problems
+
+
+def serving_problems(task: ServeTaskConfig) -> list[str]:
+    """Return incompatible settings of task=serve."""
+    problems = answering_problems(task)
+    if not task.do_sample:
+        problems.append(
+            "task.do_sample=false with task=serve; each request has a temperature, and 0 takes the likeliest token; "
+            "leave it out."
+        )
+    return problems
 
 
 def generating_problems(task: GenerateTaskConfig) -> list[str]:
@@ -234,18 +306,12 @@ def generating_problems(task: GenerateTaskConfig) -> list[str]:
         problems.append(f"task.prompts_file={task.prompts_file}; it is neither .txt nor .jsonl; name it so.")
     if task.output is not None and task.prompt is None and task.prompts_file is None:
         problems.append(f"task.output={task.output} without task.prompt= or task.prompts_file=; add one of them.")
-    if task.run is None and task.weights != "auto":
-        problems.append(f"task.weights={task.weights} without task.run=; name the folder of a run.")
-    if task.adapter is not None and task.weights != "auto":
-        problems.append(f"task.weights={task.weights} with task.adapter=; each says what to write with; leave one out.")
     if task.num_return_sequences > 1 and not task.do_sample:
         problems.append(
             f"task.num_return_sequences={task.num_return_sequences} with task.do_sample=false; the likeliest tokens "
             "are one answer; set task.do_sample=true."
         )
-    if not task.buckets or min(task.buckets) < 1:
-        problems.append(f"task.buckets={task.buckets}; prompts are padded to one of them; write [128] or more.")
-    return problems
+    return problems + answering_problems(task)
 
 
 # ---- export -------------------------------------------------------------------------------------------------

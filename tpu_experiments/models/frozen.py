@@ -1,6 +1,8 @@
 """A model for inference: every tensor on the device in the model's data type, adapters not merged."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +98,24 @@ def build_frozen(
     placed_weights(module, weights(), place=place, marks={})
     placed_buffers(module, place=place)
     return module
+
+
+def without_effect(module: nn.Module, *, place: PlaceTensor) -> nn.Module:
+    """Return a copy of a model whose adapters change nothing: B is zero, and DoRA's lengths are the rows' own.
+
+    It shares every other tensor with the model, and its programs are the same.
+    """
+    tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    copied = copy.deepcopy(module, tensors)
+    for name, part in copied.named_modules():
+        if not isinstance(part, LoraLinear):
+            continue
+        for leaf, value in ((B, 0.0), (MAGNITUDE, 1.0)):
+            own = getattr(part, leaf)
+            if own is not None:
+                tensor = place(torch.full(own.shape, value, dtype=own.dtype), name=f"{name}.{leaf}")
+                setattr(part, leaf, nn.Parameter(tensor, requires_grad=False))
+    return copied
 
 
 def require_whole(own: Sequence[str], *, trained: Mapping[str, Tensor], lora: LoraConfig, origin: str) -> None:

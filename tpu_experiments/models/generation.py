@@ -95,18 +95,26 @@ def without_kernel(module: nn.Module) -> Iterator[None]:
 
 
 def next_ids(
-    logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, uniform_B: Tensor, choice: ChoiceConfig
+    logits_BV: Tensor,
+    *,
+    ids_BS: Tensor,
+    pads_B: Tensor,
+    slot: Tensor,
+    uniform_B: Tensor,
+    choice: ChoiceConfig,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Choose the next token of every row; returns ids (B,) int32.
 
     Args:
         ids_BS: prompts and generated tokens, each row after `pads_B` slots of padding and up to `slot` (1,).
         uniform_B: float32 in [0, 1); unused without sampling.
+        temperature: float32 (1,), in the place of `choice`'s.
     """
     scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, choice=choice)
     if not choice.do_sample:
         return scores_BV.argmax(-1).to(torch.int32)
-    probabilities_BC, ids_BC = candidates(scores_BV, choice=choice)
+    probabilities_BC, ids_BC = candidates(scores_BV, choice=choice, temperature=temperature)
     reached_BC = probabilities_BC.cumsum(-1)
     # Inverse transform sampling. Scaled by the last sum, the distribution function reaches 1 despite rounding.
     place_B1 = (reached_BC <= uniform_B[:, None] * reached_BC[:, -1:]).sum(-1, keepdim=True)
@@ -128,14 +136,15 @@ def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor
     return scores_BV
 
 
-def candidates(scores_BV: Tensor, *, choice: ChoiceConfig) -> tuple[Tensor, Tensor]:
+def candidates(scores_BV: Tensor, *, choice: ChoiceConfig, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return probabilities and ids (B, C) of the tokens to sample from, likeliest first.
 
     Tokens outside `top_p` have probability 0. Of tokens that tie for the last place of `top_k`, transformers keeps all,
     and this keeps `top_k` in total.
     """
     num_ids = scores_BV.shape[-1]
-    best_BC, ids_BC = torch.topk(scores_BV / choice.temperature, min(choice.top_k or num_ids, num_ids), dim=-1)
+    scaled_BV = scores_BV / (choice.temperature if temperature is None else temperature)
+    best_BC, ids_BC = torch.topk(scaled_BV, min(choice.top_k or num_ids, num_ids), dim=-1)
     probabilities_BC = torch.softmax(best_BC, dim=-1)
     before_BC = probabilities_BC.cumsum(-1) - probabilities_BC
     return torch.where(before_BC < choice.top_p, probabilities_BC, 0.0), ids_BC
@@ -194,13 +203,22 @@ class Decoder:
         """Number of programs that the buckets used so far need."""
         return len(self.buckets) * (2 if self.num_calls else 1)
 
-    def stream(self, prompts: Sequence[list[int]], *, draws: Sequence[int], bucket: int) -> Iterator[list[list[int]]]:
+    def stream(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        draws: Sequence[int],
+        bucket: int,
+        temperature: float | None = None,
+    ) -> Iterator[list[list[int]]]:
         """Yield the tokens generated so far for every prompt, after each read; the caller stops at will.
 
         Args:
             prompts: at most `num_rows`, none empty or longer than `bucket`.
             draws: a number for each prompt; with the seed it determines the sampling, whatever else is in the batch.
             bucket: T.
+            temperature: with `do_sample`, in the place of the setting's; 0 takes the likeliest token. It is an input of
+                the programs, so that another value compiles nothing; either every call has one, or none.
         """
         if bucket not in self.buckets:
             self.buckets[bucket] = Bucket(self, length=bucket)
@@ -209,8 +227,11 @@ class Decoder:
         filled = [*prompts, *[prompts[-1]] * (self.num_rows - len(prompts))]
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
         uniforms_BN = np.pad(uniforms_BN, ((0, self.num_rows - len(prompts)), (0, 0)))
+        given = None if temperature is None else torch.tensor([temperature or 1.0])
+        if temperature == 0:  # the draw 0 takes the first candidate, which is the likeliest
+            uniforms_BN = np.zeros_like(uniforms_BN)
         with torch.no_grad():
-            for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN)):
+            for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN), temperature=given):
                 yield written_BN[: len(prompts), : self.max_new_tokens].tolist()
 
     def _uniforms(self, draw: int) -> np.ndarray:
@@ -238,20 +259,23 @@ class Bucket:
         self.prefill_program = runtime.program(self.prefill, name=f"read {length}")
         self.decode_program = runtime.program(self.generate_tokens, name=f"write {length}", held=lambda: self.state)
 
-    def generate(self, prompts: Sequence[list[int]], uniforms_BN: Tensor) -> Iterator[Tensor]:
+    def generate(
+        self, prompts: Sequence[list[int]], uniforms_BN: Tensor, *, temperature: Tensor | None
+    ) -> Iterator[Tensor]:
         """Yield the tokens generated so far (B, n) on the host: after the first one, then N at a time."""
         decoder, put = self.decoder, self.decoder.runtime.put
         ids_BT = torch.zeros(len(prompts), self.length, dtype=torch.int32)
         for row, ids in enumerate(prompts):
             ids_BT[row, self.length - len(ids) :] = torch.tensor(ids, dtype=torch.int32)
         pads_B = torch.tensor([self.length - len(ids) for ids in prompts], dtype=torch.int32)
-        batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous()}, rows_dim=-1)
+        more = {} if temperature is None else {"temperature": temperature}
+        batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous(), **more}, rows_dim=-1)
         self.state = self.prefill_program(batch)
         yield self._written(self.state["ids"], 1)
         for call in range(decoder.num_calls):
             begin = 1 + call * decoder.tokens_per_call
             end = begin + decoder.tokens_per_call
-            batch = put({"uniforms": uniforms_BN[:, begin:end].T.contiguous()}, rows_dim=-1)
+            batch = put({"uniforms": uniforms_BN[:, begin:end].T.contiguous(), **more}, rows_dim=-1)
             yield self._written(self.decode_program(batch)["ids"], end)
 
     def _written(self, ids_BS: Tensor, num: int) -> Tensor:
@@ -282,7 +306,8 @@ class Bucket:
             )
         slot = torch.full((1,), self.length - 1, device=ids_BT.device, dtype=torch.int32)
         ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots - self.length))
-        state = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=batch["uniforms"])
+        how = {"uniform_B": batch["uniforms"], "temperature": batch.get("temperature")}
+        state = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, **how)
         return dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
 
     def generate_tokens(self, batch: Batch) -> dict[str, Tensor]:
@@ -299,13 +324,18 @@ class Bucket:
         names = [name for name in state if name != "pads"]
 
         def body(carry: Tensors, xs: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            return self.next_state(dict(zip(names, carry, strict=True)), pads_B=consts[0], uniform_B=xs[0]), ()
+            current = dict(zip(names, carry, strict=True))
+            temperature = consts[1] if len(consts) > 1 else None
+            return self.next_state(current, pads_B=consts[0], uniform_B=xs[0], temperature=temperature), ()
 
         carry = tuple(state[name] for name in names)
-        new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=(state["pads"],))
+        consts = (state["pads"], *(batch[name] for name in ("temperature",) if name in batch))
+        new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=consts)
         return dict(zip(names, new, strict=True))
 
-    def next_state(self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor) -> Tensors:
+    def next_state(
+        self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor, temperature: Tensor | None
+    ) -> Tensors:
         """Return `state` with the token after `slot`; keys and values of the token in `slot` are written."""
         module, slot, ids_BS = self.decoder.module, state["slot"], state["ids"]
         layers = [(state[name], state[f"value{name[3:]}"]) for name in state if name.startswith("key")]
@@ -318,16 +348,13 @@ class Bucket:
                 cache=FilledCache(layers, slot=slot),
             )
         return (
-            *self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B),
+            *self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B, temperature=temperature),
             *_named(layers).values(),
         )
 
-    def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Tensor) -> Tensors:
+    def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Any) -> Tensors:
         """Choose the next token; returns the ids with it in place, and its slot."""
-        uniform_B = given.pop("uniform_B")
-        token_B = next_ids(
-            logits_BV, ids_BS=ids_BS, slot=slot, uniform_B=uniform_B, choice=self.decoder.choice, **given
-        )
+        token_B = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, choice=self.decoder.choice, **given)
         return ids_BS.index_copy(1, (slot + 1).long(), token_B[:, None]), slot + 1
 
 

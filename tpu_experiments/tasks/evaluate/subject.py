@@ -10,8 +10,10 @@ from torch import Tensor
 from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.state import newest_parameters, progress_of
 from tpu_experiments.checkpoint.store import latest_progress
+from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, config_of_run, identity
+from tpu_experiments.config.model_schema import held_as_given
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter
@@ -71,7 +73,12 @@ def subject_of(config: Config) -> Subject:
         results = paths.join(config.output_dir, "evaluations", str(config.name), file)
         return _with_adapter(Subject(config, "base", "", results), task.adapter)
     folder = _run_folder(config, task)
-    subject = _run_subject(_config_of(folder, config, task), folder, file=file)
+    found = _config_of(folder, config, task)
+    held = replace(found, model=held_as_given(found.model, given=config.model))
+    if held != found:
+        check(held)
+        file = file.replace(".json", f"-{held.model.base}.json")
+    subject = _run_subject(held, folder, file=file)
     return subject if task.adapter is None else _with_adapter(subject, task.adapter)
 
 

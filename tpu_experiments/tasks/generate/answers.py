@@ -1,16 +1,15 @@
 """Decode batches of prompts into text and count answers, tokens and speed."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.loggers.runlog import held_back
-from tpu_experiments.models.generation import Decoder
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.prompts import Ends, Prompt
 
@@ -69,14 +68,57 @@ class Reader:
         return Answer(prompt, text, end, finished=end < len(written) or is_marked)
 
 
-class Answers:
-    """Generator of answers, with counts and speed."""
+class Continuations(Protocol):
+    """Source of generated tokens: models/generation.py's Decoder, or llama.cpp."""
 
-    def __init__(self, decoder: Decoder, reader: Reader, *, runtime: Runtime, num_sequences: int) -> None:
+    num_rows: int
+    """Prompts answered at once."""
+
+    @property
+    def buckets(self) -> Collection[int]:
+        """Return the prompt lengths used so far."""
+        ...
+
+    @property
+    def num_programs(self) -> int:
+        """Return the number of programs that these lengths need."""
+        ...
+
+    def stream(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        draws: Sequence[int],
+        bucket: int,
+        temperature: float | None = None,
+    ) -> Iterator[list[list[int]]]:
+        """Yield the tokens generated so far for every prompt; arguments as of Decoder.stream."""
+        ...
+
+
+class Answers:
+    """Generator of answers, with counts and speed.
+
+    Args:
+        runtime: of the decoder; None for llama.cpp.
+    """
+
+    def __init__(
+        self, decoder: Continuations, reader: Reader, *, runtime: Runtime | None, num_sequences: int = 1
+    ) -> None:
         self.decoder, self.reader, self.runtime, self.num_sequences = decoder, reader, runtime, num_sequences
         self.num_prompts = self.num_tokens = self.num_answers = 0
         self.seconds = 0.0
-        self._before = runtime.counters()
+        self.latest = (0, 0.0)
+        """Tokens of the latest batch, and its seconds beside compilation."""
+        self._compiles_before = self._compiler()[0]
+
+    def _compiler(self) -> tuple[int, float]:
+        """Return programs compiled in this process so far, and the seconds that took."""
+        if self.runtime is None:
+            return 0, 0.0
+        counters = self.runtime.counters()
+        return counters.num_compiles, counters.compile_seconds
 
     def answer_all(self, prompts: Sequence[tuple[Prompt, list[int]]], *, live: bool) -> Iterator[tuple[int, Answer]]:
         """Yield number and answer of every prompt (`num_sequences` of each).
@@ -101,37 +143,76 @@ class Answers:
     def _batch(
         self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, live: bool
     ) -> Iterator[tuple[int, Answer]]:
-        with Screen() as screen:
+        with Screen(self.reader.ends.marker) as screen:
             yield from self._answered(rows, bucket=bucket, screen=screen if live else None)
 
     def _answered(
         self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, screen: "Screen | None"
     ) -> Iterator[tuple[int, Answer]]:
-        started = time.perf_counter()
-        draws = [number for number, _, _ in rows]
         answers: list[Answer] = []
-        for written in self.decoder.stream([ids for _, _, ids in rows], draws=draws, bucket=bucket):
-            answers = [self.reader.answer(row[1], own) for row, own in zip(rows, written, strict=True)]
+        for answers in self.grow(rows, bucket=bucket):
             if screen is not None and len(rows) == 1:
                 screen.show(answers[0].text)
-            if all(answer.finished for answer in answers):
-                break
-        self.seconds += time.perf_counter() - started
-        self.num_answers += len(answers)
-        self.num_tokens += sum(answer.num_tokens for answer in answers)
         if screen is not None:
             screen.end([answer.text for answer in answers])
-        yield from zip(draws, answers, strict=True)
+        yield from zip((number for number, _, _ in rows), answers, strict=True)
+
+    def grow(
+        self,
+        rows: list[tuple[int, Prompt, list[int]]],
+        *,
+        bucket: int,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Iterator[list[Answer]]:
+        """Yield the answers to a batch while they grow, until all have ended; the caller stops at will.
+
+        Args:
+            rows: number, prompt and ids of each; the number determines the draws.
+            temperature: as of Decoder.stream.
+            max_new_tokens: fewer than the decoder's.
+        """
+        started, compiling = time.perf_counter(), self._compiler()[1]
+        draws, ids = [number for number, _, _ in rows], [ids for _, _, ids in rows]
+        answers: list[Answer] = []
+        try:
+            for written in self.decoder.stream(ids, draws=draws, bucket=bucket, temperature=temperature):
+                kept = [own[:max_new_tokens] for own in written]
+                answers = [self.reader.answer(row[1], own) for row, own in zip(rows, kept, strict=True)]
+                yield answers
+                if all(a.finished or len(own) == max_new_tokens for a, own in zip(answers, kept, strict=True)):
+                    break
+        finally:
+            seconds = time.perf_counter() - started - (self._compiler()[1] - compiling)
+            self.latest = sum(answer.num_tokens for answer in answers), seconds
+            self.num_answers += len(answers)
+            self.num_tokens += self.latest[0]
+            self.seconds += seconds
+
+    def grow_one(
+        self, prompt: Prompt, ids: list[int], *, temperature: float, max_tokens: int
+    ) -> Iterator[list[Answer]]:
+        """Yield the one answer to a prompt, as `grow` does."""
+        number = self.num_prompts
+        self.num_prompts += 1
+        bucket = self.reader.bucket(ids, place=prompt.place)
+        yield from self.grow([(number, prompt, ids)], bucket=bucket, temperature=temperature, max_new_tokens=max_tokens)
+
+    def latest_account(self) -> str:
+        """Return a phrase with tokens and speed of the latest batch."""
+        tokens, seconds = self.latest
+        return f"{tokens} tokens in {seconds:.2f} s: {tokens / max(seconds, 1e-9):,.1f} tokens/s"
 
     def account(self) -> str:
         """Return a sentence with answers, tokens, speed and compiled programs."""
-        now = self.runtime.counters()
-        seconds = self.seconds - (now.compile_seconds - self._before.compile_seconds)
+        seconds = self.seconds
         speed = self.num_tokens / max(seconds, 1e-9)
-        num = now.num_compiles - self._before.num_compiles
+        num = self._compiler()[0] - self._compiles_before
         buckets = ", ".join(map(str, sorted(self.decoder.buckets))) or "none"
         programs = f"{num} programs compiled, {self.decoder.num_programs} needed (buckets {buckets})"
-        if self.runtime.device.type != "xla":
+        if self.runtime is None:
+            programs = "no programs: llama.cpp"
+        elif self.runtime.device.type != "xla":
             programs = f"no programs: plain torch (buckets {buckets})"
         return (
             f"{self.num_answers} answers, {self.num_tokens} tokens in {seconds:.2f} s beside compilation: "
@@ -139,11 +220,38 @@ class Answers:
         )
 
 
+class Growth:
+    """Text that grows, as the pieces that are new each time.
+
+    Args:
+        marker: text that ends a turn; what may be its beginning waits for the rest.
+    """
+
+    def __init__(self, marker: str = "") -> None:
+        self.shown, self.marker = "", marker
+
+    def more(self, text: str) -> str:
+        """Return what is new and certain; an incomplete UTF-8 character waits for its other bytes."""
+        whole = text.rstrip("\ufffd")
+        for length in range(min(len(self.marker), len(whole)), 0, -1):
+            if whole.endswith(self.marker[:length]):
+                whole = whole[:-length]
+                break
+        return self.rest(whole)
+
+    def rest(self, text: str) -> str:
+        """Return what of the final text was not returned yet; nothing if its beginning has changed."""
+        if not text.startswith(self.shown):
+            return ""
+        new, self.shown = text[len(self.shown) :], text
+        return new
+
+
 class Screen:
     """Print text on the terminal as it grows; log records wait until it ends."""
 
-    def __init__(self) -> None:
-        self.shown = ""
+    def __init__(self, marker: str = "") -> None:
+        self._growth = Growth(marker)
         self._log = ExitStack()
 
     def __enter__(self) -> "Screen":
@@ -153,19 +261,20 @@ class Screen:
         self._log.close()
 
     def show(self, text: str) -> None:
-        """Print what is new; an incomplete UTF-8 character waits for its other bytes."""
-        whole = text.rstrip("\ufffd")
-        if whole.startswith(self.shown):
-            if not self.shown and whole:
+        """Print what is new."""
+        is_first = not self._growth.shown
+        new = self._growth.more(text)
+        if new:
+            if is_first:
                 self._log.enter_context(held_back())
-            print(whole[len(self.shown) :], end="", flush=True)
-            self.shown = whole
+            print(new, end="", flush=True)
 
     def end(self, texts: Sequence[str]) -> None:
         """End the line; print texts again whose beginning has changed."""
+        shown = self._growth.shown
         for text in texts:
-            if self.shown and text.startswith(self.shown):
-                print(text[len(self.shown) :], flush=True)
+            if shown and text.startswith(shown):
+                print(text[len(shown) :], flush=True)
             else:
-                print(("\n" if self.shown else "") + text, flush=True)
+                print(("\n" if shown else "") + text, flush=True)
         self._log.close()

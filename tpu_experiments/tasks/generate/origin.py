@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,15 +12,17 @@ from tpu_experiments.checkpoint.state import newest_parameters
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import values_of_run
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import HELD, LoraConfig, ModelConfig, held_as_given
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.task_schema import WeightsConfig
+from tpu_experiments.config.task_schema import AnswerTaskConfig, WeightsConfig
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.storage import paths
 from tpu_experiments.training.batches import tokenizer_location
 
 log = logging.getLogger(__name__)
+MARKER = "export.json"
+"""File that task=export writes last into the folder of a form."""
 TAKEN = ("seed", "plugins", "model", "lora")
 """Parts taken from a run's config; of its data, only the kinds are read."""
 
@@ -48,12 +51,25 @@ def origin_of(config: Config, task: WeightsConfig, *, dtype: str | None = None) 
         ConfigError: something is missing or does not match.
     """
     origin = Origin(config) if task.run is None else _run_origin(config, task.run)
+    if task.run is not None and isinstance(task, AnswerTaskConfig):
+        held = held_as_given(origin.config.model, given=config.model)
+        origin = replace(origin, config=replace(origin.config, model=held))
+        check(_checked(origin.config, weights=task.weights))
     origin = replace(origin, config=_with_overrides(origin.config, task, dtype=dtype))
     if task.adapter is not None:
         return _with_adapter(origin, task.adapter)
+    if task.run is not None and task.weights == "merged":
+        return _with_merged(origin, task.run, given=config.model)
+    if isinstance(task, AnswerTaskConfig) and task.is_llama_cpp:
+        return replace(origin, lora=LoraConfig(r=0))
     if task.run is None or task.weights == "base":
         return replace(origin, lora=LoraConfig(r=0), text=f"base of {origin.text}" if task.run else origin.text)
     return _with_weights(origin, task.run, task.weights)
+
+
+def _checked(config: Config, *, weights: str) -> Config:
+    """Return the config to check: of weights without adapters, none of LoRA's settings matters."""
+    return replace(config, lora=LoraConfig(r=0)) if weights in ("base", "merged", "gguf") else config
 
 
 def _run_origin(config: Config, folder: str) -> Origin:
@@ -85,6 +101,44 @@ def _with_adapter(origin: Origin, folder: str) -> Origin:
     if found.base.rstrip("/").rpartition("/")[2] != path.rstrip("/").rpartition("/")[2]:
         log.warning("%s names %s as its base, and the model is %s", folder, found.base or "nothing", path)
     return replace(origin, lora=found.lora, trained=found.tensors, text=f"adapter {folder}")
+
+
+def form_of(run: str, form: str) -> str:
+    """Return the folder of a form that task=export wrote for a run.
+
+    Raises:
+        ConfigError: there is none, or it is unfinished.
+    """
+    folder = paths.join(run, "export", form)
+    if not paths.exists(paths.join(folder, MARKER)):
+        raise ConfigError(
+            f"task.weights={form}; {folder} has no {MARKER}, which task=export writes last; write it first: "
+            f"python run.py task=export task.run={run} 'task.forms=[{form}]'."
+        )
+    return folder
+
+
+def _with_merged(origin: Origin, run: str, *, given: ModelConfig) -> Origin:
+    """Return the merged model of a run: from a local folder as a model of its own, from a bucket by its tensors."""
+    folder, model = form_of(run, "merged"), origin.config.model
+    text = f"merged model {folder}"
+    held: dict[str, Any] = {key: getattr(given, key) for key in HELD}
+    if not paths.is_remote(folder):
+        own = replace(
+            model,
+            path=folder,
+            revision=None,
+            init="pretrained",
+            size="full",
+            tokenizer_path=None,
+            chat_template_path=None,
+            chat_format="tokenizer",
+            **held,
+        )
+        return replace(origin, config=replace(origin.config, model=own), lora=LoraConfig(r=0), text=text)
+    whole = read_model(folder, max_held_bytes=origin.config.checkpoint.max_copy_gib * 2**30)
+    config = replace(origin.config, model=replace(model, **held))
+    return replace(origin, config=config, lora=LoraConfig(r=0), trained=whole, text=text)
 
 
 def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:

@@ -43,20 +43,20 @@ class Ends:
     """Text that ends a turn, for a chat format whose marker is not a token of the tokenizer."""
 
 
-def kind_of(origin: Origin, tokenizer: PreTrainedTokenizerBase, task: GenerateTaskConfig) -> str:
+def kind_of(origin: Origin, tokenizer: PreTrainedTokenizerBase, *, format: str, system: str | None) -> str:
     """Return `chat` or `text`.
 
     Raises:
         ConfigError: `chat` without a chat template, or `text` with a system text.
     """
-    if task.format == "auto":
+    if format == "auto":
         trained_chat = origin.kinds is None or "chat" in origin.kinds
         kind = "chat" if trained_chat and tokenizer.chat_template else "text"
     else:
-        kind = task.format
+        kind = format
     if kind == "chat" and not tokenizer.chat_template:
         require_chat_template(tokenizer, source="task.format")
-    if kind == "text" and task.system is not None:
+    if kind == "text" and system is not None:
         raise ConfigError("task.system= with plain text; only a conversation has a system text; use task.format=chat.")
     return kind
 

@@ -1,0 +1,98 @@
+"""What answers prompts: the reader of prompts, and the decoder of a model's weights or llama.cpp."""
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
+from tpu_experiments.config.task_schema import AnswerTaskConfig
+from tpu_experiments.models.frozen import build_frozen
+from tpu_experiments.models.generation import Decoder
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.tasks.generate.answers import Reader
+from tpu_experiments.tasks.generate.llama_cpp import LlamaCpp, gguf_file
+from tpu_experiments.tasks.generate.origin import Origin
+from tpu_experiments.tasks.generate.prompts import Prompt, ends_of, ids_of, kind_of
+from tpu_experiments.training.batches import load_run_tokenizer
+
+
+def reader_of(origin: Origin, task: AnswerTaskConfig, *, format: str) -> tuple[Reader, HuggingFaceModel]:
+    """Return how prompts are tokenized and answers end, and the source of the model's weights.
+
+    Args:
+        format: `task.format`.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or no bucket leaves room for an answer.
+    """
+    config = origin.config
+    tokenizer = load_run_tokenizer(config)
+    kind = kind_of(origin, tokenizer, format=format, system=task.system)
+    source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    limit = getattr(source.config, "max_position_embeddings", None)
+    vocab_size = int(source.config.vocab_size)
+
+    def ids(prompt: Prompt) -> list[int]:
+        return ids_of(prompt, kind=kind, tokenizer=tokenizer, vocab_size=vocab_size)
+
+    ends = ends_of(tokenizer, kind=kind, config=source.config, folder=source.folder)
+    return Reader(ids, tokenizer, ends, kind, _buckets(task, limit=limit)), source
+
+
+def _buckets(task: AnswerTaskConfig, *, limit: int | None) -> list[int]:
+    """Return the prompt lengths that leave room for the answer.
+
+    Raises:
+        ConfigError: none does.
+    """
+    more = -(-task.max_new_tokens // task.tokens_per_call) * task.tokens_per_call
+    fitting = [bucket for bucket in sorted(set(task.buckets)) if limit is None or bucket + more <= limit]
+    if not fitting:
+        raise ConfigError(
+            f"task.buckets={task.buckets} with task.max_new_tokens={task.max_new_tokens}; prompt and answer together "
+            f"are longer than the model allows (max_position_embeddings={limit}); use shorter ones."
+        )
+    return fitting
+
+
+def decoder_of(
+    runtime: Runtime, origin: Origin, source: HuggingFaceModel, *, task: AnswerTaskConfig, num_rows: int
+) -> Decoder:
+    """Load the weights onto the device.
+
+    Raises:
+        ConfigError: they are not of this model, or not whole.
+    """
+    module = build_frozen(
+        source,
+        lora=origin.lora,
+        trained=origin.trained,
+        place=runtime.place,
+        reduced_with_seed=origin.reduced_with_seed,
+        origin=origin.text,
+    )
+    return Decoder(
+        module,
+        runtime=runtime,
+        choice=task,
+        num_rows=num_rows,
+        max_new_tokens=task.max_new_tokens,
+        tokens_per_call=task.tokens_per_call,
+        seed=origin.config.seed,
+    )
+
+
+def llama_cpp_of(config: Config, reader: Reader, *, task: AnswerTaskConfig) -> LlamaCpp:
+    """Load a GGUF file into llama.cpp.
+
+    Raises:
+        ConfigError: there is none, llama.cpp is not installed or refuses it.
+    """
+    return LlamaCpp(
+        gguf_file(task),
+        choice=task,
+        ends=reader.ends,
+        num_slots=reader.buckets[-1] + task.max_new_tokens,
+        max_new_tokens=task.max_new_tokens,
+        num_threads=config.hw.num_threads,
+        seed=config.seed,
+    )

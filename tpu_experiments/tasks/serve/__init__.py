@@ -1,0 +1,120 @@
+"""task=serve: a page on this machine that chats with trained weights and their base, and OpenAI's chat completions.
+
+The main thread writes all answers, one after the other: one device writes, and torch_xla traces in one thread.
+"""
+
+import logging
+import sys
+import threading
+from dataclasses import replace
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import ServeTaskConfig
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.models.frozen import without_effect
+from tpu_experiments.models.generation import Decoder
+from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.storage.retry import explain_storage_errors
+from tpu_experiments.tasks.generate.answers import Answers
+from tpu_experiments.tasks.generate.decoder import decoder_of, llama_cpp_of, reader_of
+from tpu_experiments.tasks.generate.origin import Origin, origin_of
+from tpu_experiments.tasks.serve.server import ChatServer
+from tpu_experiments.tasks.serve.writer import Writer
+
+log = logging.getLogger(__name__)
+TRAINED, BASE = "trained", "base"
+"""Names of the models that a request may ask for."""
+
+
+def run(config: Config) -> None:
+    """Serve until Ctrl-C; exit code 0 then, 2 refused, 1 failed.
+
+    Raises:
+        ConfigError: something the user can fix; nothing was served.
+    """
+    task = config.task
+    assert isinstance(task, ServeTaskConfig), "conf/task/serve.yaml has this schema"
+    start_run_log(None, rank=0)
+    try:
+        with explain_storage_errors(task.run or config.output_dir), ChatServer(task) as server:
+            models, texts = models_of(config, task)
+            writer = Writer(models)
+            server.open(writer, title=_title(config, task), texts=texts)
+            threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+            print(server.address, flush=True)
+            log.info("open %s in a browser; Ctrl-C ends", server.address)
+            try:
+                writer.run()
+            finally:
+                server.shutdown()
+    except UnexpectedProgram as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+    finally:
+        stop_run_log()
+
+
+def _title(config: Config, task: ServeTaskConfig) -> str:
+    """Return the name of the run, or of what stands for one."""
+    folder = task.run or task.adapter or task.gguf
+    return config.model.name if folder is None else folder.rstrip("/").rpartition("/")[2]
+
+
+def models_of(config: Config, task: ServeTaskConfig) -> tuple[dict[str, Answers], dict[str, str]]:
+    """Load what answers, and return it and where its weights come from, by name.
+
+    Raises:
+        ConfigError: weights are missing or do not match, or the tokenizer has no chat template.
+    """
+    origin = origin_of(config, task, dtype=task.dtype)
+    reader, source = reader_of(origin, task, format="chat")
+    is_base = task.weights == "base" or (task.run is None and task.adapter is None and task.gguf is None)
+    if task.is_llama_cpp:
+        llama = llama_cpp_of(config, reader, task=task)
+        models, texts = {TRAINED: Answers(llama, reader, runtime=None)}, {TRAINED: f"{llama.file}, by llama.cpp"}
+        return _with_base(models, texts, config, task, runtime=None)
+    runtime = make_runtime(config)
+    decoder = decoder_of(runtime, origin, source, task=task, num_rows=1)
+    log.info("%s of model %s on %s", origin.text, origin.config.model.name, runtime.device)
+    if is_base:
+        return {BASE: Answers(decoder, reader, runtime=runtime)}, {BASE: origin.text}
+    models, texts = {TRAINED: Answers(decoder, reader, runtime=runtime)}, {TRAINED: origin.text}
+    if task.base_beside and origin.lora.r and origin.reduced_with_seed is None:
+        base = _decoder_of_base(decoder, origin, task)
+        return models | {BASE: Answers(base, reader, runtime=runtime)}, texts | {BASE: "the weights before training"}
+    return _with_base(models, texts, config, task, runtime=runtime)
+
+
+def _decoder_of_base(decoder: Decoder, origin: Origin, task: ServeTaskConfig) -> Decoder:
+    """Return a decoder of the same weights without the effect of their adapters."""
+    return Decoder(
+        without_effect(decoder.module, place=decoder.runtime.place),
+        runtime=decoder.runtime,
+        choice=task,
+        num_rows=1,
+        max_new_tokens=task.max_new_tokens,
+        tokens_per_call=task.tokens_per_call,
+        seed=origin.config.seed,
+    )
+
+
+def _with_base(
+    models: dict[str, Answers],
+    texts: dict[str, str],
+    config: Config,
+    task: ServeTaskConfig,
+    *,
+    runtime: Runtime | None,
+) -> tuple[dict[str, Answers], dict[str, str]]:
+    """Add the weights before training, as a model of their own."""
+    if not task.base_beside:
+        return models, texts
+    wanted = replace(task, weights="base" if task.run else "auto", adapter=None, gguf=None)
+    origin = origin_of(replace(config, task=wanted), wanted, dtype=task.dtype)
+    reader, source = reader_of(origin, task, format="chat")
+    runtime = runtime or make_runtime(config)
+    decoder = decoder_of(runtime, origin, source, task=task, num_rows=1)
+    return models | {BASE: Answers(decoder, reader, runtime=runtime)}, texts | {BASE: origin.text}
