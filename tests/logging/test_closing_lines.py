@@ -103,6 +103,7 @@ def test_what_comes_next_starts_from_this_run(result: dict[str, Any]) -> None:
         "  tensorboard --logdir_spec toy:gs://lab/runs/toy/tensorboard --load_fast=false",
         "  python run.py task=generate task.run=gs://lab/runs/toy hw=v5e1   # type prompts to it",
         "  python run.py task=evaluate task.run=gs://lab/runs/toy hw=v5e8   # on its test split, beside its base",
+        "  python run.py task=export task.run=gs://lab/runs/toy   # merged, and proven; task.forms=[gguf] too",
         f"  python run.py -m {sweep}   # the same at other ranks",
     ]
     full = {**result, "adapter_path": "a b/toy/model"}
@@ -111,6 +112,7 @@ def test_what_comes_next_starts_from_this_run(result: dict[str, Any]) -> None:
         "  tensorboard --logdir_spec 'toy:a b/toy/tensorboard'",
         "  python run.py task=generate 'task.run=a b/toy'   # type prompts to it",
         "  python run.py task=evaluate 'task.run=a b/toy'   # on its test split, beside its base",
+        "  python run.py task=export 'task.run=a b/toy'   # merged, and proven; task.forms=[gguf] too",
     ]
 
 

@@ -223,7 +223,6 @@ def test_an_adapter_without_its_run(run):
     ("words", "sentence"),
     [
         (("task.forms=[gguff]",), "task.forms has 'gguff'; there is no such form. Did you mean 'gguf'?"),
-        (("task.forms=[]",), "nothing would be written"),
         (("task.weights=base",), "an export is of what was trained"),
         (("task.push=mine",), "write owner/name"),
     ],
@@ -231,6 +230,15 @@ def test_an_adapter_without_its_run(run):
 def test_wrong_settings_are_refused(trained, words, sentence):
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.").replace("?", r"\?")):
         configured(trained, *words)
+
+
+def test_a_fully_trained_model_has_no_adapter(tmp_path):
+    """By default it is written whole; asked for, its adapter is refused."""
+    folder = tmp_path / finished(*TRAINING, "lora=none", "optim.lr=0.002", output_dir=tmp_path)["name"]
+    found = exported(folder)
+    assert [(Path(place).name, parity.verdict) for place, (parity,) in found.items()] == [("merged", "ok")]
+    with pytest.raises(ConfigError, match=r"has no adapter; leave it out of task\.forms"):
+        exported(folder, "task.forms=[peft]")
 
 
 def test_nothing_named_is_refused():

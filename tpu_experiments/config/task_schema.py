@@ -345,9 +345,10 @@ class ParityConfig:
 class ExportTaskConfig(WeightsConfig, TaskConfig):
     """Settings of task=export."""
 
-    forms: list[str] = field(default_factory=lambda: ["peft", "merged"])
-    """Forms to write: `peft` (the adapter), `merged` (the whole model for transformers, vLLM, TGI, MaxText), `gguf`
-    (llama.cpp, Ollama), `int8` (compressed-tensors, W8A16), `nf4` (bitsandbytes)."""
+    forms: list[str] = field(default_factory=list)
+    """Forms to write; empty writes `peft` and `merged`, of a model without adapters `merged` alone. `peft` is the
+    adapter, `merged` the whole model for transformers, vLLM, TGI and MaxText, `gguf` for llama.cpp and Ollama, `int8`
+    compressed-tensors' W8A16, `nf4` bitsandbytes'."""
     folder: str | None = place("folder", default=None)
     """Folder of the forms, local or gs://; null is `export/` in the run's folder, and `<output_dir>/exports/<name>` for
     an adapter."""
@@ -379,8 +380,6 @@ def exporting_problems(task: TaskConfig) -> list[str]:
         for name in names
         if name not in known
     ]
-    if not task.forms:
-        problems.append(f"task.forms=[]; nothing would be written; name some of {', '.join(FORMS)}.")
     if "gguf" in task.forms and not task.gguf_types:
         problems.append("task.gguf_types=[] with the form gguf; name f16, q8_0 or another.")
     if task.weights == "base":

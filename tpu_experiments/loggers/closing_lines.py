@@ -72,13 +72,14 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
 
 
 def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[str]) -> list[str]:
-    """Return commands for this run: TensorBoard, generate, evaluate, and the same settings at other ranks."""
+    """Return commands for this run: TensorBoard, generate, evaluate, export, and the same settings at other ranks."""
     run, own = shlex.quote(f"task.run={folder.path()}"), [word for word in arguments if not OF_ONE_RUN.match(word)]
     several, one = _hardware(result["hw"])
     lines = [
         f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}",
         f"  python run.py task=generate {run}{one}   # type prompts to it",
         f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base",
+        f"  python run.py task=export {run}   # merged, and proven; task.forms=[gguf] too",
     ]
     if _is_adapter(result) and not result.get("start"):  # what it started from has one rank
         words = shlex.join(["-m", *own, f"name={result['name']}_ranks"])

@@ -251,7 +251,7 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
         key = f"start.step={start.step}" if start.step is not None else "start.take=all"
         raise ConfigError(f"{key}; {folder} is an adapter without checkpoints; name the run's folder, or leave it out.")
     if config.lora.r == 0:
-        raise ConfigError(_merge_first(folder))
+        raise ConfigError(_merge_first(folder, key="task.adapter"))
     _require_own_start(config, run=folder)
     parent = _run_folder(folder.rstrip("/").rpartition("/")[0] or ".")
     stored = parent.stored_identity() if folder.rstrip("/").rpartition("/")[2] == "adapter" else None
@@ -302,7 +302,7 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
             "model.path=RUN/model instead of start.run=."
         )
     if theirs != 0 and config.lora.r == 0:
-        raise ConfigError(_merge_first(run))
+        raise ConfigError(_merge_first(run, key="task.run"))
     keys = list(OF_THE_BASE)
     is_drawn = config.model.init == "random" or config.model.size == "tiny"
     if is_drawn:
@@ -323,7 +323,7 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
         if changed == ["optim._target_"]:
             advice = "take the weights alone (start.take=weights), or restore the value"
         elif changed[0].startswith("lora."):
-            advice = "restore the values, or merge its adapter into the base and start from that (model.path=)"
+            advice = "restore the values, or merge its adapter (task=export) and start from that (model.path=)"
         elif changed[0] in OF_THE_CODES:
             advice = "restore the values: LoftQ's adapters (lora.init=loftq) hold what the codes of that base lost"
         raise ConfigError(f"start.run={run}; it was trained with {shown}; {advice}.")
@@ -444,10 +444,10 @@ def _pissa_refusal(stored: Mapping[str, Any], folder: RunFolder) -> str:
     )
 
 
-def _merge_first(run: str) -> str:
+def _merge_first(run: str, *, key: str) -> str:
     return (
         f"start.run={run} with lora.r=0; it is an adapter, and this run trains all weights; merge it into its base "
-        "with PEFT's merge_and_unload, save that, and give its folder as model.path instead of start.run."
+        f"(task=export {key}={run} 'task.forms=[merged]'), and give that folder as model.path instead of start.run."
     )
 
 

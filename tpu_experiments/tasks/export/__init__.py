@@ -62,7 +62,7 @@ def exported(config: Config, task: ExportTaskConfig) -> dict[str, list[Parity]]:
     """Write the forms that are not complete; return the comparisons of all, by folder."""
     subject = subject_of(config, task)
     digest = subject.digest()
-    folders = {form: paths.join(subject.place, form) for form in dict.fromkeys(task.forms)}
+    folders = {form: paths.join(subject.place, form) for form in subject.forms}
     complete = {form: _complete(folder, digest) for form, folder in folders.items()}
     with Proof(subject, config) as proof:
         for form, folder in folders.items():

@@ -34,6 +34,12 @@ class Subject:
     """Folder of the forms."""
 
     @property
+    def forms(self) -> list[str]:
+        """Forms to write, each once."""
+        whole = ["merged"] if self.origin.lora.r == 0 else ["peft", "merged"]
+        return list(dict.fromkeys(self.task.forms or whole))
+
+    @property
     def dtype(self) -> torch.dtype:
         """Data type of weights that are not quantised."""
         return DTYPES[self.task.dtype] if self.task.dtype else self.source.dtype
