@@ -12,6 +12,7 @@ LAYER_OF = {
     "data": 2,
     "models": 2,
     "optim": 2,
+    "objectives": 3,
     "metrics": 2,
     "loggers": 3,
     "export": 3,

@@ -10,9 +10,10 @@ from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.models.lora import LoraLinear
+from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import python_loop
-from tpu_experiments.training.step import ROW_TENSORS, next_token_loss
+from tpu_experiments.training.step import ROW_TENSORS
 
 pytestmark = pytest.mark.xla
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}

@@ -14,10 +14,10 @@ from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.models.forward import logits_of, target_weights
 from tpu_experiments.models.loss import next_token_scores
+from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.training.evaluation import Evaluator
-from tpu_experiments.training.step import next_token_loss
 from tpu_experiments.training.trainer import Trainer
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("plain_attention")]

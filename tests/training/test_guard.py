@@ -13,11 +13,11 @@ from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.config.schema import GuardConfig
+from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training import step as step_module
 from tpu_experiments.training.guard import Guard
 from tpu_experiments.training.meters import read_reports
-from tpu_experiments.training.step import next_token_loss
 
 TINY = ("model.size=tiny", "model.dtype=float32", "lora=all_linear_r8")
 BAD_TOKEN = 3

@@ -8,10 +8,10 @@ import torch
 
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
+from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.runtime.xla.host_reads import HostRead
-from tpu_experiments.training.step import next_token_loss
 
 pytestmark = pytest.mark.xla
 NUM_STEPS = 12

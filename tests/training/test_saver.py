@@ -23,10 +23,10 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.spool import Spool
 from tpu_experiments.training.evaluation import Evaluator
-from tpu_experiments.training.step import next_token_loss
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 RUNTIME = EagerRuntime(HwConfig(name="cpu", runtime="eager", device="cpu", num_devices=1, num_threads=1))

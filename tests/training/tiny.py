@@ -13,9 +13,10 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.training.step import RowLoss, TrainStep, commit, next_token_loss
+from tpu_experiments.training.step import RowLoss, TrainStep, commit
 
 ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
 

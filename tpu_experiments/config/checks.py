@@ -448,7 +448,12 @@ def _targets(config: Config) -> list[str]:
 
     Its module is looked up, but never imported, here.
     """
-    swap_points: dict[str, Any] = {"model": config.model, "optim": config.optim, "trainer": config.trainer}
+    swap_points: dict[str, Any] = {
+        "model": config.model,
+        "objective": config.objective,
+        "optim": config.optim,
+        "trainer": config.trainer,
+    }
     swap_points |= {f"data.{name}": source for name, source in config.data.items()}
     swap_points |= {f"logger.{name}": logger for name, logger in config.logger.items()}
     prefixes = ("tpu_experiments", *config.plugins)

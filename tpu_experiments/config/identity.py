@@ -24,7 +24,14 @@ from tpu_experiments.config.data_schema import OWN_KEYS, DataSourceConfig, Prepa
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
-from tpu_experiments.config.schema import AdafactorConfig, AdamW8bitConfig, AdamWConfig, Config, TrainerConfig
+from tpu_experiments.config.schema import (
+    AdafactorConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    Config,
+    NextTokenConfig,
+    TrainerConfig,
+)
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 # Keys, or prefixes of keys, that do not change what is computed: batches are global, and a row's position in the data
@@ -74,6 +81,9 @@ ADDED: dict[str, Any] = {
     "model.base_activations": "as_they_are",
     "optim.b_lr_ratio": 1.0,
     "lora.dora": False,
+    "objective.name": "next_token",
+    "objective._target_": NextTokenConfig._target_,
+    "objective.z_loss": 0.0,
 }
 """Keys that runs, plans and tuned settings of earlier versions lack, with the value that they were computed with."""
 _SET = object()
@@ -179,6 +189,7 @@ LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
 OWN_TARGETS: dict[str, frozenset[str]] = {
     "model": frozenset({ModelConfig._target_}),
     "data.*": frozenset({DataSourceConfig._target_}),
+    "objective": frozenset({NextTokenConfig._target_}),
     "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),

@@ -247,6 +247,33 @@ class CurriculumConfig:
 
 
 @dataclass
+class ObjectiveConfig:
+    """What the model learns from its rows."""
+
+    name: str = MISSING
+    _target_: str = MISSING
+    """Swap point: class with `count`, `row_loss` and `scores` (tpu_experiments/objectives/base.py)."""
+
+
+@dataclass
+class NextTokenConfig(ObjectiveConfig):
+    """Every token from those before it in its document."""
+
+    _target_: str = "tpu_experiments.objectives.next_token.NextToken"
+    z_loss: float = number(default=0.0, at_least=0)
+    """Factor of log(Z)^2, which is added to the training loss of every token so that logits stay small (PaLM, arXiv
+    2204.02311: 1e-4); 0 adds nothing. Held-out losses are without it."""
+
+
+@dataclass
+class OwnObjectiveConfig(ObjectiveConfig):
+    """An objective of the user's own."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the class, as its argument `options`."""
+
+
+@dataclass
 class OptimConfig:
     """Settings common to all optimizers."""
 
@@ -433,6 +460,7 @@ class Config:
     hw: HwConfig = MISSING
     curriculum: CurriculumConfig = MISSING
     lora: LoraConfig = MISSING
+    objective: ObjectiveConfig = MISSING
     optim: OptimConfig = MISSING
     schedule: ScheduleConfig = MISSING
     sharding: ShardingConfig = MISSING
@@ -471,6 +499,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "hw": {"base": HwConfig},
     "curriculum": {"base": CurriculumConfig},
     "lora": {"base": LoraConfig},
+    "objective": {"base_next_token": NextTokenConfig, "base": OwnObjectiveConfig},
     "optim": {
         "base_adamw": AdamWConfig,
         "base_adamw8bit": AdamW8bitConfig,

@@ -32,6 +32,7 @@ def foreign_code(config: Config) -> list[str]:
     """Return the keys, with their values, that bring code of other packages into the steps of a run."""
     targets = {
         "trainer._target_": config.trainer._target_,
+        "objective._target_": config.objective._target_,
         "optim._target_": config.optim._target_,
         "model._target_": config.model._target_,
     }

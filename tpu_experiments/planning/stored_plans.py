@@ -18,7 +18,7 @@ from tpu_experiments.storage.paths import find_local
 
 log = logging.getLogger(__name__)
 PLANS, SWEEPS, PLAN_FILE, COMPILED = "plans", "sweeps", "plan.json", "compiled"
-SHAPES_PROGRAMS = ("model.", "lora.", "optim.", "sharding.", "hw.", "trainer.", "sample.")
+SHAPES_PROGRAMS = ("model.", "lora.", "objective.", "optim.", "sharding.", "hw.", "trainer.", "sample.")
 SHAPES_NOTHING = (
     "model.name",
     "model.path",

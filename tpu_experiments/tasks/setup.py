@@ -76,6 +76,7 @@ def start_of(config: Config, folder: RunFolder) -> StartPoint | None:
 
 SWAPPED: dict[str, tuple[str, ...]] = {
     "model": ("find_folder", "empty", "require_weights", "weights", "outer_name"),
+    "objective": ("count", "row_loss", "scores"),
     "optim": ("init", "update"),
     "trainer": ("run",),
 }

@@ -5,6 +5,7 @@
 
 import logging
 import math
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -35,6 +36,7 @@ from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
+from tpu_experiments.objectives.base import has_draws
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import default_folder
@@ -128,6 +130,8 @@ WEIGHTED_STAGE = 2**17
 equal size have different orders."""
 REPLAY_STAGE = 2**16
 """Offset of the stage number in the seed of the order of its replayed rows, so that it differs from that of its own."""
+HELD_OUT_STREAM = 2**63
+"""First index of held-out batches for the random words of an objective; those of training are below."""
 NOISE_STREAM = 2**192
 """First Philox counter of the noise words of dropout; the orders of rows use counters from 0."""
 
@@ -323,13 +327,18 @@ def has_dropout(config: Config) -> bool:
 
 
 def with_dropout_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
-    """Return the global batch with a random word for every row, where the training step has dropout.
+    """Return the global batch with a random word for every row, where adapters have dropout or the objective draws.
 
     Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
     """
-    if not has_dropout(config):
+    if not (has_dropout(config) or has_draws(config)):
         return batch
-    key = np.array([config.seed % 2**64, stage << 32 | step], np.uint64)
+    return with_noise(batch, seed=config.seed, index=stage << 32 | step)
+
+
+def with_noise(batch: Batch, *, seed: int, index: int) -> Batch:
+    """Return the batch with a random word for every row, a function of the seed, the batch's index and the row's."""
+    key = np.array([seed % 2**64, index], np.uint64)
     words_G = np.random.Philox(key=key, counter=NOISE_STREAM).random_raw(batch.num_rows)
     return replace(batch, noise_G=(words_G >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
@@ -345,13 +354,25 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
     global_rows = evaluation_rows(inputs.stages)
     held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
     return {
-        name: (
-            trim_padding(b, config=config)
-            for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows)
+        name: _with_held_out_noise(
+            name,
+            (
+                trim_padding(b, config=config)
+                for b in fixed_batches(rows.take(slice(0, per_source)), global_rows=global_rows)
+            ),
+            config=config,
         )
         for name, rows in held_out.items()
         if rows.num_rows
     }
+
+
+def _with_held_out_noise(name: str, batches: Iterable[Batch], *, config: Config) -> Iterable[Batch]:
+    """Yield batches with the same random words in every evaluation, where the objective draws."""
+    if not has_draws(config):
+        return batches
+    first = HELD_OUT_STREAM + (zlib.crc32(name.encode()) << 24)
+    return (with_noise(batch, seed=config.seed, index=first + number) for number, batch in enumerate(batches))
 
 
 def evaluation_rows(stages: Sequence[Stage]) -> int:

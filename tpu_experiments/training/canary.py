@@ -229,6 +229,7 @@ def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
             clip_norm=config.optim.clip_norm,
             sum_over_processes=list,
             row_loss=host.row_loss,
+            count=host.objective.count,
         )
         state = zero_state(optimizer, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
         geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])

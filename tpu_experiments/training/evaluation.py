@@ -70,19 +70,23 @@ class Evaluator:
         parameters: Mapping[str, Tensor],
         token_scores: TokenScores | None = None,
         widths: Widths | None = None,
+        draws: bool = False,
     ) -> None:
         """Create the evaluator; without `token_scores` it reports the loss alone.
 
-        `token_scores` must have the same loss as `row_loss`.
+        Args:
+            token_scores: has the held-out loss that is reported, instead of `row_loss`.
+            draws: whether batches have a random word for every row.
         """
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
-        self.token_scores, self.widths = token_scores, widths
+        self.token_scores, self.widths, self.draws = token_scores, widths, draws
         self.program = runtime.program(self.sums, name="evaluate", held=lambda: parameters)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Return the names of the program's inputs, (rows, T) int32 each."""
-        return ROW_TENSORS if self.token_scores is None else (*ROW_TENSORS, TEXT)
+        """Return the names of the program's inputs, int32: (rows, T) each, `noise` (rows,)."""
+        names = ROW_TENSORS if self.token_scores is None else (*ROW_TENSORS, TEXT)
+        return (*names, NOISE) if self.draws else names
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
         """Evaluate every source's batches; all processes take part."""

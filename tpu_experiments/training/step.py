@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.dropout import NOISE
-from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, row_losses, soft_cap_of, target_weights
-from tpu_experiments.models.loss import chunked_row_losses
+from tpu_experiments.objectives.base import Computing, Rows
+from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.base import Optimizer, State, clip, global_norm
 from tpu_experiments.optim.loss_scale import adapted, scale_of
 from tpu_experiments.runtime.base import Runtime
@@ -77,9 +76,10 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-Rows = Mapping[str, Tensor]
 RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor]]
 """(module, parameters, rows (R, T)) to per-row loss sums in nats (R,) and supervised tokens (R,)."""
+Count = Callable[[Rows], Tensor]
+"""(rows (R, T)) to the number of predictions that their loss is the sum over, shape ()."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
 ROW_TENSORS = ("ids", "learn", "positions", "segments")
 
@@ -106,41 +106,10 @@ class StepOutput:
 # ---- loss ---------------------------------------------------------------------------------------------------
 
 
-def next_token_loss(
-    module: nn.Module,
-    parameters: Mapping[str, Tensor],
-    rows: Rows,
-    *,
-    chunk_tokens: int | None = None,
-    num_shards: int = 1,
-    loop: Loop = python_loop,
-    constrain: Constrain = unconstrained,
-) -> tuple[Tensor, Tensor]:
-    """Return the next-token cross-entropy sums in nats and the supervised tokens, (R,) each.
-
-    Args:
-        chunk_tokens: tokens per device whose logits exist at once. With None, or a head that is more than a matrix
-            product, all logits exist at once.
-        num_shards: devices of this process that the rows are split over.
-    """
-    if chunk_tokens is None or not has_plain_head(module):
-        return row_losses(logits_of(module, parameters, rows), rows)
-    hidden_BTH, head_VH = hidden_of(module, parameters, rows)
-    positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
-    cap = soft_cap_of(module)
-    return chunked_row_losses(
-        hidden_BTH, head_VH, rows, chunk_positions=positions, loop=loop, constrain=constrain, soft_cap=cap
-    )
-
-
-def loss_settings(config: Config, runtime: Runtime) -> dict[str, Any]:
-    """Return one process's keyword arguments of `next_token_loss` and `next_token_scores`."""
-    return {
-        "chunk_tokens": config.trainer.loss_chunk_tokens,
-        "num_shards": num_shards(config) // runtime.share[1],
-        "loop": runtime.loop,
-        "constrain": runtime.constrain,
-    }
+def computing_of(config: Config, runtime: Runtime) -> Computing:
+    """Return how this process computes losses."""
+    shards = num_shards(config) // runtime.share[1]
+    return Computing(config.trainer.loss_chunk_tokens, shards, runtime.loop, runtime.constrain)
 
 
 # ---- step ---------------------------------------------------------------------------------------------------
@@ -157,13 +126,14 @@ class TrainStep:
         clip_norm: float | None,
         sum_over_processes: SumOverProcesses,
         row_loss: RowLoss = next_token_loss,
+        count: Count = count_next_tokens,
         loop: Loop = python_loop,
         constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.norm_groups = norm_groups
         self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
-        self.sum_over_processes, self.row_loss = sum_over_processes, row_loss
+        self.sum_over_processes, self.row_loss, self.count = sum_over_processes, row_loss, count
         self.loop, self.constrain = loop, constrain
 
     def __call__(
@@ -178,8 +148,9 @@ class TrainStep:
             batch: `ids`, `learn`, `positions`, `segments` (A, R, T) int32, `lr` (1,) float32, and `noise` (A, R)
                 int32 where adapters have dropout, `trains` (N,) where a stage of the run does not train everything.
         """
-        micro_batches = [{k: batch[k][i] for k in ROW_TENSORS} for i in range(batch["ids"].shape[0])]
-        supervised = torch.stack([target_weights(rows)[1].sum() for rows in micro_batches]).sum()
+        names = row_tensors(batch)
+        micro_batches = [{k: batch[k][i] for k in names} for i in range(batch["ids"].shape[0])]
+        supervised = torch.stack([self.count(rows) for rows in micro_batches]).sum()
         (total,) = self.sum_over_processes([supervised])
         total = total.clamp(min=1.0)  # a batch of padding only has a zero gradient, not 0 / 0
         scale = scale_of(state)
@@ -218,7 +189,7 @@ class TrainStep:
 
         Micro-batches run in a device loop, so that the program's size does not depend on their number.
         """
-        names = (*ROW_TENSORS, NOISE) if NOISE in batch else ROW_TENSORS
+        names = row_tensors(batch)
         values, xs = tuple(parameters.values()), tuple(batch[k] for k in names)
 
         def micro(weights: Sequence[Tensor], tensors: Sequence[Tensor], total: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -240,6 +211,11 @@ class TrainStep:
         zeros = tuple(torch.zeros_like(value) for value in values)
         summed, (row_losses_AR,) = self.loop(body, carry=zeros, xs=xs, consts=(total, *values))
         return list(summed), row_losses_AR
+
+
+def row_tensors(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of a batch's tensors that have an entry for every row."""
+    return (*ROW_TENSORS, NOISE) if NOISE in batch else ROW_TENSORS
 
 
 def finite(x: Tensor) -> Tensor:

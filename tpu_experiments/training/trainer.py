@@ -32,8 +32,9 @@ from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.loss import Scores, next_token_scores
+from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
+from tpu_experiments.objectives.base import Objective, has_draws, objective_of
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.loss_scale import with_loss_scale
@@ -65,9 +66,8 @@ from tpu_experiments.training.step import (
     StepOutput,
     TrainStep,
     commit,
-    loss_settings,
+    computing_of,
     mask_tensors,
-    next_token_loss,
     seed_of,
 )
 from tpu_experiments.training.stop import StopFlag, StoppedByRequest
@@ -165,11 +165,11 @@ class Trainer:
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return loss sum in nats and number of supervised tokens of every row, (R,) each."""
-        return next_token_loss(module, parameters, rows, **loss_settings(self.config, self.runtime))
+        return self.objective.row_loss(module, parameters, rows)
 
     def token_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return evaluation's token scores for the loss of `row_loss`; unused where that is overridden."""
-        return next_token_scores(module, parameters, rows, **loss_settings(self.config, self.runtime))
+        return self.objective.scores(module, parameters, rows)
 
     def build_optimizer(self) -> Optimizer:
         """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
@@ -178,6 +178,11 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Return the held-out evaluation of the current parameters."""
         return self.evaluator.run(self.held_out)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """Return what is learnt from rows, and what the loss is divided by."""
+        return objective_of(self.config, computing_of(self.config, self.runtime))
 
     @cached_property
     def held_out(self) -> dict[str, list[Batch]]:
@@ -217,6 +222,7 @@ class Trainer:
             clip_norm=config.optim.clip_norm,
             sum_over_processes=runtime.sum_over_processes,
             row_loss=self.row_loss,
+            count=self.objective.count,
             loop=runtime.loop,
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
@@ -235,15 +241,16 @@ class Trainer:
         log.info("%s", self.model.report)
 
     def build_evaluator(self) -> Evaluator:
-        """Create the evaluator; with an overridden `row_loss` it reports the loss alone."""
-        is_own = type(self).row_loss is not Trainer.row_loss
+        """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
+        has_scores = type(self).row_loss is Trainer.row_loss and self.objective.has_scores
         tokenizer = self.inputs.tokenizer  # None in a plan
         return Evaluator(
             self.model.module,
             runtime=self.runtime,
             row_loss=self.row_loss,
             parameters=self.parameters,
-            token_scores=None if is_own else self.token_scores,
+            token_scores=self.token_scores if has_scores else None,
+            draws=has_draws(self.config),
             widths=widths_of(tokenizer) if tokenizer is not None else None,
         )
 

@@ -27,7 +27,7 @@ from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.evaluation import Sampler, Scorer
-from tpu_experiments.training.step import loss_settings
+from tpu_experiments.training.step import computing_of
 
 MOST_ROWS = 8
 """Answers generated at once; every device computes all of them."""
@@ -60,7 +60,7 @@ class ModelAndBase:
         source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
         self.parameters = model.trainable
-        token_scores = partial(next_token_scores, **loss_settings(config, runtime))
+        token_scores = partial(next_token_scores, **vars(computing_of(config, runtime)))
         self.scorer = Scorer(model.module, runtime=runtime, token_scores=token_scores, parameters=self.parameters)
         self.sampler = Sampler(
             model.module,

@@ -15,6 +15,7 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
+from tpu_experiments.objectives.base import has_draws
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_dropout
@@ -120,13 +121,14 @@ def lowered_sample(trainer: Any, *, rows: int, window: int, name: str = "sample"
 
 def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> dict[str, Tensor]:
     """Return placeholders for a batch of rows."""
-    return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name in names}
+    sizes = {name: shape[:-1] if name == NOISE else shape for name in names}
+    return {name: torch.empty(size, dtype=torch.int32, device="meta") for name, size in sizes.items()}
 
 
 def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
     """Return placeholders for a training batch."""
     batch = rows_like(shape) | {"lr": torch.empty(1, device="meta")}
-    if has_dropout(config):
+    if has_dropout(config) or has_draws(config):
         batch[NOISE] = torch.empty(shape[:2], dtype=torch.int32, device="meta")
     return batch
 

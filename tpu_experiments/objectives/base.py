@@ -1,0 +1,74 @@
+"""Training objectives: what a model learns from rows of tokens, and what the loss is divided by.
+
+`objective._target_` names the class. It is made with the keys of its config beside `name` and `_target_`, and with
+`computing`. Legend: R rows, T tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.targets import locate
+from tpu_experiments.models.loss import Scores
+from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
+
+Rows = Mapping[str, Tensor]
+"""`ids`, `learn`, `positions`, `segments`, (R, T) int32 each; with `Objective.draws` also `noise`, (R,) int32."""
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How a process computes losses."""
+
+    chunk_tokens: int | None = None
+    """Tokens per device whose logits exist at once; None: those of all tokens."""
+    num_shards: int = 1
+    """Devices of this process that the rows are split over."""
+    loop: Loop = python_loop
+    constrain: Constrain = unconstrained
+
+
+class Objective(Protocol):
+    """A training objective; the class that `objective._target_` names must implement it."""
+
+    draws: bool
+    """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
+    the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
+    has_scores: bool
+    """Whether `scores` returns something: accuracy and bits per byte are then measured in evaluations."""
+
+    def count(self, rows: Rows) -> Tensor:
+        """Return the number of predictions that a micro-batch's loss is the sum over, shape (), float32.
+
+        The gradient is divided by its sum over the global batch.
+        """
+        ...
+
+    def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the loss sum, which is differentiated, and the number of predictions of every row, (R,) each.
+
+        Args:
+            parameters: trainable parameters by name, float32, to be used in the place of the module's own.
+        """
+        ...
+
+    def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return loss and hit of every token, without a gradient, for evaluations."""
+        ...
+
+
+def objective_of(config: Config, computing: Computing) -> Objective:
+    """Make the objective that `objective._target_` names, with the settings of `objective`."""
+    settings = asdict(config.objective)
+    for name in ("_target_", "name"):
+        settings.pop(name)
+    objective: Objective = locate(config.objective._target_, key="objective")(**settings, computing=computing)
+    return objective
+
+
+def has_draws(config: Config) -> bool:
+    """Return whether the objective takes a random word for each row."""
+    return bool(getattr(locate(config.objective._target_, key="objective"), "draws", False))
