@@ -25,6 +25,7 @@ from tpu_experiments.config.task_schema import (
     ReportTaskConfig,
     ResumeCheckTaskConfig,
     TaskConfig,
+    TokenizerTaskConfig,
 )
 
 # ---- guard and canary ---------------------------------------------------------------------------------------
@@ -463,6 +464,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_doctor": DoctorTaskConfig,
         "base_evaluate": EvaluateTaskConfig,
         "base_export": ExportTaskConfig,
+        "base_tokenizer": TokenizerTaskConfig,
         "base": TaskConfig,
     },
     "model": {"base": ModelConfig},
