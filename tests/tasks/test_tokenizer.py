@@ -111,9 +111,10 @@ def test_the_same_texts_give_the_same_bytes(kind):
 
 CHILD = """
 import hashlib, json, sys
-from tests.tasks.test_tokenizer import settings, trained
+from tpu_experiments.config.task_schema import TokenizerTaskConfig
+from tpu_experiments.tasks.tokenizer.training import trained
 texts = [json.loads(line)["text"] for line in open(sys.argv[2], encoding="utf-8")]
-tokenizer = trained(settings(sys.argv[1], vocab_size=int(sys.argv[3])), lambda: texts)
+tokenizer = trained(TokenizerTaskConfig(name="tokenizer", kind=sys.argv[1], vocab_size=8000), lambda: texts)
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
 
@@ -122,8 +123,8 @@ print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bytes_in_other_processes_with_other_threads(kind, shared_data):
     digests = set()
-    for threads in ("1", "2", "2"):
-        words = [sys.executable, "-c", CHILD, kind, str(shared_data / "ro_text.jsonl"), "8000"]
+    for threads in ("1", "2"):
+        words = [sys.executable, "-c", CHILD, kind, str(shared_data / "ro_text.jsonl")]
         done = subprocess.run(
             words, env=os.environ | {"RAYON_NUM_THREADS": threads}, cwd=REPOSITORY, capture_output=True, check=True
         )
