@@ -112,7 +112,7 @@ def run(config: Config) -> None:
         return
     is_planned = config.task.name == "plan"
     # Data is prepared on the host, so that a machine without the chips can do it for one that has them.
-    hw = replace(config.hw, device="cpu") if config.task.name == "prepare" else config.hw
+    hw = replace(config.hw, device="cpu") if config.task.name in ("prepare", "tokenizer") else config.hw
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
     if needs_device and hw.device == "cuda":  # before the first request to the Hub
         prepare_environment(hw, is_planned=is_planned)

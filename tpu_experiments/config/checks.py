@@ -26,12 +26,14 @@ from tpu_experiments.config.task_schema import (
     exporting_problems,
     generating_problems,
     serving_problems,
+    tokenizer_problems,
 )
 from tpu_experiments.config.tracing import tracing_problems
 
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
-NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export")
+OF_TASKS = (doctoring_problems, exporting_problems, tokenizer_problems)
+NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "tokenizer")
 
 
 def hardware_problems(config: Config) -> list[str]:
@@ -220,7 +222,7 @@ def _task(config: Config) -> list[str]:
     folder = Path(__file__).parents[1] / "tasks"
     tasks = [module.name for module in pkgutil.iter_modules([str(folder)])]
     if config.task.name in tasks:
-        return doctoring_problems(config.task) + exporting_problems(config.task)
+        return [p for rule in OF_TASKS for p in rule(config.task)]
     return [f"task.name={config.task.name}; there is no such task. {suggest(config.task.name, tasks)}"]
 
 

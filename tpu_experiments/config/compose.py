@@ -25,6 +25,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.messages import choices, sentence
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.config.schema import GROUPS, Config
+from tpu_experiments.config.task_schema import TokenizerTaskConfig
 
 PROMPT = "Hello! What can you help me with?"
 """Sample prompt if neither the config nor the data names one."""
@@ -49,6 +50,8 @@ def to_config(composed: DictConfig) -> Config:
     check(config)
     if config.name is None and config.task.name == "report":
         config.name = "report"  # the other keys describe one run, and a report covers many
+    if config.name is None and isinstance(config.task, TokenizerTaskConfig):
+        config.name = _default_name(config.task.kind, list(config.data), str(config.task.vocab_size))
     if config.name is None:
         model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
         config.name = _default_name(model, list(config.data), config.hw.name)

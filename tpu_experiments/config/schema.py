@@ -26,6 +26,7 @@ from tpu_experiments.config.task_schema import (
     ResumeCheckTaskConfig,
     ServeTaskConfig,
     TaskConfig,
+    TokenizerTaskConfig,
 )
 
 # ---- guard and canary ---------------------------------------------------------------------------------------
@@ -493,6 +494,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_doctor": DoctorTaskConfig,
         "base_evaluate": EvaluateTaskConfig,
         "base_export": ExportTaskConfig,
+        "base_tokenizer": TokenizerTaskConfig,
         "base": TaskConfig,
     },
     "model": {"base": ModelConfig},

@@ -389,6 +389,147 @@ def exporting_problems(task: TaskConfig) -> list[str]:
     return problems
 
 
+# ---- tokenizer ----------------------------------------------------------------------------------------------
+
+KINDS = ("bbpe", "spm_bpe", "unigram", "wordpiece", "deberta_v3")
+"""Kinds of tokenizer that task=tokenizer trains."""
+SPECIAL_TOKENS: dict[str, dict[str, str]] = {
+    "bbpe": {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"},
+    "spm_bpe": {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "unigram": {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "wordpiece": {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    },
+    "deberta_v3": {
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "unk_token": "[UNK]",
+        "mask_token": "[MASK]",
+    },
+}
+"""Special tokens of each kind by transformers' name, in the order of their ids."""
+NUM_BYTES = 256
+BYTE_KINDS = ("bbpe", "spm_bpe", "unigram")
+"""Kinds whose vocabulary has all bytes, so that no text has an unknown part."""
+OF_CONVERSATIONS = ("<|im_start|>", "<|im_end|>")
+"""Further special tokens of the kinds for decoders: the marks of model.chat_format=chatml."""
+
+
+@dataclass
+class TokenizerTaskConfig(TaskConfig):
+    """Settings of task=tokenizer."""
+
+    kind: str = choice(*KINDS, default="bbpe")
+    """`bbpe`: BPE of bytes, as GPT-2 and Llama 3. `spm_bpe`: SentencePiece's BPE with bytes for rare characters, as
+    Llama 2 and Mistral. `unigram`: SentencePiece's unigram model, with bytes too. `wordpiece`: BERT's, cased.
+    `deberta_v3`: unigram with the special tokens and the normalisation of transformers' DebertaV2Tokenizer."""
+    vocab_size: int = number(default=32000, at_least=1, at_most=2**24)
+    """Entries of the vocabulary, with special and reserved tokens and bytes, before it is rounded up."""
+    pad_vocab_to_multiple_of: int = number(default=128, at_least=1)
+    """The vocabulary is rounded up to a multiple of this, filled with reserved tokens, so that the embedding's rows
+    divide among devices and tiles of a TPU."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """Strings of special tokens by transformers' name (`bos_token`, `mask_token`), where they differ from the kind's;
+    not for `deberta_v3`."""
+    additional_special_tokens: list[str] | None = None
+    """Further special tokens; null takes `<|im_start|>` and `<|im_end|>` for bbpe, spm_bpe and unigram, none for the
+    others."""
+    reserved_tokens: int = number(default=0, at_least=0)
+    """Special tokens `<|reserved_0|>`, ... without a use yet, within `vocab_size`."""
+    min_frequency: int = number(default=2, at_least=0)
+    """Occurrences of a pair from which it is merged; no effect on unigram and deberta_v3."""
+    max_token_length: int | None = number(default=None, at_least=1)
+    """Largest length of a token in characters, of bbpe in bytes; null is 16 as in SentencePiece, and unlimited for bbpe
+    and wordpiece, whose trainer has no limit."""
+    character_coverage: float = number(default=0.9995, above=0, at_most=1)
+    """Share of the characters, the most frequent first, whose kinds are in the vocabulary (SentencePiece's default);
+    the others are unknown, or bytes. No effect on bbpe."""
+    normalization: str = choice("none", "nfc", "nfkc", default="none")
+    """Unicode form that texts are brought to before they are split; `none` lets every text round trip. deberta_v3 has
+    NFC of its own."""
+    digits: str = choice("any", "three", "single", default="three")
+    """Largest number of digits in a token: any, three (as Llama 3) or one (as Llama 2 and Qwen 2)."""
+    max_bytes: int | None = number(default=2**30, at_least=1)
+    """UTF-8 bytes of the training documents that are used, drawn by a hash of content and `seed`; null uses all."""
+    held_out_bytes: int | None = number(default=2**23, at_least=1)
+    """UTF-8 bytes of held-out documents that are measured, drawn in the same way; null measures all."""
+    compare_with: str | None = place("model", default=None)
+    """Folder or Hub id of a tokenizer that is measured on the same text."""
+    folder: str | None = place("folder", default=None)
+    """Folder to write, local or gs://; null is `<output_dir>/tokenizers/<name>`."""
+
+    @property
+    def specials(self) -> dict[str, str]:
+        """Return the special tokens that have a name, in the order of their ids."""
+        return SPECIAL_TOKENS[self.kind] | self.special_tokens
+
+    @property
+    def additional(self) -> list[str]:
+        """Return the further special tokens."""
+        if self.additional_special_tokens is not None:
+            return self.additional_special_tokens
+        return list(OF_CONVERSATIONS) if self.kind in BYTE_KINDS else []
+
+    @property
+    def num_pieces(self) -> int:
+        """Return the entries that are trained: what special and reserved tokens and bytes leave."""
+        taken = len(self.specials) + len(self.additional) + self.reserved_tokens
+        return self.vocab_size - taken - (NUM_BYTES if self.kind in BYTE_KINDS else 0)
+
+    @property
+    def total_size(self) -> int:
+        """Return the entries of the vocabulary after rounding up."""
+        multiple = self.pad_vocab_to_multiple_of
+        return -(-self.vocab_size // multiple) * multiple
+
+
+def tokenizer_problems(task: TaskConfig) -> list[str]:
+    """Return invalid settings of task=tokenizer; none for another task."""
+    if not isinstance(task, TokenizerTaskConfig) or task.kind not in KINDS:
+        return []
+    problems = []
+    names = SPECIAL_TOKENS[task.kind]
+    known = sorted({name for of_kind in SPECIAL_TOKENS.values() for name in of_kind})
+    for name in task.special_tokens:
+        if name not in known:
+            problems.append(f"task.special_tokens has {name!r}; there is no such special token. {suggest(name, known)}")
+    if task.kind == "deberta_v3" and any(names.get(n) != token for n, token in task.special_tokens.items()):
+        problems.append(
+            f"task.special_tokens={task.special_tokens} with task.kind=deberta_v3; its tokens are {', '.join(names)} "
+            "as in DebertaV2Tokenizer; leave it out."
+        )
+    if task.kind == "deberta_v3" and task.normalization != "none":
+        problems.append(
+            f"task.normalization={task.normalization} with task.kind=deberta_v3; DebertaV2Tokenizer normalises to NFC "
+            "whatever is set; leave it out."
+        )
+    if task.max_token_length is not None and task.kind == "wordpiece":
+        problems.append(
+            f"task.max_token_length={task.max_token_length} with task.kind=wordpiece; its trainer has no limit; leave "
+            "it out."
+        )
+    tokens = [*task.specials.values(), *task.additional]
+    if "" in tokens or len(set(tokens)) < len(tokens):
+        problems.append(f"task.special_tokens; of {tokens} one is empty or there twice; name each once.")
+    if any(token.startswith("<|reserved_") for token in tokens):
+        problems.append(
+            "task.additional_special_tokens; <|reserved_0|> and so on are task.reserved_tokens=; rename it."
+        )
+    if task.num_pieces < 1:
+        needed = task.vocab_size - task.num_pieces + 1
+        problems.append(
+            f"task.vocab_size={task.vocab_size}; special tokens ({len(tokens)}), task.reserved_tokens="
+            f"{task.reserved_tokens} and {NUM_BYTES if task.kind in BYTE_KINDS else 0} bytes leave nothing to train; "
+            f"set {needed} or, to be of use, some thousands."
+        )
+    return problems
+
+
 # ---- report and resume_check --------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from tpu_experiments.data.prepare import Preparation, prepare
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.steps.epochs import WrittenEpoch
+from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
@@ -108,14 +109,18 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
     cache = CacheSettings(
         folder=default_folder(), max_bytes=int(loader.cache_gib * GIB), read_ahead_bytes=loader.read_ahead_mib * MIB
     )
-    readers = {
+    return Preparation(
+        config.prepare, folder, tokenizer, own_readers(config), cache if paths.is_remote(folder) else None, is_lookup
+    )
+
+
+def own_readers(config: Config) -> dict[str, Read]:
+    """Return the readers of the user's own, by source."""
+    return {
         name: locate(source._target_, key=f"data.{name}")
         for name, source in config.data.items()
         if source._target_ != DEFAULT_READER
     }
-    return Preparation(
-        config.prepare, folder, tokenizer, readers, cache if paths.is_remote(folder) else None, is_lookup
-    )
 
 
 def stages_with_data(config: Config) -> list[Stage]:

@@ -37,7 +37,7 @@ from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.steps.pack import flatten
-from tpu_experiments.data.tokens.tokenize import DocumentTokenizer, Tokens
+from tpu_experiments.data.tokens.tokenize import ByteTokenizer, DocumentTokenizer, Tokens
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import SEAL, UNSEALED, DamagedFile, require_seal, require_sha256, sealed
 
@@ -90,6 +90,15 @@ def _turns(document: Document) -> list[dict[str, str | bool | None]] | None:
     return turns or None
 
 
+def read_texts(folder: str, name: str) -> list[list[str]]:
+    """Read the texts of a block's documents: one each, or of a conversation one for each turn that is not blank."""
+    table = pyarrow.parquet.read_table(io.BytesIO(_read(_path(folder, name))), columns=["text", "messages"])
+    return [
+        [row["text"]] if row["messages"] is None else [t["content"] for t in row["messages"] if t["content"].strip()]
+        for row in table.to_pylist()
+    ]
+
+
 def documents_exist(names: Iterable[str], folder: str) -> bool:
     """Return whether the document files of all these blocks exist; each file is written atomically."""
     return all(paths.exists(_path(folder, name)) for name in names)
@@ -130,7 +139,8 @@ class BlockSettings:
     """Whether MinHash signatures are written, to search for near duplicates."""
     is_compared: bool
     """Whether `exact_key` hashes are written, to search for documents that are equal letter for letter."""
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
+    """None writes no tokens, and lengths in bytes."""
     documents_folder: str | None = None
 
 
@@ -165,7 +175,7 @@ class BlockMaker:
     def __init__(self, settings: BlockSettings) -> None:
         self.settings = settings
         self.cleaner = Cleaner(settings.clean)
-        self.tokenizer = DocumentTokenizer(settings.tokenizer)
+        self.tokenizer = ByteTokenizer() if settings.tokenizer is None else DocumentTokenizer(settings.tokenizer)
         self.signer = Signer() if settings.is_signed else None
 
     def __call__(self, block: Block) -> str:
@@ -212,9 +222,11 @@ class BlockMaker:
         settings, documents = self.settings, [document for document, _ in made]
         stem = paths.join(settings.folder, "blocks", block.name)
         flat = flatten(tokens for _, tokens in made)
-        tokens_file = save({"ids": flat.ids_L, "flags": flat.flags_L})
-        paths.write_bytes_atomic(f"{stem}.tokens.safetensors", tokens_file)
-        digests = {"tokens": hashlib.sha256(tokens_file).hexdigest()}
+        digests = {}
+        if settings.tokenizer is not None:
+            tokens_file = save({"ids": flat.ids_L, "flags": flat.flags_L})
+            paths.write_bytes_atomic(f"{stem}.tokens.safetensors", tokens_file)
+            digests["tokens"] = hashlib.sha256(tokens_file).hexdigest()
         if self.signer is not None:
             buffer = io.BytesIO()
             np.save(buffer, self.signer.signatures(documents))

@@ -45,10 +45,10 @@ def tokens_key(
     *,
     source: DataSourceConfig,
     content: list[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     has_tables: bool = False,
 ) -> str:
-    """Return the cache key of a source's tokenised documents.
+    """Return the cache key of a source's tokenised documents; `tokenizer` None keys those that are only cleaned.
 
     Args:
         content: fingerprints of the source's files or documents.
@@ -67,8 +67,8 @@ def tokens_key(
             **({"exact": True} if source.duplicates.exact == "drop" else {}),
             **({"keep": spec.keep} if spec.keep else {}),
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
-            "tokenizer": tokenizer_hash(tokenizer),
-            "template": template_hash(tokenizer) if spec.kind == "chat" else None,
+            "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
+            "template": template_hash(tokenizer) if tokenizer is not None and spec.kind == "chat" else None,
             **({"quoting": spec.quoting} if has_tables else {}),
             **({"chat": CHAT_VERSION} if spec.kind == "chat" else {}),
         }

@@ -1,6 +1,6 @@
 """Tokenisation of a source into blocks: the first half of the preparation, shared by every row length.
 
-<folder>/<source>-tokens-<key>/blocks/…      see data/steps/blocks.py
+<folder>/<source>-tokens-<key>/blocks/…      see data/steps/blocks.py; `-documents-` where they are only cleaned
                                blocks.json   their names, in order; written last
 """
 
@@ -79,7 +79,7 @@ def tokenize_source(
     spec: SourceSpec,
     *,
     source: DataSourceConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     settings: PrepareConfig,
     folder: str,
     read: Read | None,
@@ -88,7 +88,8 @@ def tokenize_source(
 ) -> TokenizedSource:
     """Return the source's blocks, made now, completed, or reused.
 
-    With `found="verified"` the checksums of existing blocks are verified, and damaged blocks are made again.
+    With `found="verified"` the checksums of existing blocks are verified, and damaged blocks are made again. With
+    `tokenizer` None the documents are only cleaned, and their lengths are bytes (data/texts.py).
 
     Raises:
         NotPrepared: the blocks are not complete, and `is_lookup` forbids making any.
@@ -105,7 +106,7 @@ def tokenize_source(
     has_tables = any(is_table(file.name) for file in found_parts.files)
     content = [line for lines in contents for line in lines]
     key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer, has_tables=has_tables)
-    target = paths.join(folder, f"{spec.name}-tokens-{key}")
+    target = paths.join(folder, f"{spec.name}-{'documents' if tokenizer is None else 'tokens'}-{key}")
     done = paths.join(target, BLOCKS)
     made = read_record(done, expected={"key": key}, is_lookup=is_lookup)
     if is_lookup and made is None:

@@ -272,6 +272,34 @@ class DocumentTokenizer:
         return self._is_marker[token_id]
 
 
+class ByteTokenizer:
+    """Documents as their UTF-8 bytes, where no tokenizer exists yet; refuses what `DocumentTokenizer` would refuse.
+
+    Of conversations, the bytes of all turns that are not blank.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def tokenize(self, documents: Sequence[Document]) -> list[Tokens | Refused]:
+        """Return the bytes of each document, one id each, or the reason for none, in order."""
+        return [self._bytes(document) for document in documents]
+
+    def _bytes(self, document: Document) -> Tokens | Refused:
+        if document.messages is not None and not _up_to_last_answer(document):
+            return _no_answer(document)
+        content = "".join(texts_of(document)).encode()
+        ids = np.frombuffer(content, np.uint8).astype(np.int32)
+        return Tokens(ids, np.full(len(ids), LEARN, np.uint8), document.id)
+
+
+def texts_of(document: Document) -> list[str]:
+    """Return the text of a document, or the contents of a conversation's turns that are not blank."""
+    if document.messages is None:
+        return [document.text or ""]
+    return [content for _, content in document.messages if content.strip()]
+
+
 _Arrays = tuple[NDArray[np.int32], NDArray[np.uint8]]
 _Ids = list[int] | NDArray[np.int32]
 

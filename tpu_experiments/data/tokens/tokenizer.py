@@ -23,11 +23,13 @@ def load_tokenizer(
     chat_template_path: str | None,
     chat_format: str = "tokenizer",
     remote_code: str = "refuse",
+    key: str = "model.tokenizer_path",
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or Hub id, with the chat template of a file or named format if set.
 
     Args:
         remote_code: `model.remote_code`, the policy for a tokenizer with Python code of its own.
+        key: config key that `path` was read from, for messages.
 
     Raises:
         ConfigError: there is no tokenizer, or one without character offsets, no such template file, both a file
@@ -41,15 +43,14 @@ def load_tokenizer(
     local = find_local(path)
     if local is None and path.startswith((".", "/", "~")):
         raise ConfigError(
-            f"model.tokenizer_path={path}; there is no such folder. {near_misses(path)}"
-            "Name the folder of a tokenizer, or a Hub id."
+            f"{key}={path}; there is no such folder. {near_misses(path)}Name the folder of a tokenizer, or a Hub id."
         )
     from transformers import AutoTokenizer  # imports torch (4 s), which the workers of a preparation do without
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     try:
         values = get_tokenizer_config(str(local or path), revision=revision)
-        require_no_code(values, source=f"model.tokenizer_path={path}", remote_code=remote_code)
+        require_no_code(values, source=f"{key}={path}", remote_code=remote_code)
         tokenizer = AutoTokenizer.from_pretrained(
             str(local or path), revision=revision, trust_remote_code=remote_code == "run"
         )
@@ -58,12 +59,12 @@ def load_tokenizer(
     except Exception as error:  # transformers and the Hub client raise a dozen unrelated types
         where = "this folder holds no tokenizer" if local else "the Hub gave no tokenizer"
         raise ConfigError(
-            f"model.tokenizer_path={path}; {where} ({_first_line(error)}); point "
-            "model.tokenizer_path= at a folder with tokenizer.json and tokenizer_config.json."
+            f"{key}={path}; {where} ({_first_line(error)}); point "
+            f"{key}= at a folder with tokenizer.json and tokenizer_config.json."
         ) from error
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"model.tokenizer_path={path}; {type(tokenizer).__name__} gives no character offsets, "
+            f"{key}={path}; {type(tokenizer).__name__} gives no character offsets, "
             "which the chat masks need; use a tokenizer with a tokenizer.json."
         )
     if chat_template_path is not None:
@@ -72,7 +73,7 @@ def load_tokenizer(
     elif chat_format != "tokenizer":
         tokenizer.chat_template = _format_template(chat_format, tokenizer=tokenizer)
     elif tokenizer.chat_template:
-        _try_template(tokenizer, place=f"model.tokenizer_path={path}; its chat template")
+        _try_template(tokenizer, place=f"{key}={path}; its chat template")
     return tokenizer
 
 

@@ -30,6 +30,8 @@ _LLAMA3_WORDS = (
     r"\s+(?!\S)|\s+"
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace("{1,3}", "")
+WORDS_OF_DIGITS = {"any": _GPT2_WORDS, "three": _LLAMA3_WORDS, "single": _QWEN2_WORDS}
+"""Patterns of byte-level BPE by the largest number of digits in a word: GPT-2's, Llama 3's and Qwen 2's."""
 BLANK, _BLANK_WORDS = "\u2581", re.compile(" *[^ ]+| +")
 LETTER = "x"
 """Text before a word when it is encoded: only the first word of a text may get a prepended blank."""
