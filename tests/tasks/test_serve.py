@@ -269,6 +269,15 @@ def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
     assert found[0]
 
 
+# A shell's background ignores Ctrl-C, and what is started there inherits it.
+COMMAND = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[0] = "run.py"
+runpy.run_path("run.py", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_another_temperature_or_model_compiles_nothing(run, tmp_path):
     """The command, on torch_xla: the base has the programs of the trained model."""
@@ -277,7 +286,7 @@ def test_another_temperature_or_model_compiles_nothing(run, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "run.py", *words, f"output_dir={tmp_path / 'none'}"],
+            [sys.executable, "-c", COMMAND, *words, f"output_dir={tmp_path / 'none'}"],
             cwd=REPOSITORY,
             env=environment,
             stdout=subprocess.PIPE,
