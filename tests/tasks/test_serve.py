@@ -259,9 +259,13 @@ def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
             os.kill(os.getpid(), signal.SIGINT)
 
     client = threading.Thread(target=ask_and_interrupt)
-    client.start()
-    serve.run(make_config("task=serve", f"task.port={port}", f"task.run={run}", *SMALL))
-    client.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    try:
+        client.start()
+        serve.run(make_config("task=serve", f"task.port={port}", f"task.run={run}", *SMALL))
+        client.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
     assert printed.out == f"http://127.0.0.1:{port}/\n"
     assert "stopped by Ctrl-C" in printed.err
