@@ -269,13 +269,13 @@ def test_a_plugin_is_looked_up_without_running_its_module(foreign_package: str) 
 
 
 def test_a_group_of_one_choice_takes_no_list() -> None:
-    groups = ("task", "hw", "curriculum", "lora", "optim", "schedule", "sharding", "trainer")
+    groups = ("task", "hw", "curriculum", "lora", "objective", "optim", "schedule", "sharding", "trainer")
     with pytest.raises(ConfigError, match=r"^model takes exactly one choice; write model=NAME .*qwen05b"):
         require_single_choices(dict.fromkeys(groups, "x"))
 
 
 def test_a_local_file_that_is_not_there_is_refused() -> None:
-    groups = ("task", "model", "hw", "curriculum", "lora", "optim", "schedule", "sharding", "trainer")
+    groups = ("task", "model", "hw", "curriculum", "lora", "objective", "optim", "schedule", "sharding", "trainer")
     require_single_choices({**dict.fromkeys(groups, "x"), "local": "default"})
     with pytest.raises(ConfigError, match=r"^local=mine; there is no conf/local/mine.yaml"):
         require_single_choices({**dict.fromkeys(groups, "x"), "local": "mine"})

@@ -29,6 +29,7 @@ GROUPS = {
     "hw": "the machine; changes the speed, never the mathematics",
     "curriculum": "stages, in order",
     "lora": "adapters; none trains every weight",
+    "objective": "what is learnt from a row of tokens",
     "optim": "optimizer",
     "schedule": "learning rate over a stage",
     "sharding": "what is split over the devices",

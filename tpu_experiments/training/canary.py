@@ -212,6 +212,7 @@ def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
     host = copy.copy(trainer)
     host.runtime = copy.copy(trainer.runtime)
     host.runtime.loop, host.runtime.constrain, host.runtime.device = python_loop, unconstrained, torch.device("cpu")
+    host.objective = host.build_objective()
     stage, config = trainer.inputs.stages[0], trainer.config
     with without_attention_kernel():
         model = build_model(

@@ -171,6 +171,10 @@ class Trainer:
         """Return evaluation's token scores for the loss of `row_loss`; unused where that is overridden."""
         return self.objective.scores(module, parameters, rows)
 
+    def build_objective(self) -> Objective:
+        """Create the objective named by `objective._target_`, for this trainer's runtime."""
+        return objective_of(self.config, computing_of(self.config, self.runtime))
+
     def build_optimizer(self) -> Optimizer:
         """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
         return optimizer_of(self.config)
@@ -178,11 +182,6 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Return the held-out evaluation of the current parameters."""
         return self.evaluator.run(self.held_out)
-
-    @cached_property
-    def objective(self) -> Objective:
-        """Return what is learnt from rows, and what the loss is divided by."""
-        return objective_of(self.config, computing_of(self.config, self.runtime))
 
     @cached_property
     def held_out(self) -> dict[str, list[Batch]]:
@@ -200,6 +199,7 @@ class Trainer:
     def build(self) -> None:
         """Create model and optimizer state on the device, and the programs of a run."""
         config, runtime = self.config, self.runtime
+        self.objective = self.build_objective()
         self.model = build_model(
             self.model_source(),
             lora=config.lora,
