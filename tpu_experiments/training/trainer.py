@@ -153,6 +153,7 @@ class Trainer:
         self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
     ) -> None:
         self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
+        self.objective = self.build_objective()
         self.stop = StopFlag(config.checkpoint.grace_seconds, agree=runtime.any_process)
         self.saver: Saver
         self.progress = Progress(data=inputs.audit_hashes)
@@ -199,7 +200,6 @@ class Trainer:
     def build(self) -> None:
         """Create model and optimizer state on the device, and the programs of a run."""
         config, runtime = self.config, self.runtime
-        self.objective = self.build_objective()
         self.model = build_model(
             self.model_source(),
             lora=config.lora,
