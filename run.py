@@ -49,6 +49,8 @@ from tpu_experiments.sweeping.launcher import PointLauncher
 log = logging.getLogger(__name__)
 LOADING = ("train", "evaluate", "generate", "serve", "export", "resume_check")
 """Tasks that import torch, torch_xla and transformers, which takes 8 s on one core, before their first log line."""
+ON_THE_HOST = ("prepare", "tokenizer", "export")
+"""Tasks that use no chips, so that a machine without them can do them for one that has them."""
 
 register()
 REPOSITORY = Path(__file__).parent
@@ -111,8 +113,7 @@ def run(config: Config) -> None:
     if config.task.name == "train" and config.hw.num_hosts == 1 and print_if_finished(config):
         return
     is_planned = config.task.name == "plan"
-    # Data is prepared on the host, so that a machine without the chips can do it for one that has them.
-    hw = replace(config.hw, device="cpu") if config.task.name in ("prepare", "tokenizer") else config.hw
+    hw = replace(config.hw, device="cpu") if config.task.name in ON_THE_HOST else config.hw
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
     if needs_device and hw.device == "cuda":  # before the first request to the Hub
         prepare_environment(hw, is_planned=is_planned)

@@ -28,7 +28,15 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export import gguf_tokenizer
-from tpu_experiments.export.gguf import ADAPTER, Card, Conversion, file_name, is_exact, write_adapter_file, write_models
+from tpu_experiments.export.gguf import (
+    ADAPTER,
+    Conversion,
+    Metadata,
+    file_name,
+    is_exact,
+    write_adapter_file,
+    write_models,
+)
 from tpu_experiments.export.weights import WholeModel, whole_model
 from tpu_experiments.tasks.export import llama_cpp
 from tpu_experiments.tasks.export.forms import WRITERS, _license
@@ -38,7 +46,7 @@ from tpu_experiments.tasks.generate.origin import Origin
 
 pytestmark = pytest.mark.xla
 SAMPLES = Path("tpu_experiments/samples")
-CARD = Card("tiny", "owner/base", license="apache-2.0")
+METADATA = Metadata("tiny", "owner/base", license="apache-2.0")
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -173,7 +181,7 @@ def as_ggml_computes(model: Any) -> Any:
 @pytest.mark.parametrize("case", only(KEPT, CASES), ids=str)
 def test_llama_cpp_computes_what_transformers_does(tmp_path: Path, tokenizer: Any, case: Case) -> None:
     model = made(case)
-    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], card=CARD)
+    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], metadata=METADATA)
     read = LlamaCppModel(str(tmp_path / file_name("f32")))
     as_ggml_computes(model)
     ids = IDS[:126]
@@ -198,7 +206,7 @@ def test_gemma_is_exact_but_for_its_gelu(tmp_path: Path, tokenizer: Any, case: C
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.zero_()
-    write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], card=CARD)
+    write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], metadata=METADATA)
     read = LlamaCppModel(str(tmp_path / file_name("f32")))
     torch.testing.assert_close(read.log_probs(IDS[:126]), log_probs(model, IDS[:126]), atol=1e-4, rtol=0)
     assert not is_exact("f32", type(model).__name__)
@@ -211,7 +219,7 @@ def sha256(file: Path) -> str:
 
 def test_longer_text_than_one_call_takes(tmp_path: Path, tokenizer: Any) -> None:
     model = made(CASES[0], max_position_embeddings=256)
-    write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], card=CARD)
+    write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], metadata=METADATA)
     read = LlamaCppModel(str(tmp_path / file_name("f32")))
     torch.testing.assert_close(read.log_probs(IDS), log_probs(model, IDS), atol=1e-4, rtol=0)
     first = int(log_probs(model, IDS)[-1].argmax())
@@ -226,7 +234,7 @@ def test_longer_text_than_one_call_takes(tmp_path: Path, tokenizer: Any) -> None
 )
 def test_the_types_hold_the_weights(tmp_path: Path, tokenizer: Any, kind: str, bound: float) -> None:
     model = made(CASES[3], intermediate_size=84)  # biases of 336 bytes are padded
-    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=[kind], card=CARD)
+    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=[kind], metadata=METADATA)
     assert written.digests == {file_name(kind): sha256(tmp_path / file_name(kind))}
     reader = gguf.GGUFReader(tmp_path / file_name(kind))
     found = {tensor.name: tensor for tensor in reader.tensors}
@@ -252,7 +260,7 @@ def test_q8_0_keeps_the_perplexity(tmp_path: Path, tokenizer: Any) -> None:
     """All types are written in one pass, and none is further from the model than its limit."""
     model = AutoModelForCausalLM.from_pretrained(SAMPLES / "tiny_base").eval()
     kinds = {"f16": 1.002, "bf16": 1.002, "q8_0": 1.005}
-    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=list(kinds), card=CARD)
+    written = write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=list(kinds), metadata=METADATA)
     text = "\n".join(
         json.loads(line)["text"] for line in (SAMPLES / "wiki_ro.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     )
@@ -270,13 +278,13 @@ def test_a_tied_embedding_is_written_once(tmp_path: Path, tokenizer: Any) -> Non
     names = {}
     for is_tied in (True, False):
         model = made(CASES[0], tie_word_embeddings=is_tied)
-        write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f16"], card=CARD)
+        write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f16"], metadata=METADATA)
         names[is_tied] = {tensor.name for tensor in gguf.GGUFReader(tmp_path / file_name("f16")).tensors}
     assert names[False] - names[True] == {"output.weight"}
 
 
 def test_the_file_says_where_it_comes_from(tmp_path: Path, tokenizer: Any) -> None:
-    write_models(str(tmp_path), model=whole(made(CASES[0])), tokenizer=tokenizer, types=["f16"], card=CARD)
+    write_models(str(tmp_path), model=whole(made(CASES[0])), tokenizer=tokenizer, types=["f16"], metadata=METADATA)
     fields = gguf.GGUFReader(tmp_path / file_name("f16")).fields
     expected = {
         "general.architecture": "llama",
@@ -317,7 +325,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
 ) -> None:
     model = made(case, max_position_embeddings=128)
     with pytest.raises(ConfigError, match=problem):
-        write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f16"], card=CARD)
+        write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f16"], metadata=METADATA)
     assert not list(tmp_path.iterdir())
 
 
@@ -326,7 +334,7 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path, tokenizer: Any) -> N
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = 7e4
     with pytest.raises(ConfigError, match=r"blk\.0\.ffn_up\.weight has the value 7e\+04, and float16 ends at 65504"):
-        write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f16"], card=CARD)
+        write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f16"], metadata=METADATA)
 
 
 # ---- the adapter --------------------------------------------------------------------------------------------
@@ -365,14 +373,14 @@ def test_llama_cpp_adds_the_adapter(tmp_path: Path, tokenizer: Any, case: Case, 
         if isinstance(part, torch.nn.Linear) and name != "lm_head":
             parameters[f"{name}.lora_A"] = 0.1 * torch.randn(4, part.in_features)
             parameters[f"{name}.lora_B"] = 0.1 * torch.randn(part.out_features, 4)
-    write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], card=CARD)
+    write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], metadata=METADATA)
     digests = write_adapter_file(
         str(tmp_path),
         config=model.config,
         architecture=type(model).__name__,
         parameters=parameters,
         lora=lora,
-        card=CARD,
+        metadata=METADATA,
     )
     assert digests == {ADAPTER: sha256(tmp_path / ADAPTER)}
     base = LlamaCppModel(str(tmp_path / file_name("f32"))).log_probs(IDS[:40])
@@ -418,7 +426,7 @@ def test_the_adapter_of_a_run_on_its_base_is_the_merged_model(
     bases = {item.name: item.tensor for item in source.weights(list(subject.model.shapes))}
     base = replace(subject.model, read=lambda effect, dtype: iter(bases.items()))
     (tmp_path / "base").mkdir()
-    write_models(str(tmp_path / "base"), model=base, tokenizer=tokenizer, types=["f32"], card=CARD)
+    write_models(str(tmp_path / "base"), model=base, tokenizer=tokenizer, types=["f32"], metadata=METADATA)
     file = str(tmp_path / "base" / "model-f32.gguf")
     adapted = WithAdapter(file, str(tmp_path / ADAPTER)).log_probs(ids)
     torch.testing.assert_close(adapted, merged, atol=1e-4, rtol=0)
@@ -452,7 +460,7 @@ def test_the_licence_is_that_of_the_bases_model_card(
 
 
 def test_a_file_that_is_cut_off_is_refused_with_llama_cpps_reason(tmp_path: Path, tokenizer: Any) -> None:
-    write_models(str(tmp_path), model=whole(made(CASES[0])), tokenizer=tokenizer, types=["f16"], card=CARD)
+    write_models(str(tmp_path), model=whole(made(CASES[0])), tokenizer=tokenizer, types=["f16"], metadata=METADATA)
     file = tmp_path / file_name("f16")
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(OSError, match="not within the file bounds"):
@@ -485,7 +493,7 @@ def test_without_the_package_gguf_nothing_is_written(
     with pytest.raises(
         ConfigError, match=r"the package gguf is not installed; `pip install 'tpu_experiments\[export\]"
     ):
-        write_models(str(tmp_path), model=model, tokenizer=tokenizer, types=["f16"], card=CARD)
+        write_models(str(tmp_path), model=model, tokenizer=tokenizer, types=["f16"], metadata=METADATA)
 
 
 # ---- tokenizers ---------------------------------------------------------------------------------------------
@@ -531,7 +539,7 @@ def sentencepiece_like(texts: list[str]) -> dict[str, Any]:
 
 def tokens_in_llama_cpp(folder: Path, tokenizer: Any, lines: list[str], **values: Any) -> list[list[int]]:
     model = made(CASES[0], num_hidden_layers=1, vocab_size=len(tokenizer) + 3, **values)
-    written = write_models(str(folder), model=whole(model), tokenizer=tokenizer, types=["f16"], card=CARD)
+    written = write_models(str(folder), model=whole(model), tokenizer=tokenizer, types=["f16"], metadata=METADATA)
     read = LlamaCppModel(str(folder / file_name("f16")), drops_blank=written.doubles_blank)
     return [read.ids(line) for line in lines]
 
@@ -655,7 +663,7 @@ def test_merges_that_llama_cpp_would_not_follow_are_counted(lines: list[str]) ->
 
 
 def test_tokens_of_padding_are_unused_and_ids_are_the_tokenizers(tmp_path: Path, tokenizer: Any) -> None:
-    write_models(str(tmp_path), model=whole(made(CASES[0])), tokenizer=tokenizer, types=["f16"], card=CARD)
+    write_models(str(tmp_path), model=whole(made(CASES[0])), tokenizer=tokenizer, types=["f16"], metadata=METADATA)
     fields = gguf.GGUFReader(tmp_path / file_name("f16")).fields
     types = fields["tokenizer.ggml.token_type"].contents()
     tokens = fields["tokenizer.ggml.tokens"].contents()

@@ -16,7 +16,7 @@ from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.card import Card, page
 from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.export.quantised import write_int8, write_nf4
+from tpu_experiments.export.quantised import Int8Layout, NF4Layout, write_quantised
 from tpu_experiments.export.weights import whole_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import adapter_weights
@@ -28,7 +28,7 @@ pytestmark = [
     # transformers reports its own deprecated names to PEFT, and bitsandbytes imports what torch 2.9 calls deprecated.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-WRITE = {"int8": write_int8, "nf4": write_nf4}
+FORMS = ("int8", "nf4")
 MODELS = ("mistral7b", "qwen05b", "gemma3_270m")
 
 
@@ -52,7 +52,8 @@ def merged(make_config, model, *words):
 
 
 def written(folder, form, model, tokenizer, *, dtype=torch.float32, **more):
-    return WRITE[form](str(folder), model=model, dtype=dtype, tokenizer=tokenizer, **more)
+    layout = Int8Layout() if form == "int8" else NF4Layout(dtype)
+    return write_quantised(str(folder), layout, model=model, dtype=dtype, tokenizer=tokenizer, **more)
 
 
 def decoded(model, form, *, left=()):
@@ -85,7 +86,7 @@ def scope_of(text):
     return scope
 
 
-@pytest.mark.parametrize("form", WRITE)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", MODELS)
 def test_transformers_computes_with_the_decoded_weights(make_config, tmp_path, tokenizer, model, form):
     whole = merged(make_config, model)
@@ -110,7 +111,7 @@ def test_transformers_computes_with_the_decoded_weights(make_config, tmp_path, t
     assert reader.model.config.tie_word_embeddings == whole.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("form", WRITE)
+@pytest.mark.parametrize("form", FORMS)
 def test_the_lines_of_its_card_load_it(make_config, tmp_path, tokenizer, form):
     whole = merged(make_config, "qwen05b")
     written(tmp_path, form, whole, tokenizer)
@@ -210,7 +211,7 @@ def test_nf4_is_what_bitsandbytes_saves(make_config, tmp_path, tokenizer):
     assert ours == {name: saved[name] for name in ours}
 
 
-@pytest.mark.parametrize("form", WRITE)
+@pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_is_rounded_once(make_config, tmp_path, tokenizer, form):
     """What is not quantised is in bfloat16; codes are of the merged float32 weights, not of rounded ones."""
     whole = merged(make_config, "qwen05b")
@@ -243,7 +244,7 @@ def test_bfloat16_is_rounded_once(make_config, tmp_path, tokenizer, form):
     assert (as_loaded - logits).abs().max() < 0.05 * logits.abs().max()
 
 
-@pytest.mark.parametrize("form", WRITE)
+@pytest.mark.parametrize("form", FORMS)
 def test_shards(make_config, tmp_path, tokenizer, form):
     whole = merged(make_config, "qwen05b")
     one, several = tmp_path / "one", tmp_path / "several"
@@ -279,7 +280,7 @@ def test_widths_that_a_library_cannot_read_stay_as_they_are(make_config, tmp_pat
     torch.testing.assert_close(reader.log_probs(ids), logits.log_softmax(-1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("form", WRITE)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_model_without_linear_layers_is_refused(tmp_path, tokenizer, form):
     arch = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64}
     source = HuggingFaceModel(ModelConfig(name="x", path="", init="random", arch=arch, dtype="float32"), seed=0)

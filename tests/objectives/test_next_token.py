@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.tiers import only
 from tests.training.runs import finished, losses, run
 from tests.training.tiny import Run, built, random_batch
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.models.forward import logits_of, target_weights
@@ -18,6 +19,7 @@ from tpu_experiments.objectives.base import Computing, objective_of
 from tpu_experiments.objectives.next_token import NextToken
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.tasks.setup import check_targets
 from tpu_experiments.training.batches import with_noise
 
 pytestmark = pytest.mark.xla
@@ -183,3 +185,11 @@ def test_an_objective_of_your_own_is_one_file_and_one_yaml(lab, tmp_path, runtim
     refused = run("task=evaluate", f"task.run={again / 'own'}", output_dir=tmp_path / "e")
     assert refused.returncode == 2
     assert "my_lab.objective.Half" in refused.stderr
+
+
+def test_an_objective_that_does_not_say_what_it_needs_is_refused(make_config, monkeypatch):
+    """Before anything is written, and not by a traceback in the middle of a run."""
+    config = make_config(*TINY)
+    monkeypatch.delattr(NextToken, "has_scores")
+    with pytest.raises(ConfigError, match=r"^objective\._target_=.*NextToken; its has_scores must be True or False"):
+        check_targets(config)

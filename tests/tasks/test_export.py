@@ -187,12 +187,25 @@ def test_worse_ends_with_exit_code_1(run, capsys):
 
 
 def test_without_its_data_it_is_not_checked_and_says_why(run):
-    shutil.rmtree(run.parent / "prepared")
+    shutil.move(run.parent / "prepared", run.parent / "elsewhere")
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("test_fraction: 0.05", "test_fraction: 0.0"))
     ((merged,),) = exported(run, "task.forms=[merged]").values()
     assert merged.verdict == "not checked"
     assert "held-out text" in merged.reason
+    shutil.rmtree(run.parent / "prepared", ignore_errors=True)
+    shutil.move(run.parent / "elsewhere", run.parent / "prepared")
+    (run / "config.yaml").write_text(text)
+    ((merged,),) = exported(run, "task.forms=[merged]").values()
+    assert merged.verdict == "ok", "what was not compared is compared by the next command"
+
+
+def test_another_limit_is_another_comparison(run):
+    limit = "task.parity.max_perplexity_ratio"
+    ((merged,),) = exported(run, "task.forms=[merged]", f"{limit}=1.0000000001").values()
+    assert merged.verdict == "worse"
+    ((merged,),) = exported(run, "task.forms=[merged]", f"{limit}=1.01").values()
+    assert (merged.verdict, merged.max_perplexity_ratio) == ("ok", 1.01)
 
 
 def test_to_a_bucket(run, gcs_bucket):
@@ -245,3 +258,20 @@ def test_nothing_named_is_refused():
     config = composed("task=export")
     with pytest.raises(ConfigError, match=r"it needs task\.run=FOLDER of a run, or task\.adapter=FOLDER"):
         export.exported(config, config.task)
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_whose_base_was_drawn_at_random(tmp_path, gcs_bucket):
+    """Its base lies beside it in the bucket, where PEFT cannot read."""
+    random = ("model=qwen05b", "model.size=tiny")
+    name = finished(*TRAINING, *random, output_dir=tmp_path)["name"]
+    place = f"{gcs_bucket}/runs/{name}"
+    for file in (tmp_path / name).rglob("*"):
+        if file.is_file() and "tensorboard" not in file.parts:
+            paths.copy_file(str(file), f"{place}/{file.relative_to(tmp_path / name)}")
+    shutil.rmtree(tmp_path / name)
+    words = (f"task.run={place}", f"output_dir={tmp_path}", "task.forms=[peft]", "hw.num_threads=1", *SHORT)
+    config = composed("task=export", *words)
+    ((peft,),) = export.exported(config, config.task).values()
+    assert (peft.verdict, peft.reader.split()[0]) == ("ok", "PEFT")
+    assert "export.json" in paths.list_names(f"{place}/export/peft")

@@ -349,9 +349,11 @@ def _base(config: Config) -> list[str]:
             f"model.base_activations=int8 with model.base={model.base}; integers are multiplied with the codes of int8 "
             "weights only; use model.base=int8."
         )
-    if model.base == "int8" and "float16" in (model.dtype, getattr(config.task, "dtype", None)):
+    dtypes = {"model.dtype": model.dtype, "task.dtype": getattr(config.task, "dtype", None)}
+    keys = [key for key, dtype in dtypes.items() if dtype == "float16"]
+    if model.base == "int8" and keys:
         problems.append(
-            "model.base=int8 with model.dtype=float16; sums over integer codes exceed float16's 65,504; use "
+            f"model.base=int8 with {keys[-1]}=float16; sums over integer codes exceed float16's 65,504; use "
             "model.base=nf4 or dense."
         )
     return problems

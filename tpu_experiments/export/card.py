@@ -15,6 +15,8 @@ from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
 from tpu_experiments.storage import paths
 
 CARD = "README.md"
+MARKER = "export.json"
+"""File that is written last beside a form: the form is then complete."""
 NF4_CONFIG = (
     'nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double}, '
     'bnb_4bit_compute_dtype="{dtype}")'

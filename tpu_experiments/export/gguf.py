@@ -47,8 +47,8 @@ GEMMA_PERIOD = 6
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a file says of its origin."""
+class Metadata:
+    """What a file says of its origin: GGUF's keys `general.*`."""
 
     name: str
     base: str
@@ -98,7 +98,7 @@ def write_models(
     model: WholeModel,
     tokenizer: PreTrainedTokenizerBase,
     types: Sequence[str],
-    card: Card,
+    metadata: Metadata,
 ) -> WrittenModels:
     """Write `model-<type>.gguf` of each type in one pass over the weights.
 
@@ -107,7 +107,7 @@ def write_models(
     """
     conversion = Conversion(model.config, model.architecture)
     vocabulary = vocabulary_of(tokenizer, config=model.config)
-    files = [_ModelFile(folder, kind, conversion, model, vocabulary, card) for kind in dict.fromkeys(types)]
+    files = [_ModelFile(folder, kind, conversion, model, vocabulary, metadata) for kind in dict.fromkeys(types)]
     try:
         for name, tensor in conversion.tensors(model):
             for file in files:
@@ -129,7 +129,7 @@ class _ModelFile:
         conversion: "Conversion",
         model: WholeModel,
         vocabulary: Vocabulary,
-        card: Card,
+        metadata: Metadata,
     ) -> None:
         gguf = library()
         self.name, self.kind, self._hash = file_name(kind), kind, hashlib.sha256()
@@ -137,7 +137,7 @@ class _ModelFile:
         self.types = {name: storage_type(kind, shape) for name, shape in conversion.shapes(model).items()}
         self._writer = writer = gguf.GGUFWriter(path, conversion.arch)
         writer.add_type(gguf.GGUFType.MODEL)
-        card.add_to(writer)
+        metadata.add_to(writer)
         count = sum(math.prod(shape) for shape in conversion.shapes(model).values())
         writer.add_size_label(gguf.size_label(count, count, 0, 0))
         writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
@@ -378,7 +378,7 @@ def write_adapter_file(
     architecture: str,
     parameters: Mapping[str, Tensor],
     lora: LoraConfig,
-    card: Card,
+    metadata: Metadata,
 ) -> dict[str, str]:
     """Write a LoRA adapter as `ADAPTER`, which llama.cpp adds to a GGUF file of the base when it loads.
 
@@ -394,7 +394,7 @@ def write_adapter_file(
     path = Path(folder) / ADAPTER
     writer = gguf.GGUFWriter(path, conversion.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)
-    card.add_to(writer)
+    metadata.add_to(writer)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scale_of(lora) * lora.r)

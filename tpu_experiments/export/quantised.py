@@ -179,60 +179,26 @@ class NF4Layout:
         }
 
 
-def write_int8(
-    folder: str,
-    *,
-    model: WholeModel,
-    dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase,
-    max_shard_bytes: float = math.inf,
-    generation: str | None = None,
-    effect: Effect | None = None,
-) -> Quantised:
-    """Write the model with int8 weights in compressed-tensors' layout, one file's tensors in memory at a time.
-
-    Args:
-        dtype: of everything that is not quantised; scales are float32.
-        effect: receives what the adapters change, before quantisation.
-
-    Raises:
-        ConfigError: most weights of the layers cannot be quantised.
-    """
-    return _write(folder, Int8Layout(), model, dtype, tokenizer, max_shard_bytes, generation, effect)
-
-
-def write_nf4(
-    folder: str,
-    *,
-    model: WholeModel,
-    dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase,
-    max_shard_bytes: float = math.inf,
-    generation: str | None = None,
-    effect: Effect | None = None,
-) -> Quantised:
-    """Write the model with NF4 weights in bitsandbytes' layout, one file's tensors in memory at a time.
-
-    Args:
-        dtype: of everything that is not quantised, and of products with decoded weights.
-        effect: receives what the adapters change, before quantisation.
-
-    Raises:
-        ConfigError: most weights of the layers cannot be quantised.
-    """
-    return _write(folder, NF4Layout(dtype), model, dtype, tokenizer, max_shard_bytes, generation, effect)
-
-
-def _write(
+def write_quantised(
     folder: str,
     layout: Layout,
+    *,
     model: WholeModel,
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase,
-    max_shard_bytes: float,
-    generation: str | None,
-    effect: Effect | None,
+    max_shard_bytes: float = math.inf,
+    generation: str | None = None,
+    effect: Effect | None = None,
 ) -> Quantised:
+    """Write the model with its layers' weights in a layout of codes, one file's tensors in memory at a time.
+
+    Args:
+        dtype: of everything that is not quantised; int8's scales are float32.
+        effect: receives what the adapters change, before quantisation.
+
+    Raises:
+        ConfigError: most weights of the layers cannot be quantised.
+    """
     chosen = [name for name in model.shapes if name in model.linears and layout.holds(_shape(model.shapes[name]))]
     left = [name for name in model.shapes if name in model.linears and name not in chosen]
     inside = sum(empty.numel() for name, empty in model.shapes.items() if any(p.isdigit() for p in name.split(".")))

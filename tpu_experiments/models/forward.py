@@ -163,9 +163,10 @@ def row_losses(logits_BTV: Tensor, batch: Mapping[str, Tensor], *, z_loss: float
         z_loss: factor of log(Z)^2, which is added to the loss of every token.
     """
     targets_BT, weights_BT = target_weights(batch)
-    losses = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten().long(), reduction="none")
+    logits = logits_BTV.flatten(0, 1).float()
+    losses = F.cross_entropy(logits, targets_BT.flatten().long(), reduction="none")
     if z_loss:
-        losses = losses + z_loss * torch.logsumexp(logits_BTV.flatten(0, 1).float(), -1) ** 2
+        losses = losses + z_loss * torch.logsumexp(logits, -1) ** 2
     return (losses.view_as(weights_BT) * weights_BT).sum(1), weights_BT.sum(1)
 
 

@@ -71,4 +71,4 @@ def objective_of(config: Config, computing: Computing) -> Objective:
 
 def has_draws(config: Config) -> bool:
     """Return whether the objective takes a random word for each row."""
-    return bool(getattr(locate(config.objective._target_, key="objective"), "draws", False))
+    return bool(locate(config.objective._target_, key="objective").draws)

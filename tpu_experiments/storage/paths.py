@@ -14,9 +14,11 @@ import math
 import os
 import random
 import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +41,8 @@ PROTOCOLS = frozenset(
     ("file", "memory", "gs", "gcs", "s3", "s3a", "r2", "az", "abfs", "abfss", "adl", "oss", "hf", "http", "https")
 )
 """Allowed protocols: storage and web servers. Others of fsspec render templates, unpack, run or mount their target."""
+COPIED_BYTES = 64 * 2**20
+"""Bytes of a remote file in memory while it is copied."""
 GCSFS_CHUNK_BYTES = 64 * 2**20  # gcsfs uploads in 5 MiB pieces otherwise, one request each
 
 
@@ -208,6 +212,36 @@ def remove_marked(folder: str, marker: str) -> None:
     if not is_link(folder):
         remove_tree(join(folder, marker))
     remove_tree(folder)
+
+
+def require_own(folder: str, *, marker: str, begun: str, advice: str) -> None:
+    """Require a folder to be empty, or a command's own: with its marker, or with the file that it writes first.
+
+    Raises:
+        ConfigError: it holds other files.
+    """
+    names = list_names(folder)
+    if names and marker not in names and begun not in names:
+        raise ConfigError(
+            f"{folder}; it holds {names[0]} and no {marker}, so it is not this command's, and nothing is written over; "
+            f"{advice}."
+        )
+
+
+@contextmanager
+def local_copy(folder: str) -> Iterator[str]:
+    """Yield a local folder with a folder's files; those of a remote one are copied for as long as it is used."""
+    if not is_remote(folder):
+        yield absolute(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="tpu_experiments_") as local:
+        for name in list_names(folder):
+            source = join(folder, name)
+            num_bytes = size_of(source) or 0
+            starts = range(0, num_bytes, COPIED_BYTES)
+            pieces = (memoryview(read_range(source, at, min(at + COPIED_BYTES, num_bytes))) for at in starts)
+            write_chunks_atomic(join(local, name), pieces)
+        yield local
 
 
 def is_link(path: str) -> bool:

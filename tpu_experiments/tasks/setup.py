@@ -105,6 +105,12 @@ def check_targets(config: Config) -> None:
             raise ConfigError(
                 f"{key}._target_={target}; it is {what}; name a class with {', '.join(methods)}, as {key}'s own have."
             )
+    unsaid = [name for name in ("draws", "has_scores") if not isinstance(getattr(found["objective"], name, None), bool)]
+    if unsaid:
+        raise ConfigError(
+            f"objective._target_={named['objective']}; its {' and '.join(unsaid)} must be True or False; set it in the "
+            "class (tpu_experiments/objectives/base.py says what it means)."
+        )
 
 
 def _imported(target: str, *, key: str) -> Any:

@@ -34,7 +34,7 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.objectives.base import Objective, has_draws, objective_of
+from tpu_experiments.objectives.base import Objective, objective_of
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.loss_scale import with_loss_scale
@@ -250,7 +250,7 @@ class Trainer:
             row_loss=self.row_loss,
             parameters=self.parameters,
             token_scores=self.token_scores if has_scores else None,
-            draws=has_draws(self.config),
+            draws=self.objective.draws,
             widths=widths_of(tokenizer) if tokenizer is not None else None,
         )
 

@@ -25,6 +25,10 @@ from tpu_experiments.training.evaluation import Exchange, decoded_documents, exc
 log = logging.getLogger(__name__)
 
 
+class NothingHeldOut(ConfigError):
+    """No source holds a document back for the split."""
+
+
 @dataclass(frozen=True)
 class EvaluationInputs:
     """Inputs of every evaluating process; picklable."""
@@ -92,7 +96,7 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
     """Return the documents of every source that has some in the split.
 
     Raises:
-        ConfigError: no source has.
+        NothingHeldOut: no source has.
     """
     task, preparation = task_of(config), preparation_settings(config, tokenizer=tokenizer, is_lookup=True)
     found = {
@@ -110,7 +114,7 @@ def held_out_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> dict[s
     }
     found = {name: held_out for name, held_out in found.items() if _has_documents(held_out, config)}
     if not found:
-        raise ConfigError(
+        raise NothingHeldOut(
             f"task.split={task.split}; no source holds a document back for it ({_fractions(config)}); raise the "
             "fraction before you train, name files of your own (data.<name>.test_path=, eval_path=), or take the other "
             "split."

@@ -6,6 +6,7 @@ from typing import Any
 
 from tpu_experiments.metrics.bootstrap import Estimate
 from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison
+from tpu_experiments.pages.table import aligned
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 
 Compared = Mapping[str, Comparison]
@@ -75,15 +76,6 @@ def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Return estimates as dicts."""
     sides = {side: {k: asdict(e) for k, e in values.items()} for side, values in scores.items() if side != "answers"}
     return {"answers": scores["answers"], **sides}
-
-
-def aligned(lines: list[tuple[str, ...]]) -> str:
-    """Align columns to their widest cell: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )
 
 
 def _line(name: str, found: Comparison) -> tuple[str, ...]:

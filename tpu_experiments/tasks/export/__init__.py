@@ -17,7 +17,7 @@ from typing import Any
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig
-from tpu_experiments.export.card import CARD, page
+from tpu_experiments.export.card import CARD, MARKER, page
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
@@ -30,10 +30,8 @@ from tpu_experiments.tasks.export.report import as_json, as_markdown, as_table
 from tpu_experiments.tasks.export.subject import Subject, subject_of
 
 log = logging.getLogger(__name__)
-MARKER = "export.json"
 BEGUN = "export_begun.json"
 """File that is written first, which tells an interrupted export's folder from anybody's."""
-PIECE_BYTES = 2**24
 
 
 def run(config: Config) -> None:
@@ -75,25 +73,27 @@ def exported(config: Config, task: ExportTaskConfig) -> dict[str, list[Parity]]:
 
 
 def _complete(folder: str, digest: str) -> list[Parity] | None:
-    """Return the comparisons of a complete form; None if there is none, or one of other weights.
+    """Return the comparisons of a complete form; None if there is none, or one of other weights, or not compared so.
 
     Raises:
         ConfigError: the folder holds something that is not an export's.
     """
-    names = paths.list_names(folder)
-    if names and MARKER not in names and BEGUN not in names:
-        raise ConfigError(
-            f"{folder}; it holds {names[0]} and no {MARKER}, so it is not this command's, and nothing is written over; "
-            "move it away, or name another place with task.folder=."
-        )
-    if MARKER not in names:
+    paths.require_own(
+        folder, marker=MARKER, begun=BEGUN, advice="move it away, or name another place with task.folder="
+    )
+    if not paths.exists(paths.join(folder, MARKER)):
         return None
     facts = strict_json.loads(paths.read_bytes(paths.join(folder, MARKER)))
     sizes = {name: paths.size_of(paths.join(folder, name)) for name in facts["files"]}
+    parities = [Parity(**fields) for fields in facts["parity"]]
     if facts["digest"] != digest or sizes != {name: file["bytes"] for name, file in facts["files"].items()}:
-        log.info("%s holds other weights, or other settings, or is incomplete: it is written anew", folder)
-        return None
-    return [Parity(**fields) for fields in facts["parity"]]
+        reason = "holds other weights, or other settings, or is incomplete"
+    elif any(parity.verdict == "not checked" for parity in parities):
+        reason = "was not compared with the trained model"
+    else:
+        return parities
+    log.info("%s %s: it is written anew", folder, reason)
+    return None
 
 
 def _written(form: str, folder: str, *, subject: Subject, proof: Proof, digest: str) -> list[Parity]:
@@ -134,10 +134,8 @@ def _staged(folder: str) -> Iterator[str]:
 
 
 def _facts(file: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
     with file.open("rb") as content:
-        while piece := content.read(PIECE_BYTES):
-            digest.update(piece)
+        digest = hashlib.file_digest(content, "sha256")
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 

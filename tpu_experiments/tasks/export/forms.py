@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,9 +12,9 @@ from yaml import YAMLError
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.full import write_model
-from tpu_experiments.export.gguf import ADAPTER, Card, file_name, is_exact, write_adapter_file, write_models
+from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.peft import without_start, write_adapter
-from tpu_experiments.export.quantised import write_int8, write_nf4
+from tpu_experiments.export.quantised import Int8Layout, NF4Layout, write_quantised
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
@@ -63,9 +64,11 @@ def write_peft(folder: str, subject: Subject) -> Written:
     )
 
     def read(folder: str, dtype: torch.dtype) -> Reader:
-        return TransformersModel(
-            subject.base_path, adapter=folder, revision=origin.config.model.revision, dtype=dtype, base=source.model
-        )
+        path = subject.base_path  # in a bucket: a base that was drawn at random, beside its run
+        with paths.local_copy(path) if paths.is_remote(path) else nullcontext(path) as base:
+            return TransformersModel(
+                base, adapter=folder, revision=origin.config.model.revision, dtype=dtype, base=source.model
+            )
 
     base = origin.config.model.base
     # No library holds a base in int8 as training did, so it is read unquantised, and differs by that rounding.
@@ -104,8 +107,8 @@ def write_gguf(folder: str, subject: Subject) -> Written:
     task, model = subject.task, subject.model
     types = list(dict.fromkeys(task.gguf_types))
     name = (task.run or task.adapter or str(subject.config.name)).rstrip("/").rpartition("/")[2]
-    card = Card(name, subject.base_path, license=_license(subject))
-    written = write_models(folder, model=model, tokenizer=subject.tokenizer, types=types, card=card)
+    metadata = Metadata(name, subject.base_path, license=_license(subject))
+    written = write_models(folder, model=model, tokenizer=subject.tokenizer, types=types, metadata=metadata)
     digests = dict(written.digests)
     for note in written.notes:
         log.warning("gguf: %s", note)
@@ -118,7 +121,7 @@ def write_gguf(folder: str, subject: Subject) -> Written:
             architecture=model.architecture,
             parameters=parameters,
             lora=lora,
-            card=card,
+            metadata=metadata,
         )
     copies = [
         Copy(kind, _llama_cpp(kind, drops_blank=written.doubles_blank), is_exact=is_exact(kind, model.architecture))
@@ -181,15 +184,16 @@ def require_effect(effect: Effect, subject: Subject) -> None:
         )
 
 
-def write_quantised(folder: str, subject: Subject, *, form: str) -> Written:
+def write_codes(folder: str, subject: Subject, *, form: str) -> Written:
     """Write the whole model with its layers' weights in int8 or NF4, adapters merged in float32 before.
 
     Raises:
         ConfigError: no adapted weight differs from the base after rounding, or no weight can be quantised.
     """
-    effect, write = Effect(), {"int8": write_int8, "nf4": write_nf4}[form]
-    made = write(
+    effect, layout = Effect(), Int8Layout() if form == "int8" else NF4Layout(subject.dtype)
+    made = write_quantised(
         folder,
+        layout,
         model=subject.model,
         dtype=subject.dtype,
         tokenizer=subject.tokenizer,
@@ -216,7 +220,7 @@ WRITERS: dict[str, Callable[[str, Subject], Written]] = {
     "peft": write_peft,
     "merged": write_merged,
     "gguf": write_gguf,
-    "int8": partial(write_quantised, form="int8"),
-    "nf4": partial(write_quantised, form="nf4"),
+    "int8": partial(write_codes, form="int8"),
+    "nf4": partial(write_codes, form="nf4"),
 }
 """By form, in the order of `config.task_schema.FORMS`."""

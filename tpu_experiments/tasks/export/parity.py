@@ -4,9 +4,7 @@ Legend: T tokens of a document, V vocabulary, the tokens of the two models' comm
 """
 
 import math
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from tpu_experiments.tasks.export.readers import Reader
 
-MAX_LOG_PROB_DIFF = {torch.float32: 1e-3}
+MAX_LOG_PROB_DIFF = 1e-3
 """Largest difference of a log-probability in forms that hold float32: 10 times what summing in another order gives."""
 MAX_PERPLEXITY_RATIO = {
     "peft": 1.002,
@@ -29,7 +27,6 @@ MAX_PERPLEXITY_RATIO = {
     "nf4": 1.05,
 }
 """Largest perplexity of an export over that of the trained model, by form or by data type of a GGUF file."""
-MIN_LINES = 1
 
 
 @dataclass(frozen=True)
@@ -105,13 +102,6 @@ class Reference:
             yield ids, torch.load(self.folder / f"{number}.pt")
 
 
-@contextmanager
-def reference(make: Callable[[], Reader], texts: Texts, *, num: int) -> Iterator[Reference]:
-    """Compute the reference, and remove it at the end; the model is freed before an export is read."""
-    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
-        yield Reference(make(), texts, num=num, folder=Path(folder))
-
-
 def compare(
     trained: Reference, export: Reader, *, form: str, arithmetic: torch.dtype, is_exact: bool, max_ratio: float | None
 ) -> Parity:
@@ -143,10 +133,8 @@ def compare(
     reasons = []
     if not math.isfinite(ratio) or max(ratio, 1 / ratio) > limit:
         reasons.append(f"perplexity {ratio:.5f} times the trained model's, and {limit} is the most")
-    if is_exact and largest > MAX_LOG_PROB_DIFF[torch.float32] and arithmetic == torch.float32:
-        reasons.append(
-            f"log-probabilities differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF[torch.float32]} is the most"
-        )
+    if is_exact and largest > MAX_LOG_PROB_DIFF and arithmetic == torch.float32:
+        reasons.append(f"log-probabilities differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF} is the most")
     if different:
         reasons.append(f"its tokenizer splits {len(different)} of {len(split)} lines into other tokens")
     return Parity(

@@ -16,7 +16,7 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.run_folder import with_settings_of_run
-from tpu_experiments.tasks.evaluate.inputs import evaluation_inputs
+from tpu_experiments.tasks.evaluate.inputs import NothingHeldOut, evaluation_inputs
 from tpu_experiments.tasks.evaluate.subject import subject_of as evaluated
 from tpu_experiments.tasks.export.forms import Copy
 from tpu_experiments.tasks.export.parity import Parity, Reference, Texts, compare
@@ -56,8 +56,8 @@ def texts_of(subject: Subject, config: Config) -> Texts:
         try:
             documents = _documents(replace(config, task=wanted), vocab_size=int(subject.source.config.vocab_size))
             break
-        except ConfigError as error:
-            if split == "evaluation" or "no source holds a document back" not in str(error):
+        except NothingHeldOut:
+            if split == "evaluation":
                 raise
     order = np.random.Generator(np.random.Philox(key=config.seed)).permutation(len(documents))
     long = [documents[index] for index in order if len(documents[index]) > 1]

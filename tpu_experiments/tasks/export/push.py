@@ -4,22 +4,18 @@ The token comes from HF_TOKEN alone. huggingface_hub is imported where it is nee
 """
 
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ExportTaskConfig
-from tpu_experiments.export.card import CARD, Card, index_page, page
+from tpu_experiments.export.card import CARD, MARKER, Card, index_page, page
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.export.parity import Parity
 from tpu_experiments.tasks.export.report import as_markdown
 
-MARKER = "export.json"
 TOKEN = "HF_TOKEN"
-PIECE_BYTES = 2**26
 WITHOUT = ("parity.json", "parity.md", MARKER)
 """Files beside those that export.json lists, which are uploaded too."""
 
@@ -148,7 +144,7 @@ def _upload(task: ExportTaskConfig, uploads: Sequence[Upload]) -> None:
         api.create_repo(task.push, private=task.push_private, exist_ok=True)
         _require_own(task.push, uploads, set(api.list_repo_files(task.push)))
         for upload in uploads:
-            with _local(upload) as folder:
+            with paths.local_copy(upload.folder) as folder:
                 files: dict[str, Any] = {name: paths.join(folder, name) for name in upload.sizes}
                 files[CARD] = upload.text.encode()
                 added = [
@@ -187,19 +183,3 @@ def _require_own(repository: str, uploads: Sequence[Upload], there: set[str]) ->
                 f"task.push={repository}; it holds {upload.prefix}{taken[0]} and no {upload.prefix}{MARKER}, so that "
                 "is not an earlier upload's, and nothing is written over; name another repository."
             )
-
-
-@contextmanager
-def _local(upload: Upload) -> Iterator[str]:
-    """Yield a local folder with the files; those of a remote one are copied for as long as it is used."""
-    if not paths.is_remote(upload.folder):
-        yield upload.folder
-        return
-    with tempfile.TemporaryDirectory(prefix="push_") as local:
-        for name, size in upload.sizes.items():
-            if name != CARD:
-                source = paths.join(upload.folder, name)
-                starts = range(0, size, PIECE_BYTES)
-                pieces = (memoryview(paths.read_range(source, at, min(at + PIECE_BYTES, size))) for at in starts)
-                paths.write_chunks_atomic(paths.join(local, name), pieces)
-        yield local

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tpu_experiments.pages.table import aligned
 from tpu_experiments.storage import strict_json
 from tpu_experiments.tasks.export.parity import Parity
 
@@ -28,9 +29,7 @@ def row_of(parity: Parity) -> tuple[str, ...]:
 
 def as_table(found: Mapping[str, Sequence[Parity]]) -> str:
     """Return what the command prints: a row for each copy of the model, and the folders."""
-    rows = [COLUMNS, *(row_of(parity) for parities in found.values() for parity in parities)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [aligned([COLUMNS, *(row_of(parity) for parities in found.values() for parity in parities)])]
     lines += [f"{p.form}: {p.reason}" for parities in found.values() for p in parities if p.reason]
     return "\n".join([*lines, *found])
 

@@ -1,7 +1,7 @@
 """What is exported: the trained weights, their base, the tokenizer, and the folder of the forms."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -90,6 +90,7 @@ class Subject:
             "gguf_types": sorted(task.gguf_types),
             "max_shard_gib": task.max_shard_gib,
             "chat_template": self.tokenizer.chat_template,
+            "parity": asdict(task.parity),
         }
         return hashlib.sha256(strict_json.dumps(facts).encode()).hexdigest()
 

@@ -1,5 +1,7 @@
 """What answers prompts: the reader of prompts, and the decoder of a model's weights or llama.cpp."""
 
+from torch import nn
+
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
@@ -70,6 +72,11 @@ def decoder_of(
         reduced_with_seed=origin.reduced_with_seed,
         origin=origin.text,
     )
+    return decoder_over(module, runtime, task=task, num_rows=num_rows, seed=origin.config.seed)
+
+
+def decoder_over(module: nn.Module, runtime: Runtime, *, task: AnswerTaskConfig, num_rows: int, seed: int) -> Decoder:
+    """Return the decoder of a module on the device, with the task's settings."""
     return Decoder(
         module,
         runtime=runtime,
@@ -77,7 +84,7 @@ def decoder_of(
         num_rows=num_rows,
         max_new_tokens=task.max_new_tokens,
         tokens_per_call=task.tokens_per_call,
-        seed=origin.config.seed,
+        seed=seed,
     )
 
 

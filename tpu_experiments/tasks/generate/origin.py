@@ -15,14 +15,13 @@ from tpu_experiments.config.identity import values_of_run
 from tpu_experiments.config.model_schema import HELD, LoraConfig, ModelConfig, held_as_given
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import AnswerTaskConfig, WeightsConfig
+from tpu_experiments.export.card import MARKER
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.storage import paths
 from tpu_experiments.training.batches import tokenizer_location
 
 log = logging.getLogger(__name__)
-MARKER = "export.json"
-"""File that task=export writes last into the folder of a form."""
 TAKEN = ("seed", "plugins", "model", "lora")
 """Parts taken from a run's config; of its data, only the kinds are read."""
 

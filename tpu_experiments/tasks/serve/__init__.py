@@ -12,13 +12,12 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ServeTaskConfig
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.models.frozen import without_effect
-from tpu_experiments.models.generation import Decoder
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answers
-from tpu_experiments.tasks.generate.decoder import decoder_of, llama_cpp_of, reader_of
-from tpu_experiments.tasks.generate.origin import Origin, origin_of
+from tpu_experiments.tasks.generate.decoder import decoder_of, decoder_over, llama_cpp_of, reader_of
+from tpu_experiments.tasks.generate.origin import origin_of
 from tpu_experiments.tasks.serve.server import ChatServer
 from tpu_experiments.tasks.serve.writer import Writer
 
@@ -83,22 +82,10 @@ def models_of(config: Config, task: ServeTaskConfig) -> tuple[dict[str, Answers]
         return {BASE: Answers(decoder, reader, runtime=runtime)}, {BASE: origin.text}
     models, texts = {TRAINED: Answers(decoder, reader, runtime=runtime)}, {TRAINED: origin.text}
     if task.base_beside and origin.lora.r and origin.reduced_with_seed is None:
-        base = _decoder_of_base(decoder, origin, task)
+        module = without_effect(decoder.module, place=runtime.place)
+        base = decoder_over(module, runtime, task=task, num_rows=1, seed=origin.config.seed)
         return models | {BASE: Answers(base, reader, runtime=runtime)}, texts | {BASE: "the weights before training"}
     return _with_base(models, texts, config, task, runtime=runtime)
-
-
-def _decoder_of_base(decoder: Decoder, origin: Origin, task: ServeTaskConfig) -> Decoder:
-    """Return a decoder of the same weights without the effect of their adapters."""
-    return Decoder(
-        without_effect(decoder.module, place=decoder.runtime.place),
-        runtime=decoder.runtime,
-        choice=task,
-        num_rows=1,
-        max_new_tokens=task.max_new_tokens,
-        tokens_per_call=task.tokens_per_call,
-        seed=origin.config.seed,
-    )
 
 
 def _with_base(

@@ -93,7 +93,8 @@ def tokenizer_of(config: Config, task: TokenizerTaskConfig, folder: str) -> list
     Raises:
         ConfigError: no documents to train on or to measure, or another tokenizer or other files in the folder.
     """
-    _require_own(folder)
+    advice = "name another place with task.folder= or name="
+    paths.require_own(folder, marker=MARKER, begun=BEGUN, advice=advice)
     other = _other(config, task)
     if config.prepare.engine == "local" and config.prepare.workers != 1:
         start_server()
@@ -153,20 +154,6 @@ def _facts(config: Config, task: TokenizerTaskConfig, training: Drawn) -> dict[s
     }
 
 
-def _require_own(folder: str) -> None:
-    """Require a folder that is empty or this command's.
-
-    Raises:
-        ConfigError: it has other files.
-    """
-    names = paths.list_names(folder)
-    if names and MARKER not in names and BEGUN not in names:
-        raise ConfigError(
-            f"{folder}; it holds {names[0]} and no {MARKER}, so it is not this command's, and nothing is written over; "
-            "name another place with task.folder= or name=."
-        )
-
-
 def _complete(folder: str, facts: dict[str, Any]) -> bool:
     """Return whether the folder has this tokenizer.
 
@@ -220,11 +207,7 @@ def _other(config: Config, task: TokenizerTaskConfig) -> PreTrainedTokenizerBase
 
 def _loaded(config: Config, folder: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a complete folder, local or remote."""
-    if not paths.is_remote(folder):
-        return load_tokenizer(paths.absolute(folder), revision=None, chat_template_path=None, key="task.folder")
-    with tempfile.TemporaryDirectory(prefix="tokenizer_") as local:
-        for name in paths.list_names(folder):
-            (Path(local) / name).write_bytes(paths.read_bytes(paths.join(folder, name)))
+    with paths.local_copy(folder) as local:
         return load_tokenizer(local, revision=None, chat_template_path=None, key="task.folder")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.pages.table import aligned
+
 HARD_LINES = (
     "ș ț 日本 🚀",
     "Ştiinţă şi ştiință: ş ţ ș ț",
@@ -161,7 +163,4 @@ def row_of(found: Measures) -> tuple[str, ...]:
 
 def as_table(found: Sequence[Measures]) -> str:
     """Return the table that the command prints."""
-    rows = [COLUMNS, *map(row_of, found)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    return aligned([COLUMNS, *map(row_of, found)])

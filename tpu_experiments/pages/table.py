@@ -1,0 +1,12 @@
+"""Tables of plain text that commands print."""
+
+from collections.abc import Sequence
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Align columns to their widest cell: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
