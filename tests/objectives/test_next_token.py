@@ -182,9 +182,11 @@ def test_an_objective_of_your_own_is_one_file_and_one_yaml(lab, tmp_path, runtim
     assert resumed["eval_loss_before"] == whole["eval_loss_before"]
     assert resumed["eval_loss"] == whole["eval_loss"]
     assert locate("tpu_experiments.objectives.next_token.NextToken", key="objective").draws is False
-    refused = run("task=evaluate", f"task.run={again / 'own'}", output_dir=tmp_path / "e")
-    assert refused.returncode == 2
-    assert "my_lab.objective.Half" in refused.stderr
+    for plugins, sentence in (((), "none of this project's classes"), (words[2:3], "scores next tokens")):
+        refused = run("task=evaluate", f"task.run={again / 'own'}", *plugins, output_dir=tmp_path / "e")
+        assert refused.returncode == 2
+        assert "my_lab.objective.Half" in refused.stderr
+        assert sentence in refused.stderr
 
 
 def test_an_objective_that_does_not_say_what_it_needs_is_refused(make_config, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.training.batches import training_tensors, with_dropout_noise
+from tpu_experiments.training.batches import training_tensors, with_step_noise
 
 ROWS = 24
 
@@ -15,7 +15,7 @@ ROWS = 24
 def words(config, *, stage: int = 0, step: int = 0) -> Batch:
     """A batch with its noise."""
     rows = np.zeros((ROWS, 8), np.int32)
-    return with_dropout_noise(Batch(rows, rows, rows, rows, ["-"] * ROWS), stage, step, config=config)
+    return with_step_noise(Batch(rows, rows, rows, rows, ["-"] * ROWS), stage, step, config=config)
 
 
 def test_words_differ_by_seed_stage_step_and_row(make_config):

@@ -314,7 +314,7 @@ def step_batches(
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = trim_padding(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
         whole = with_all_tokens_learnt(whole) if stage.learn == "all" else whole
-        whole = with_dropout_noise(whole, stage.index, step, config=config)
+        whole = with_step_noise(whole, stage.index, step, config=config)
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
         yield info, {**training_tensors(mine, geometry, lr=lr), **mask}
@@ -331,7 +331,7 @@ def has_dropout(config: Config) -> bool:
     return config.lora.r > 0 and config.lora.dropout > 0
 
 
-def with_dropout_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
+def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
     """Return the global batch with a random word for every row, where adapters have dropout or the objective draws.
 
     Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.

@@ -31,7 +31,7 @@ from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import stacked
-from tpu_experiments.training.batches import stage_rows, training_tensors, with_dropout_noise
+from tpu_experiments.training.batches import stage_rows, training_tensors, with_step_noise
 from tpu_experiments.training.step import TrainStep, mask_tensors
 
 if TYPE_CHECKING:  # the trainer calls this module
@@ -155,7 +155,7 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
             arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
     arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
     few = {name: array[row_indices, :length] for name, array in arrays.items()}
-    whole = with_dropout_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=trainer.config)
+    whole = with_step_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=trainer.config)
     noise = None if whole.noise_G is None else whole.noise_G[row_indices]
     return whole, Batch(**few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
 
