@@ -268,3 +268,10 @@ def test_the_extra_is_named_where_it_is_missing(with_gguf, make_config, monkeypa
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     with pytest.raises(ConfigError, match=r"install the extra: pip install 'tpu_experiments\[export\]'"):
         generate.run(make_config(*SMALL, "task.prompt=a", f"task.run={with_gguf}", "task.weights=gguf"))
+
+
+def test_the_commands_seed_decides_what_is_sampled(run, answers):
+    """The run has a seed of its own, which decides its weights alone."""
+    sampled = (f"task.run={run}", "task.do_sample=true", "task.temperature=2.0")
+    assert answers(*sampled, "seed=1") == answers(*sampled, "seed=1")
+    assert answers(*sampled, "seed=1") != answers(*sampled, "seed=2")

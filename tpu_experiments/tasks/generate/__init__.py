@@ -62,7 +62,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
     else:
         runtime = make_runtime(config)
         num_rows = min(task.batch_rows, max(1, len(prompts)) * task.num_return_sequences)
-        decoder = decoder_of(runtime, origin, source, task=task, num_rows=num_rows)
+        decoder = decoder_of(runtime, origin, source, task=task, num_rows=num_rows, seed=config.seed)
         log.info("%s of model %s, %s, on %s", origin.text, origin.config.model.name, reader.kind, runtime.device)
     answers = Answers(decoder, reader, runtime=runtime, num_sequences=task.num_return_sequences)
     if prompts:

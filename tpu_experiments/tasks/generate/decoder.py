@@ -57,9 +57,12 @@ def _buckets(task: AnswerTaskConfig, *, limit: int | None) -> list[int]:
 
 
 def decoder_of(
-    runtime: Runtime, origin: Origin, source: HuggingFaceModel, *, task: AnswerTaskConfig, num_rows: int
+    runtime: Runtime, origin: Origin, source: HuggingFaceModel, *, task: AnswerTaskConfig, num_rows: int, seed: int
 ) -> Decoder:
     """Load the weights onto the device.
+
+    Args:
+        seed: of the command, not of the run: it decides what is sampled.
 
     Raises:
         ConfigError: they are not of this model, or not whole.
@@ -72,7 +75,7 @@ def decoder_of(
         reduced_with_seed=origin.reduced_with_seed,
         origin=origin.text,
     )
-    return decoder_over(module, runtime, task=task, num_rows=num_rows, seed=origin.config.seed)
+    return decoder_over(module, runtime, task=task, num_rows=num_rows, seed=seed)
 
 
 def decoder_over(module: nn.Module, runtime: Runtime, *, task: AnswerTaskConfig, num_rows: int, seed: int) -> Decoder:

@@ -76,14 +76,14 @@ def models_of(config: Config, task: ServeTaskConfig) -> tuple[dict[str, Answers]
         models, texts = {TRAINED: Answers(llama, reader, runtime=None)}, {TRAINED: f"{llama.file}, by llama.cpp"}
         return _with_base(models, texts, config, task, runtime=None)
     runtime = make_runtime(config)
-    decoder = decoder_of(runtime, origin, source, task=task, num_rows=1)
+    decoder = decoder_of(runtime, origin, source, task=task, num_rows=1, seed=config.seed)
     log.info("%s of model %s on %s", origin.text, origin.config.model.name, runtime.device)
     if is_base:
         return {BASE: Answers(decoder, reader, runtime=runtime)}, {BASE: origin.text}
     models, texts = {TRAINED: Answers(decoder, reader, runtime=runtime)}, {TRAINED: origin.text}
     if task.base_beside and origin.lora.r and origin.reduced_with_seed is None:
         module = without_effect(decoder.module, place=runtime.place)
-        base = decoder_over(module, runtime, task=task, num_rows=1, seed=origin.config.seed)
+        base = decoder_over(module, runtime, task=task, num_rows=1, seed=config.seed)
         return models | {BASE: Answers(base, reader, runtime=runtime)}, texts | {BASE: "the weights before training"}
     return _with_base(models, texts, config, task, runtime=runtime)
 
@@ -103,5 +103,5 @@ def _with_base(
     origin = origin_of(replace(config, task=wanted), wanted, dtype=task.dtype)
     reader, source = reader_of(origin, task, format="chat")
     runtime = runtime or make_runtime(config)
-    decoder = decoder_of(runtime, origin, source, task=task, num_rows=1)
+    decoder = decoder_of(runtime, origin, source, task=task, num_rows=1, seed=config.seed)
     return models | {BASE: Answers(decoder, reader, runtime=runtime)}, texts | {BASE: origin.text}
