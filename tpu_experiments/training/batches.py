@@ -326,17 +326,17 @@ def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str
     return tensors | {"lr": torch.tensor([lr], dtype=torch.float32)}
 
 
-def has_dropout(config: Config) -> bool:
-    """Return whether the training step has dropout."""
-    return config.lora.r > 0 and config.lora.dropout > 0
+def has_noise(config: Config) -> bool:
+    """Return whether training rows have a random word each, for the dropout of adapters or the objective's draws."""
+    return (config.lora.r > 0 and config.lora.dropout > 0) or has_draws(config)
 
 
 def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
-    """Return the global batch with a random word for every row, where adapters have dropout or the objective draws.
+    """Return the global batch with a random word for every row, where the step takes them.
 
     Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
     """
-    if not (has_dropout(config) or has_draws(config)):
+    if not has_noise(config):
         return batch
     return with_noise(batch, seed=config.seed, index=stage << 32 | step)
 

@@ -15,10 +15,9 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
-from tpu_experiments.objectives.base import has_draws
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
-from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_dropout
+from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.step import ROW_TENSORS, mask_tensors
 
 Shape = tuple[int, int, int]
@@ -128,7 +127,7 @@ def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> 
 def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
     """Return placeholders for a training batch."""
     batch = rows_like(shape) | {"lr": torch.empty(1, device="meta")}
-    if has_dropout(config) or has_draws(config):
+    if has_noise(config):
         batch[NOISE] = torch.empty(shape[:2], dtype=torch.int32, device="meta")
     return batch
 

@@ -217,8 +217,9 @@ def _in_order_of_unicode(pieces: Pieces) -> Pieces:
     lowest = min(score for _, score in pieces)
     steps = {piece: (score - lowest) / PENALTY for piece, score in pieces if len(piece) == 1}
     spaced = sorted(p for p, step in steps.items() if step < len(steps) + 0.5 and abs(step - round(step)) < 1e-4)
-    scores = sorted(score for piece, score in pieces if piece in set(spaced))
-    return list((dict(pieces) | dict(zip(spaced, scores, strict=True))).items())
+    score_of = dict(pieces)
+    scores = sorted(score_of[piece] for piece in spaced)
+    return list((score_of | dict(zip(spaced, scores, strict=True))).items())
 
 
 def _characters(task: TokenizerTaskConfig, texts: Texts, normalizer: normalizers.Normalizer) -> list[str]:
