@@ -71,24 +71,27 @@ def ran(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of one process that imports torch once: random cases, the commands above, and a trainer that is broken."""
+    """Of one process that imports torch once: the commands above, and a trainer that is broken."""
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "broken_trainer.py").write_text(BROKEN_TRAINERS)
     broken = [
         ["plugins=[broken_trainer]", f"trainer._target_=broken_trainer.{name}"] for name in ("Raises", "Misleads")
     ]
     (folder / "given.json").write_text(json.dumps([*REFUSED, *broken]))
-    ended = ran(
-        *("--cases", str(NUM_CASES), "--seed", "18", "--tidy", "--json", str(folder / "report.json")),
-        *("--given", str(folder / "given.json"), "--beside", str(folder / "broken_trainer.py")),
-    )
+    given = ("--given", str(folder / "given.json"), "--beside", str(folder / "broken_trainer.py"))
+    return reported("--cases", "0", *given, folder=folder)
+
+
+def reported(*arguments: str, folder: Path) -> dict[str, Any]:
+    ended = ran(*arguments, "--seed", "18", "--tidy", "--json", str(folder / "report.json"))
     assert (folder / "report.json").exists(), ended.stdout + ended.stderr
     loaded: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return loaded
 
 
 @pytest.mark.slow
-def test_random_commands_and_files_end_in_a_sentence_or_train(report: dict[str, Any]) -> None:
+def test_random_commands_and_files_end_in_a_sentence_or_train(tmp_path: Path) -> None:
+    report = reported("--cases", str(NUM_CASES), folder=tmp_path)
     assert report["failings"] == {}
     assert sum(report["verdicts"].values()) == NUM_CASES
     assert report["verdicts"]["refused"] > NUM_CASES // 4

@@ -20,9 +20,11 @@ SMALL = (
     "curriculum.stages.text.steps=60",
     "curriculum.stages.chat.steps=60",
     "trainer.seq_len=128",
-    "trainer.global_batch_rows=16",
+    "trainer.global_batch_rows=8",
     "trainer.log_every_steps=10",
     "trainer.eval_every_steps=30",
+    "trainer.max_eval_rows=16",
+    "sample.max_new_tokens=8",
     "checkpoint.every_steps=100",
     "schedule.warmup_steps=5",
 )
