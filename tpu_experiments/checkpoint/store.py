@@ -85,6 +85,7 @@ def begun(folder: str, *, step: int) -> Draft:
     """Return a draft for the files of this host, of a checkpoint that the first host has begun."""
     target = paths.join(folder, folder_name(step))
     forget(target)
+    paths.make_dirs(target)
     return Draft(target, step)
 
 
@@ -102,7 +103,10 @@ def merge(draft: Draft, drafts: Iterable[Draft]) -> None:
             try:
                 require_size(draft.target, name, facts)
             except (FileNotFoundError, ValueError) as error:
-                raise StorageError(f"{draft.target}: {error}, and another host wrote it") from error
+                raise StorageError(
+                    f"{draft.target}: {error}, as the first host sees it, though another has written it and read it "
+                    "back: output_dir= must be a bucket or a folder that all hosts share"
+                ) from error
         draft.files |= other.files
 
 
