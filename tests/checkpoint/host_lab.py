@@ -30,7 +30,7 @@ from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.state import boxes_needed, newest_parameters, read_state, snapshot
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.config.mesh import Axes, Mesh
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.models.lora import fingerprints
@@ -89,17 +89,22 @@ class HostRuntime(EagerRuntime):
         return [tensor[box.slices].clone() for box in boxes]
 
     def _boxes_of(self, name: str, shape: tuple[int, ...]) -> list[Box]:
-        split = self._mesh.split(self._mesh.named(self._table.axes(name, shape)), ndim=len(shape))
-        if split.is_whole:
-            return [Box.whole(shape)]
-        sizes = tuple(size // tiles for size, tiles in zip(shape, split.tiles, strict=True))
-        found = set()
-        for position, device in enumerate(split.devices):
-            if device in self._devices:
-                tile = np.unravel_index(position // split.copies, split.tiles)
-                start = tuple(int(index) * size for index, size in zip(tile, sizes, strict=True))
-                found.add(Box(start, tuple(map(int.__add__, start, sizes))))
-        return sorted(found)
+        return boxes_on(self._devices, shape, mesh=self._mesh, axes=self._table.axes(name, shape))
+
+
+def boxes_on(devices: range, shape: tuple[int, ...], *, mesh: Mesh, axes: Axes) -> list[Box]:
+    """Boxes of a tensor of this shape that these devices of a mesh hold, each once."""
+    split = mesh.split(mesh.named(axes), ndim=len(shape))
+    if split.is_whole:
+        return [Box.whole(shape)]
+    sizes = tuple(size // tiles for size, tiles in zip(shape, split.tiles, strict=True))
+    found = set()
+    for position, device in enumerate(split.devices):
+        if device in devices:
+            tile = np.unravel_index(position // split.copies, split.tiles)
+            start = tuple(int(index) * size for index, size in zip(tile, sizes, strict=True))
+            found.add(Box(start, tuple(map(int.__add__, start, sizes))))
+    return sorted(found)
 
 
 def values(name: str, step: int) -> Tensor:
