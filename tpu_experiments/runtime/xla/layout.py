@@ -115,7 +115,7 @@ def local_boxes(tensor: Tensor) -> list[Box]:
 
 
 def boxes_on_host(tensor: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
-    """Return contiguous host copies of boxes that this process's devices hold; the shards are copied one by one."""
+    """Return contiguous host copies of boxes that this process's devices hold."""
     if "devices=" not in torch_xla._XLAC._get_xla_sharding_spec(tensor):
         whole = tensor.detach().cpu()
         return [whole[box.slices].clone(memory_format=torch.contiguous_format) for box in boxes]
