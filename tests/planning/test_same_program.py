@@ -9,6 +9,7 @@ import pytest
 from tests import forks
 
 REPOSITORY = Path(__file__).parents[2]
+FULL = ("model=mistral7b", "model.init=random", "data=uk_law", "lora=none", "hw=v6e16", "hw.device=cpu")
 SHARDED = ("hw.parallel=spmd", "hw.num_devices=4", "trainer.micro_batch_rows=2")
 MESHES = ((), ("sharding=hsdp", "lora.dropout=0.1"), ("sharding=fsdp_tensor",))
 
@@ -27,3 +28,13 @@ def test_the_plans_training_program_is_the_runs(mesh: tuple[str, ...]) -> None:
     assert len(run[name]["outputs"]) > 40, "outputs that differ have hashes that differ"
     assert planned[name]["arguments"] == run[name]["arguments"]
     assert planned[name]["outputs"] == run[name]["outputs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_a_model_split_over_hosts_is_lowered_for_all_their_chips(num_hosts: int) -> None:
+    """Nine matrices, two of them without layers, and two moments of each in sixteen parts; nothing is compiled."""
+    found = signatures("plan", *FULL, f"hw.num_hosts={num_hosts}")
+    [train] = [signature for name, signature in found.items() if name.startswith("train")]
+    trained = {name: count for name, count in train["arguments"].items() if name.startswith("f32[")}
+    assert sum(count for name, count in trained.items() if "16" in name.partition("] ")[2]) == 27

@@ -241,7 +241,7 @@ def step(batch):
     return {"rows": batch["x"].sum(1)}
 
 for size in (1, 2):
-    runtime._hosts = hosts.Hosts(0, size)
+    runtime.hosts = hosts.Hosts(0, size)
     found = runtime.program(step, name="step", held=lambda: {"w": state})(batch)["rows"]
     runtime.wait()
     print(size, spec(found), spec(state), found.cpu().tolist())

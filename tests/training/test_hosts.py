@@ -4,7 +4,9 @@ torch_xla's CPU device knows one process, so each computes the whole of what a s
 decisions, saves and resumes are those of several hosts; what crosses between their chips is not.
 """
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 from tests import forks
 from tests.config.composing import composed
 from tests.training.runs import SAME_SUMS, finished, records
+from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.targets import locate
@@ -112,6 +115,43 @@ def test_two_hosts_stopped_and_killed_end_as_one(tmp_path, lab):
     assert whole["num_compiles"] == 3
 
 
+@pytest.mark.slow
+def test_two_hosts_write_a_sharded_model_and_one_goes_on_with_it(tmp_path, lab):
+    """Each host writes half of the shards; killed and resumed they end as one host alone, and one host can go on."""
+    alone, together, elastic = (tmp_path / name for name in ("alone", "together", "elastic"))
+    full = ("lora=none", "sharding=fsdp")
+    finished(*COMMON, *full, output_dir=alone)
+    codes, outputs = on_two_hosts(together, *full, strike="SIGKILL 8")
+    assert codes == [1, -signal.SIGKILL], outputs
+    assert checkpoints(together)[-1] == "step_00000006"
+    shutil.copytree(together, elastic)
+    codes, outputs = on_two_hosts(together, *full)
+    assert codes == [0, 0], outputs
+    last = together / "run/checkpoints/step_00000012"
+    sizes = {path.name: path.stat().st_size for path in last.glob("*.safetensors")}
+    assert sizes.keys() == {f"host-0{rank}-of-02.{group}.safetensors" for rank in (0, 1) for group in GROUPS}
+    for group in GROUPS:
+        first, second = (sizes[f"host-0{rank}-of-02.{group}.safetensors"] for rank in (0, 1))
+        assert first == pytest.approx(second, rel=0.01)
+    assert json.loads((last / "COMMIT.json").read_text())["proof"]["answer"]["equal_bits"] is True
+    assert measured(together) == measured(alone)
+    assert trained(together) == trained(alone)
+    finished(*COMMON, *full, output_dir=elastic)
+    assert trained(elastic) == trained(alone)
+
+
+GROUPS = ("parameters", "optimizer")
+
+
+def trained(output_dir: Path) -> dict[str, bytes]:
+    """Bytes of every tensor of the last checkpoint and of the exported model, by group or folder and name."""
+    found, folder = {}, output_dir / "run/checkpoints/step_00000012"
+    for group in GROUPS:
+        for name, tensor in tensors_below(str(folder), group, max_held_bytes=0).items():
+            found[f"{group} {name}"] = tensor.numpy().tobytes()
+    return found | {path.name: path.read_bytes() for path in (output_dir / "run/model").glob("*.safetensors")}
+
+
 def measured(output_dir: Path) -> list[dict[str, object]]:
     """What the records say of the model."""
     kept = ("step", "train/", "eval/", "norms/", "sample")
@@ -128,13 +168,13 @@ def test_a_folder_that_the_first_host_alone_sees_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "split"),
     [
-        (("sharding=fsdp",), None),
-        (("sharding=replicated",), None),
-        (("sharding=fsdp_tensor",), "14 of 28 trained tensors"),
-        (("sharding=fsdp", "lora=none"), "16 of 21 trained tensors"),
+        (("sharding=fsdp", "trainer.canary.when=always"), None),
+        (("sharding=fsdp_tensor",), None),
+        (("sharding=fsdp_tensor", "trainer.canary.when=always"), r"14 of 28 \(.*lora_B\) are split over the hosts"),
+        (("sharding=fsdp", "lora=none", "trainer.canary.when=always"), r"16 of 21 \(.*weight\) are split over the"),
     ],
 )
-def test_what_is_trained_must_lie_whole_on_every_host(overrides, split):
+def test_the_gradient_check_needs_what_is_trained_whole_on_a_host(overrides, split):
     config = composed("model=mistral7b", "model.size=tiny", "data=uk_law", "hw=v6e16", "task=plan", *overrides)
     module, _ = describe(locate(config.model._target_, key="model")(config.model, seed=1), lora=config.lora)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}

@@ -31,10 +31,22 @@ def on_rank_zero(runtime: Runtime, action: Callable[[], Result]) -> Result | Non
     return result
 
 
+def on_every_process(runtime: Runtime, action: Callable[[], Result]) -> Result:
+    """Run an action on every process and return its own result; an error of one stops all."""
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    if runtime.any_process(error is not None):
+        raise as_training_stopped(error) from error
+    return result
+
+
 def as_training_stopped(error: Exception | None) -> Exception:
     """Return the exception that ends the run."""
     if error is None:
-        return TrainingStopped("process 0 could not save a checkpoint; its own message says why.")
+        return TrainingStopped("another process could not save a checkpoint; its own message says why.")
     if isinstance(error, UnprovenError):
         return TrainingStopped(f"stopped instead of saving: {error}; the checkpoints before it stay.")
     if isinstance(error, StorageFailed):

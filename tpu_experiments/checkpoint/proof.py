@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.errors import UnprovenError, as_training_stopped, on_rank_zero
 from tpu_experiments.checkpoint.progress import Progress
-from tpu_experiments.checkpoint.reading import tensors_below
-from tpu_experiments.checkpoint.state import shapes_of, to_host
+from tpu_experiments.checkpoint.reading import tensors_below, without_values
+from tpu_experiments.checkpoint.state import boxes_needed, shapes_of, to_host, with_boxes
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.export.full import MODEL
@@ -25,7 +25,7 @@ from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import A, B, effects, num_changed
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.stacked import is_magnitude, stacked
+from tpu_experiments.runtime.stacked import is_magnitude
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, not_finite, unequal
 
@@ -83,6 +83,11 @@ class TrainedEvidence:
             self._halves = {name: t.clone() for name, t in known.items() if name not in whole}
             self._norms |= effects(whole, start=self._start.adapters)
 
+    @property
+    def is_enough(self) -> bool:
+        """Return whether no further tensor can change the verdict."""
+        return bool(self._num_changed) and not self._start.is_adapter
+
     def verify(self, progress: Progress) -> dict[str, Any]:
         """Return the evidence over all files; raises as `InitialTensors.verify` does."""
         total, changed, norms = self._num_tensors, self._num_changed, self._norms
@@ -107,6 +112,20 @@ class TrainedEvidence:
         if not was_trained:
             found["note"] = "no step had a learning rate above 0, so nothing had to change"
         return found
+
+
+def evidence_in(tensors: Tensors, start: InitialTensors, progress: Progress) -> dict[str, Any]:
+    """Return evidence that stored tensors, written by several hosts in pieces, were trained.
+
+    An adapter is read whole, tensor by tensor. Of a model the smallest tensors are read until one has changed, since
+    no host holds all of it; `tensors` in the result is the number of those read. Raises as `InitialTensors.verify`.
+    """
+    evidence, shapes = TrainedEvidence(start), without_values(tensors)
+    for name in sorted(shapes, key=lambda each: (shapes[each].numel(), each)):
+        evidence.add({name: tensors[name]})
+        if evidence.is_enough:
+            break
+    return evidence.verify(progress) | {"of_tensors": len(shapes)}
 
 
 def require_numbers(tensors: Tensors, *, group: str) -> None:
@@ -159,10 +178,10 @@ class LossComparison:
         """
         if self._batch is None:
             return {"note": "there are no held-out rows to answer"}
-        live, back = [self._live_loss()], [self._loss_with(read_stored())]
+        live, back = [self._live_loss()], [self._loss_with(read_stored)]
         while back[-1] not in live and len(live) < NUM_TRIES:
             live.append(self._live_loss())
-            back.append(self._loss_with(read_stored()))
+            back.append(self._loss_with(read_stored))
         loss, tokens = live[0]
         found = {"rows": self._batch.num_rows, "tokens": int(tokens), "loss": loss / max(tokens, 1.0)}
         if back[-1] in live:
@@ -178,12 +197,21 @@ class LossComparison:
         )
         return found | {"equal_bits": False, "note": "the live model does not give the same answer twice"}
 
-    def _loss_with(self, tensors: Tensors) -> tuple[float, float]:
-        """Return the loss with other parameters, and restore the live ones."""
-        own = dict(self._parameters)
+    def _loss_with(self, read_stored: Callable[[], Tensors]) -> tuple[float, float]:
+        """Return the loss with other parameters, and restore the live ones.
+
+        Each of several hosts reads what its devices hold.
+        """
+        own, boxes = dict(self._parameters), boxes_needed(self._runtime)
+
+        def place_stored() -> None:
+            tensors = read_stored()
+            for name, now in own.items():
+                tensor, _ = with_boxes(tensors, name, now, boxes=None if boxes is None else boxes(now))
+                self._parameters[name] = self._runtime.place(tensor, name=name)
+
         try:
-            for name in own:
-                self._parameters[name] = self._runtime.place(stacked(tensors, name), name=name)
+            self._runtime.hosts.together(place_stored)
             return self._live_loss()
         finally:
             self._parameters.update(own)
@@ -204,13 +232,15 @@ class Export:
         model: BuiltModel,
         start: InitialTensors,
         max_held_bytes: float,
+        trained: Tensors | None = None,
     ) -> None:
         """Create a verification of the files in `digests`, the SHA-256 of each file of tensors as written.
 
-        `digests` is empty on processes that wrote none.
+        `digests` is empty on processes that wrote none. `trained` has the trained tensors under Hugging Face's names
+        where the model's own are on several hosts.
         """
         self._folder, self._digests, self._model, self._start = folder, digests, model, start
-        self._max_held_bytes = max_held_bytes
+        self._max_held_bytes, self._trained = max_held_bytes, trained
 
     def verify(self, progress: Progress, *, loss_comparison: LossComparison, runtime: Runtime) -> dict[str, Any]:
         """Verify the export and return the verdict for result.json; every process takes part.
@@ -250,7 +280,8 @@ class Export:
             del content  # the library has copied it
             if self._start.is_adapter:
                 found = read_layout(found, initial=self._model.taken_out)
-                complaint = unequal(found, to_host(self._model.trainable))
+                trained = to_host(self._model.trainable) if self._trained is None else dict(self._trained)
+                complaint = unequal(found, trained)
             else:
                 complaint = _other_shapes(found, {name: expected.pop(name) for name in found if name in expected})
             if complaint is not None:

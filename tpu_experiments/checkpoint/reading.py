@@ -1,34 +1,73 @@
 """Reading and verifying the files of a checkpoint; tensors are kept in memory or read one by one.
 
 Only verified bytes are used: a file that is read whole is compared with the manifest, and a tensor that is read by
-itself with the checksum taken when its whole file equalled the manifest. Verification reads in pieces of 64 MiB.
+itself with the checksum taken when its whole file equalled the manifest. Verification reads in pieces of 64 MiB. A
+tensor that several hosts have written in pieces is assembled; a reader that needs a part of it reads only the pieces
+with elements of that part.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from tpu_experiments.checkpoint.manifest import FileFacts, Manifest, foreign_file_error
+from tpu_experiments.checkpoint.pieces import (
+    Described,
+    Piece,
+    assembled,
+    deal_files,
+    piece_of,
+    require_tiling,
+)
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime.boxes import Box
+from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range, size_of
-from tpu_experiments.storage.tensors import Span, group_in, header_length, spans_in, tensors_in
+from tpu_experiments.storage.tensors import Span, group_in, header_length, is_of_host, spans_in, tensors_in
 
 PIECE_BYTES = 64 * 2**20
 Groups = Mapping[str, Mapping[str, Tensor]]
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=Described)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of one tensor in storage."""
+    """Location of one tensor in storage, or of a piece of one."""
 
     place: str
     span: Span
     sha256: str | None = None
     """SHA-256 of its bytes, taken when the whole file was verified; None for a file that was not."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return its data type."""
+        return self.span.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its sizes."""
+        return self.span.shape
+
+    def read(self, name: str) -> Tensor:
+        """Read it into new memory.
+
+        Args:
+            name: of the tensor, for the message.
+
+        Raises:
+            ValueError: its bytes have changed since the file was verified.
+        """
+        content = read(self.place, self.span.start, self.span.stop)
+        if self.sha256 is not None and digest_of(content) != self.sha256:
+            raise ValueError(f"{self.place} was changed while it was read: {name} has another SHA-256")
+        return self.span.view(content)
 
 
 @dataclass(frozen=True)
@@ -48,7 +87,7 @@ _verified: dict[str, Verified] = {}
 class StoredTensors(Mapping[str, Tensor]):
     """Tensors by name, read from storage at every access."""
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, stored: Mapping[str, Sequence[Piece[Stored]]]) -> None:
         self._stored = stored
 
     def __getitem__(self, name: str) -> Tensor:
@@ -57,11 +96,27 @@ class StoredTensors(Mapping[str, Tensor]):
         Raises:
             ValueError: its bytes have changed since the file was verified.
         """
-        stored = self._stored[name]
-        content = read(stored.place, stored.span.start, stored.span.stop)
-        if stored.sha256 is not None and digest_of(content) != stored.sha256:
-            raise ValueError(f"{stored.place} was changed while it was read: {name} has another SHA-256")
-        return stored.span.view(content)
+        pieces = self._stored[name]
+        if len(pieces) == 1 and pieces[0].is_whole:
+            return pieces[0].item.read(name)
+        return self.boxes(name, [Box.whole(pieces[0].shape)])[0]
+
+    def boxes(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
+        """Read boxes of a tensor into new memory, from the pieces that have elements of them; raises as reading one.
+
+        A piece is read once and whole, since its checksum is that of all of its bytes; one is in memory at a time.
+        """
+        pieces = self._stored[name]
+        found = [torch.empty(box.shape, dtype=pieces[0].item.dtype) for box in boxes]
+        for piece in pieces:
+            overlaps = [piece.box.overlap(box) for box in boxes]
+            if not any(overlaps):
+                continue
+            values = piece.item.read(name)
+            for target, box, common in zip(found, boxes, overlaps, strict=True):
+                if common is not None:
+                    target[common.relative_to(box).slices] = values[common.relative_to(piece.box).slices]
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -71,7 +126,18 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def without_values(self) -> dict[str, Tensor]:
         """Return the tensors on the meta device; nothing is read."""
-        return {name: stored.span.on_meta() for name, stored in self._stored.items()}
+        return {
+            name: torch.empty(pieces[0].shape, dtype=pieces[0].item.dtype, device="meta")
+            for name, pieces in self._stored.items()
+        }
+
+
+def boxes_in(tensors: Mapping[str, Tensor], name: str, boxes: Sequence[Box]) -> list[Tensor]:
+    """Return boxes of a tensor; where the tensors are in storage, only the pieces with these are read."""
+    if isinstance(tensors, StoredTensors):
+        return tensors.boxes(name, boxes)
+    tensor = tensors[name]
+    return [tensor[box.slices] for box in boxes]
 
 
 def without_values(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -112,13 +178,14 @@ def read_groups(target: str, manifest: Manifest) -> Groups:
                 files[name] = tensors_in(content)
             except ValueError as error:
                 raise foreign_file_error(paths.join(target, name), str(error)) from error
-    return _by_group(target, files)
+    groups = _by_group(target, files)
+    return {group: {name: assembled(pieces) for name, pieces in found.items()} for group, found in groups.items()}
 
 
 def lazy_groups(target: str, manifest: Manifest) -> Groups:
     """Return all tensors by group, each read and verified at access; raises as `verify` does."""
     known = _verified.get(target)
-    if known is None or known.files is None or known.digest != digest_of(manifest.text().encode()):
+    if known is None or not _is_located(target, manifest.text()):
         known = _locate_all(target, manifest)
     return {group: StoredTensors(stored) for group, stored in _by_group(target, known.files or {}).items()}
 
@@ -170,12 +237,17 @@ def tensors_below(target: str, group: str, *, max_held_bytes: float) -> Mapping[
     Raises:
         ValueError: a file of the group is no safetensors file.
     """
-    places = [paths.join(target, name) for name in paths.list_names(target) if group_in(name) == group]
-    sizes = {place: size(place) for place in places}
+    names = [name for name in paths.list_names(target) if group_in(name) == group]
+    places = {name: paths.join(target, name) for name in names}
+    sizes = {name: size(place) for name, place in places.items()}
     if sum(sizes.values()) <= max_held_bytes:
-        return {name: t for place in places for name, t in tensors_in(read(place, 0, sizes[place])).items()}
-    spans = ((place, name, span) for place in places for name, span in spans_of(place, num_bytes=sizes[place]).items())
-    return StoredTensors({name: Stored(place, span) for place, name, span in spans})
+        held = {name: tensors_in(read(place, 0, sizes[name])) for name, place in places.items()}
+        return {name: assembled(pieces) for name, pieces in _by_group(target, held).get(group, {}).items()}
+    stored = {
+        name: {tensor: Stored(place, span) for tensor, span in spans_of(place, num_bytes=sizes[name]).items()}
+        for name, place in places.items()
+    }
+    return StoredTensors(_by_group(target, stored).get(group, {}))
 
 
 def content_of(target: str, name: str, facts: FileFacts) -> bytearray:
@@ -230,24 +302,102 @@ def digest_of(content: bytes | bytearray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def verify_with(hosts: Hosts, target: str, read_manifest: Callable[[str], Manifest]) -> Manifest:
+    """Verify a checkpoint with all hosts, each a part of its files; a collective with one result on all.
+
+    Later reads of this process verify nothing again.
+
+    Raises:
+        ValueError: a file is missing or differs from the manifest, or the hosts see different ones.
+        ConfigError: this program cannot have written a file.
+    """
+    manifest, *others = _on_all(hosts, lambda: read_manifest(target))
+    text = manifest.text()
+    if any(other.text() != text for other in others):
+        raise ValueError("the hosts see different commit records")
+    if hosts.any(not _is_located(target, text)):
+        files = deal_files({name: facts.num_bytes for name, facts in manifest.files.items()}, num_hosts=hosts.size)
+        parts = _on_all(hosts, lambda: _located(target, manifest, files[hosts.rank]))
+        _keep(target, manifest, {name: stored for part in parts for name, stored in part.items()})
+    return manifest
+
+
+def _on_all(hosts: Hosts, action: Callable[[], Result]) -> list[Result]:
+    """Return the results of an action on all hosts, by rank; a refusal or an incomplete file on one raises on all.
+
+    A host with another error ends, and the others with it (`HostWatch`).
+
+    Raises:
+        ConfigError: the action raised it on a host.
+        ValueError: a file was missing or incomplete on a host.
+    """
+    result, refusal, incomplete = None, None, None
+    try:
+        result = action()
+    except ConfigError as error:
+        refusal = str(error)
+    except (FileNotFoundError, IsADirectoryError, ValueError) as error:
+        incomplete = str(error)
+    found = hosts.gather((result, refusal, incomplete))
+    for _, text, _ in found:
+        if text is not None:
+            raise ConfigError(text)
+    for rank, (_, _, text) in enumerate(found):
+        if text is not None:
+            raise ValueError(f"{text}, as host {rank} found")
+    return [each for each, _, _ in found]
+
+
+def _located(target: str, manifest: Manifest, names: Iterable[str]) -> dict[str, dict[str, Stored]]:
+    """Verify files of a checkpoint and return the locations of their tensors."""
+    return {name: locate_verified(target, name, manifest.files[name]) for name in names}
+
+
 def _locate_all(target: str, manifest: Manifest) -> Verified:
     for name, facts in manifest.files.items():
         require_size(target, name, facts)
-    files = {name: locate_verified(target, name, facts) for name, facts in manifest.files.items()}
-    tensors = {name: stored for name, stored in files.items() if group_in(name) is not None}
+    return _keep(target, manifest, _located(target, manifest, manifest.files))
+
+
+def _keep(target: str, manifest: Manifest, files: Mapping[str, dict[str, Stored]]) -> Verified:
+    """Cache the locations of a verified checkpoint's tensors."""
+    tensors = {name: files[name] for name in manifest.files if group_in(name) is not None}
     _verified[target] = Verified(digest_of(manifest.text().encode()), tensors)
     return _verified[target]
 
 
-def _by_group(target: str, files: Mapping[str, Mapping[str, Item]]) -> dict[str, dict[str, Item]]:
-    """Merge the tensors of each group's files."""
-    groups: dict[str, dict[str, Item]] = {}
+def _is_located(target: str, text: str) -> bool:
+    known = _verified.get(target)
+    return known is not None and known.files is not None and known.digest == digest_of(text.encode())
+
+
+def _by_group(target: str, files: Mapping[str, Mapping[str, Item]]) -> dict[str, dict[str, list[Piece[Item]]]]:
+    """Return the pieces of each group's tensors by name; of files of one process each tensor is a whole piece.
+
+    Raises:
+        ConfigError: the pieces of a tensor are not one tensor, or it is in two files.
+    """
+    groups: dict[str, dict[str, list[Piece[Item]]]] = {}
     for name, items in files.items():
         group = groups.setdefault(group_in(name) or name, {})
-        twice = group.keys() & items.keys()
-        if twice:
-            raise foreign_file_error(paths.join(target, name), f"{min(twice)} is in another file as well")
-        group |= items
+        if not is_of_host(name):
+            twice = group.keys() & items.keys()
+            if twice:
+                raise foreign_file_error(paths.join(target, name), f"{min(twice)} is in another file as well")
+            group |= {tensor: [Piece.whole(item)] for tensor, item in items.items()}
+            continue
+        try:
+            for entry, item in items.items():
+                tensor, piece = piece_of(entry, item)
+                group.setdefault(tensor, []).append(piece)
+        except ValueError as error:
+            raise foreign_file_error(paths.join(target, name), str(error)) from error
+    for group_name, tensors in groups.items():
+        for tensor, pieces in tensors.items():
+            try:
+                require_tiling(tensor, pieces)
+            except ValueError as error:
+                raise foreign_file_error(f"{target} ({group_name})", str(error)) from error
     return groups
 
 

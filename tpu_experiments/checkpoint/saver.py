@@ -4,6 +4,11 @@ The first save of a process and those that end a stage or the run block training
 held-out rows with the parameters read back, which must happen on the loop's own thread. Saves in between are written,
 read back and verified by a background thread, one at a time. A state too large to be copied as a whole always blocks
 training and is streamed file by file: copied from the device, written, read back, verified, dropped.
+
+Where trained tensors are sharded over several hosts, every host writes files of its own: the first begins the
+checkpoint, each writes, reads back and verifies its files, and once all have, the first commits it. An error of one
+ends the run on all, with its sentence, and the checkpoint does not count. Such checkpoints go to the run folder only:
+the local disk of one host would hold a part.
 """
 
 import logging
@@ -16,16 +21,29 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tpu_experiments.checkpoint import store
-from tpu_experiments.checkpoint.errors import UnprovenError, as_training_stopped, on_rank_zero
+from tpu_experiments.checkpoint.errors import (
+    TrainingStopped,
+    UnprovenError,
+    as_training_stopped,
+    on_every_process,
+    on_rank_zero,
+)
 from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name, read_manifest
 from tpu_experiments.checkpoint.progress import Progress
-from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison, TrainedEvidence, require_numbers
-from tpu_experiments.checkpoint.reading import tensors_below
+from tpu_experiments.checkpoint.proof import (
+    InitialTensors,
+    LossComparison,
+    TrainedEvidence,
+    evidence_in,
+    require_numbers,
+)
+from tpu_experiments.checkpoint.reading import remember, tensors_below
 from tpu_experiments.checkpoint.retention import Keep, Retention
-from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot
+from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot, divided
 from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.retry import complaint, is_explained
 from tpu_experiments.storage.spool import First, Spool
 
 # ---- background thread --------------------------------------------------------------------------------------
@@ -86,7 +104,10 @@ Written = tuple[Snapshot, store.Draft, dict[str, Any] | None]
 
 
 class Saver:
-    """Writer of one process's checkpoints; only rank 0 writes, every process must make the same calls."""
+    """Writer of one process's checkpoints; every process must make the same calls.
+
+    Rank 0 writes; where tensors are sharded over hosts, every host writes its part.
+    """
 
     def __init__(
         self,
@@ -100,6 +121,9 @@ class Saver:
         self.settings, self.folder, self._runtime, self._spool = settings, spool.target, runtime, spool
         self.start, self.loss_comparison = start, loss_comparison
         self._worker = Background()
+        self._hosts = runtime.hosts.for_thread()
+        self._is_divided = False
+        """Whether every host wrote a part of the last checkpoint."""
         self._retention = Retention(spool.target)
         self._keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
         self._has_compared = not settings.prove
@@ -135,7 +159,10 @@ class Saver:
             TrainingStopped: it failed.
         """
         if self._runtime.world_size == 1 or (agrees and self._runtime.any_process(self._worker.has_failed)):
-            self._on_rank_zero(self._worker.check)
+            if self._is_divided:
+                self.join()  # the same error is on its way on every host
+            else:
+                self._on_rank_zero(self._worker.check)
 
     def join(self) -> None:
         """Wait for a background save.
@@ -143,7 +170,10 @@ class Saver:
         Raises:
             TrainingStopped: it failed.
         """
-        self._on_rank_zero(self._worker.join)
+        if self._is_divided:
+            on_every_process(self._runtime, self._worker.join)
+        else:
+            self._on_rank_zero(self._worker.join)
 
     def close(self) -> None:
         """Wait for a background save at the end of the run; its error is only logged."""
@@ -166,12 +196,15 @@ class Saver:
         self.join()
         self._saved_at = time.monotonic()
         compares = self.settings.prove and (ends_stage or (is_interval and not self._has_compared))
-        state = take_snapshot()
+        state = self._divided(take_snapshot())
         fits = self._fits(state)
         if is_interval and not compares and self.settings.background and fits:
-            if self._runtime.rank == 0:
+            if self._runtime.rank == 0 or self._is_divided:
                 copy = state.copied()
                 self._worker.start(lambda: self._save_blocking(copy))
+            return
+        if self._is_divided:
+            self._save_divided(state.copied() if fits else state, compares=compares)
             return
         written = self._on_rank_zero(lambda: self._write_draft(state.copied() if fits else state))
         is_elsewhere = self._runtime.rank == 0 and (written is None or written[1].target != self._target(step))
@@ -184,12 +217,20 @@ class Saver:
             self._has_compared = True
         self._on_rank_zero(lambda: self._commit_draft(written, answer))
 
+    def _divided(self, state: Snapshot) -> Snapshot:
+        """Return the state as this process writes it, and note whether others write parts of it."""
+        state = divided(state, self._runtime)
+        self._is_divided = state.pieces is not None
+        return state
+
     def _read_back(self, step: int) -> Mapping[str, Tensor]:
         return tensors_below(self._target(step), PARAMETERS, max_held_bytes=self.settings.max_copy_gib * GIB)
 
     def _fits(self, state: Snapshot) -> bool:
-        """Return whether the state may be copied as a whole; log once if not, since all saves then block."""
+        """Return whether the state may be copied as a whole, on every host; log once if not: all saves then block."""
         fits = state.num_bytes <= self.settings.max_copy_gib * GIB
+        if self._is_divided:
+            fits = not self._runtime.any_process(not fits)
         if self.settings.background and not fits and not self._has_logged_size:
             log.info(
                 "state of %.3g GiB exceeds checkpoint.max_copy_gib=%g: checkpoints block training and are streamed in "
@@ -208,15 +249,21 @@ class Saver:
             TrainingStopped: this save or the one before it failed.
         """
         self.join()
-        state = take_snapshot()
+        state = self._divided(take_snapshot())
         fits = self._fits(state)
+        if self._is_divided:
+            self._save_divided(state.copied() if fits else state)
+            return
         self._on_rank_zero(lambda: self._save_blocking(state.copied() if fits else state, first="spool"))
 
     def _save_blocking(self, state: Snapshot, *, first: First = "target") -> None:
         """Write and commit, spilling to the local disk if the folder is unreachable (storage/spool.py).
 
-        `_write_draft` and `_commit_draft` spill in the same way.
+        `_write_draft` and `_commit_draft` spill in the same way; a state that every host writes a part of does not.
         """
+        if state.pieces is not None:
+            self._save_divided(state)
+            return
 
         def write(folder: str) -> None:
             self._commit(self._write_files(state, folder), None)
@@ -273,7 +320,8 @@ class Saver:
         log.info("checkpoint of step %d: %.1f MB in %.2f s", progress.step, draft.num_bytes / 1e6, seconds)
         return copy, draft, proof
 
-    def _commit(self, written: Written, answer: dict[str, Any] | None) -> None:
+    def _commit(self, written: Written, answer: dict[str, Any] | None) -> str:
+        """Commit the checkpoint, apply the retention policy, and return the manifest's text."""
         copy, draft, proof = written
         progress = copy.progress
         if proof is not None and answer is not None:
@@ -281,9 +329,111 @@ class Saver:
         eval_loss = progress.eval_loss if progress.eval_step == progress.step else None
         folder = draft.target.rpartition("/")[0]
         self._spool.upload_records(folder)
-        store.commit(draft, eval_loss=eval_loss, proof=proof)
+        text = store.commit(draft, eval_loss=eval_loss, proof=proof)
         retention = self._retention if folder == self.folder else Retention(folder)
         retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._policy_for(progress))
+        return text
+
+    # ---- saving a part on every host --------------------------------------------------------------------------
+
+    def _save_divided(self, state: Snapshot, *, compares: bool = False) -> None:
+        """Write this host's files of a checkpoint, and commit it on the first once every host has verified its own.
+
+        Called on every host, in the loop's thread (with `compares`) or in each one's background thread.
+
+        Raises:
+            TrainingStopped: a host could not write or verify its files.
+        """
+        progress = self._saved = state.progress
+        draft = self._begin_together(progress)
+        num_read = 1 + self._agreed(lambda: self._write_own(state, draft))
+        drafts = self._hosts.gather((draft, num_read - 1))
+        proof: dict[str, Any] | None = None
+
+        def merge() -> dict[str, Any] | None:
+            if self._hosts.rank > 0:
+                return None
+            store.merge(draft, [other for other, _ in drafts[1:]])
+            return self._evidence(draft, progress, num_read=1 + sum(number for _, number in drafts))
+
+        proof = self._agreed(merge)
+        answer = None
+        if compares:
+            stored = tensors_below(draft.target, PARAMETERS, max_held_bytes=0)
+            try:
+                answer = self.loss_comparison.compare_with(lambda: stored)
+            except UnprovenError as error:
+                raise as_training_stopped(error) from error
+            self._has_compared = True
+        text = self._agreed(lambda: self._commit((state, draft, proof), answer) if self._hosts.rank == 0 else "")
+        text = self._hosts.gather(text)[0]
+        if self.settings.prove:
+            remember(draft.target, text)
+
+    def _begin_together(self, progress: Progress) -> store.Draft:
+        """Return this host's draft of a checkpoint, once the first has made its folder."""
+
+        def begin() -> store.Draft | None:
+            if self._hosts.rank > 0:
+                return None
+            draft = store.begin(self.folder, step=progress.step, progress=progress.to_dict())
+            if self.settings.prove:
+                store.read_back(draft, PROGRESS)
+            return draft
+
+        return self._agreed(begin) or store.begun(self.folder, step=progress.step)
+
+    def _write_own(self, state: Snapshot, draft: store.Draft) -> int:
+        """Write this host's files, verify each by reading back if configured, and return how many were."""
+        started = time.perf_counter()
+        before, num_read = draft.num_bytes, 0
+        for group in state.groups:
+            for name, tensors in state.files(group, max_bytes=self.settings.max_shard_gib * GIB):
+                store.add_tensors(draft, name, tensors)
+                if self.settings.prove:
+                    require_numbers(store.read_tensors(draft, name, tensors), group=group)
+                    num_read += 1
+                del tensors  # free before the next file is copied
+        log.info(
+            "checkpoint of step %d: %.1f MB of host %d of %d in %.2f s",
+            state.progress.step,
+            (draft.num_bytes - before) / 1e6,
+            self._hosts.rank,
+            self._hosts.size,
+            time.perf_counter() - started,
+        )
+        return num_read
+
+    def _evidence(self, draft: store.Draft, progress: Progress, *, num_read: int) -> dict[str, Any] | None:
+        """Return the results of the verification; `num_read` counts the files that the hosts have read back."""
+        if not self.settings.prove:
+            return None
+        stored = tensors_below(draft.target, PARAMETERS, max_held_bytes=0)
+        trained = evidence_in(stored, self.start, progress)
+        return {"read_back": num_read, "hosts": self._hosts.size, "trained": trained}
+
+    def _agreed(self, action: Callable[[], Result]) -> Result:
+        """Run an action on every host and return its own result; an error of one ends the run on all.
+
+        Raises:
+            TrainingStopped: with the sentence of the host where the action failed.
+        """
+        error: Exception | None = None
+        cause: Exception | None = None
+        text: str | None = None
+        try:
+            result = action()
+        except Exception as caught:
+            is_known = is_explained(caught, place=self.folder)
+            error = TrainingStopped(complaint(caught, place=self.folder)) if is_known else as_training_stopped(caught)
+            text, cause = str(error), None if error is caught else caught
+        texts = self._hosts.gather(text)
+        if error is not None:
+            raise error from cause
+        for rank, other in enumerate(texts):
+            if other is not None:
+                raise TrainingStopped(f"host {rank} of {self._hosts.size}: {other}")
+        return result
 
     def _target(self, step: int) -> str:
         return paths.join(self.folder, folder_name(step))

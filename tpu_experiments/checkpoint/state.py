@@ -1,30 +1,68 @@
 """Trained tensors and optimizer state: copied from the device for a checkpoint, and restored from one.
 
-On the device, equal layers may be folded into stacks; in a checkpoint every tensor has its Hugging Face name.
+On the device, equal layers may be folded into stacks; in a checkpoint every tensor has its Hugging Face name. Of
+tensors that are sharded over several hosts, each host copies and writes only boxes that its own devices hold, and reads
+only those that they need.
 """
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpu_experiments.checkpoint.manifest import PROGRESS, folder_name
+from tpu_experiments.checkpoint.pieces import Boxes, dealt, entry_name, parts_of
 from tpu_experiments.checkpoint.progress import Progress
-from tpu_experiments.checkpoint.reading import Groups, without_values
+from tpu_experiments.checkpoint.reading import Groups, boxes_in, without_values
 from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.ops import PlaceTensor, host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, file_name, require_finite, shards
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+BoxesOf = Callable[[Tensor], Sequence[Box]]
+"""Returns the boxes of a placed tensor that this process's devices hold."""
+
+
+@dataclass(frozen=True)
+class HostPieces:
+    """What one of several hosts writes of a state."""
+
+    host: tuple[int, int]
+    """Rank of the host, and the number of hosts."""
+    boxes: dict[str, Boxes]
+    """Boxes of every device tensor that it writes, by group."""
+    copy: Callable[[Tensor, Sequence[Box]], list[Tensor]]
+    """Copies boxes of a device tensor to the host."""
+
+    def on_host(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return host copies of this host's boxes of some tensors of a group, by the names that files have for them."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            own = self.boxes[group].get(name, ())
+            for box, values in zip(own, self.copy(tensor, own), strict=True):
+                for part, shape, inner, layer in parts_of(name, tensor.shape, box):
+                    found[entry_name(part, inner, shape)] = values if layer is None else values[layer - box.start[0]]
+        return found
+
+    def sizes(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the bytes of `on_host` by name; nothing is copied."""
+        return {
+            entry_name(part, inner, shape): inner.num_elements * tensor.element_size()
+            for name, tensor in tensors.items()
+            for box in self.boxes[group].get(name, ())
+            for part, shape, inner, _ in parts_of(name, tensor.shape, box)
+        }
 
 
 @dataclass(frozen=True)
@@ -35,17 +73,28 @@ class Snapshot:
     groups: dict[str, dict[str, Tensor]]
     """`optimizer` and `parameters`, written in this order."""
     is_copy: bool = False
-    """Whether the tensors are host copies under Hugging Face's names, which later steps do not change."""
+    """Whether the tensors are host copies under the names that files have, which later steps do not change."""
+    pieces: HostPieces | None = None
+    """What this host writes of the tensors; None if one process writes them whole."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(t.nbytes for tensors in self.groups.values() for t in tensors.values())
+        """Return the bytes of all tensors, or of what this host writes of them."""
+        return sum(sum(self._sizes(group, tensors).values()) for group, tensors in self.groups.items())
 
     def copied(self) -> "Snapshot":
-        """Return a copy of all tensors in host memory; waits for the device."""
-        groups = {group: to_host(tensors) for group, tensors in self.groups.items()}
-        return Snapshot(self.progress, groups, is_copy=True)
+        """Return a copy of all tensors in host memory, or of what this host writes of them; waits for the device."""
+        groups = {group: self._on_host(group, tensors) for group, tensors in self.groups.items()}
+        return Snapshot(self.progress, groups, is_copy=True, pieces=self.pieces)
+
+    def _on_host(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return to_host(tensors) if self.pieces is None else self.pieces.on_host(group, tensors)
+
+    def _sizes(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return bytes by the names that files have."""
+        if self.pieces is None or self.is_copy:
+            return _sizes(tensors)
+        return self.pieces.sizes(group, tensors)
 
     def files(self, group: str, *, max_bytes: float) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield name and host tensors of each file of a group, of at most `max_bytes` or one tensor.
@@ -54,16 +103,20 @@ class Snapshot:
         which may be a stack over layers and have several files.
         """
         tensors = self.groups[group]
-        loads = shards({name: t.nbytes for name, t in tensors.items()}, max_bytes=max_bytes)
-        files = [shards(_sizes({name: tensors[name] for name in load}), max_bytes=max_bytes) for load in loads]
+        own = {name: sizes for name, t in tensors.items() if (sizes := self._sizes(group, {name: t}))}
+        loads = shards({name: sum(sizes.values()) for name, sizes in own.items()}, max_bytes=max_bytes)
+        files = [
+            shards(self._sizes(group, {name: tensors[name] for name in load}), max_bytes=max_bytes) for load in loads
+        ]
+        host = None if self.pieces is None else self.pieces.host
         number, count = 0, sum(map(len, files))
         for load, parts in zip(loads, files, strict=True):
             chosen = {name: tensors[name] for name in load}
-            copies = chosen if self.is_copy else to_host(chosen)
+            copies = chosen if self.is_copy else self._on_host(group, chosen)
             return_freed_memory()  # the device copy leaves up to half of its size with the allocator
             for names in parts:
                 number += 1
-                yield file_name(group, number, count), {name: copies[name] for name in names}
+                yield file_name(group, number, count, host=host), {name: copies[name] for name in names}
             del copies  # free before the next copy is made
 
 
@@ -81,6 +134,34 @@ def snapshot(progress: Progress, *, parameters: Mapping[str, Tensor], state: Sta
     return Snapshot(copy.deepcopy(progress), {OPTIMIZER: flat(state), PARAMETERS: dict(parameters)})
 
 
+def divided(state: Snapshot, runtime: Runtime) -> Snapshot:
+    """Return the state with what this host writes of it, where a tensor is sharded and there are several hosts.
+
+    Otherwise the state as it is, which rank 0 writes. A collective of the hosts.
+    """
+    if not any(are_sharded_over_hosts(tensors, runtime) for tensors in state.groups.values()):
+        return state
+    own = {group: {name: runtime.boxes(t) for name, t in tensors.items()} for group, tensors in state.groups.items()}
+    held, rank, loads = runtime.hosts.gather(own), runtime.hosts.rank, [0] * runtime.hosts.size
+    boxes: dict[str, Boxes] = {
+        group: dealt([each[group] for each in held], tensors, loads=loads)[rank]
+        for group, tensors in state.groups.items()
+    }
+    return replace(state, pieces=HostPieces((rank, runtime.hosts.size), boxes, runtime.copy_boxes))
+
+
+def are_sharded_over_hosts(tensors: Mapping[str, Tensor], runtime: Runtime) -> bool:
+    """Return whether there are several hosts and one of the placed tensors is sharded; the same on every host."""
+    if runtime.hosts.size == 1:
+        return False
+    return any(not box.is_whole(tensor.shape) for tensor in tensors.values() for box in runtime.boxes(tensor))
+
+
+def boxes_needed(runtime: Runtime) -> BoxesOf | None:
+    """Return what gives the boxes of a tensor that this host reads; None where a single host reads whole tensors."""
+    return runtime.boxes if runtime.hosts.size > 1 else None
+
+
 def read_state(
     folder: str,
     *,
@@ -91,6 +172,7 @@ def read_state(
     stages: Mapping[str, int] | None = None,
     before: int | None = None,
     max_held_bytes: float = math.inf,
+    boxes: BoxesOf | None = None,
 ) -> Progress | None:
     """Restore the newest complete checkpoint (of a step below `before`) into the run's tensors.
 
@@ -102,6 +184,8 @@ def read_state(
             (`BuiltModel.order`); by default theirs.
         stages: steps of each stage of the curriculum by name, in order; None does not check the position.
         max_held_bytes: bytes above which the checkpoint is not held in memory as a whole.
+        boxes: gives the boxes of each of the run's tensors that this process needs, on one of several hosts; None reads
+            whole tensors.
 
     Raises:
         ConfigError: the checkpoint has other tensors than the run, NaN or infinite values, or a position that does not
@@ -117,10 +201,12 @@ def read_state(
             found = without_values(groups.get(group, {}))
             require_tensors(found, expected, place=paths.join(target, f"{group}.safetensors"))
         begun.append(progress.step)
-        place_on_device(groups, parameters=parameters, state=state, place=place, order=order, source=target)
+        place_on_device(
+            groups, parameters=parameters, state=state, place=place, order=order, source=target, boxes=boxes
+        )
         return progress
 
-    found = read_latest(folder, restore, before=before, max_held_bytes=max_held_bytes)
+    found = read_latest(folder, restore, before=before, max_held_bytes=max_held_bytes if boxes is None else 0)
     if found is None and begun:
         raise ConfigError(
             f"{folder}; the checkpoint of step {begun[-1]} was changed while it was read, and there is none before it; "
@@ -200,25 +286,55 @@ def place_on_device(
     place: PlaceTensor,
     order: Sequence[str],
     source: str,
+    boxes: BoxesOf | None = None,
 ) -> None:
     """Place a checkpoint's tensors as the run's own, `parameters` before `optimizer`.
 
-    `source` is the checkpoint's folder, `order` that of the parameters.
+    `source` is the checkpoint's folder, `order` that of the parameters, `boxes` as for `read_state`.
 
     Raises:
         ConfigError: a tensor holds NaN or infinite values.
     """
 
-    def placed(group: str, name: str) -> Tensor:
-        tensor = stacked(groups[group], name)
-        require_finite(tensor, name=f"{group} {name}", place=source)
+    def placed(group: str, name: str, now: Tensor) -> Tensor:
+        own = None if boxes is None else boxes(now)
+        tensor, parts = with_boxes(groups[group], name, now, boxes=own)
+        for part in parts:
+            require_finite(part, name=f"{group} {name}", place=source)
         return place(tensor, name=name)
 
     for name in order or tuple(parameters):
-        parameters[name] = placed(PARAMETERS, name)
+        parameters[name] = placed(PARAMETERS, name, parameters[name])
     for name, slots in state.items():
         for slot in slots:
-            slots[slot] = placed(OPTIMIZER, f"{name}/{slot}")
+            slots[slot] = placed(OPTIMIZER, f"{name}/{slot}", slots[slot])
+
+
+def with_boxes(
+    tensors: Mapping[str, Tensor], name: str, like: Tensor, *, boxes: Sequence[Box] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the host tensor `name`, a stack or not, from tensors under Hugging Face's names, and its known parts.
+
+    With `boxes` only these are read. The rest of the tensor's memory is left untouched, so that the operating system
+    provides none for it, and must not be used.
+
+    Args:
+        like: a tensor of the same shape.
+    """
+    if boxes is None or any(box.is_whole(like.shape) for box in boxes):
+        whole = stacked(tensors, name)
+        return whole, [whole]
+    wanted: dict[tuple[str, int | None], list[Box]] = {}
+    for box in boxes:
+        for part, _, inner, layer in parts_of(name, like.shape, box):
+            wanted.setdefault((part, layer), []).append(inner)
+    tensor, parts = torch.empty(like.shape, dtype=like.dtype), []
+    for (part, layer), own in wanted.items():
+        target = tensor if layer is None else tensor[layer]
+        for box, values in zip(own, boxes_in(tensors, part, own), strict=True):
+            target[box.slices] = values
+            parts.append(target[box.slices])
+    return tensor, parts
 
 
 def progress_of(values: Mapping[str, Any], *, folder: str, stages: Mapping[str, int] | None = None) -> Progress:

@@ -3,13 +3,13 @@
 `checkpoints/step_00000120/` holds `progress.json` and the safetensors files of each group of tensors, named as in
 storage/tensors.py; `COMMIT.json`, with the size and SHA-256 of each, is written last. A folder without it, or whose
 files differ from it, does not count. A save needs memory for the bytes of one file besides the tensors that it is
-given.
+given. Several hosts that share a folder may each write files of one checkpoint; the first begins and commits it.
 """
 
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -27,8 +27,19 @@ from tpu_experiments.checkpoint.manifest import (
     steps_in,
     strict_object,
 )
-from tpu_experiments.checkpoint.reading import Groups, content_of, forget, lazy_groups, read_groups, remember, verify
+from tpu_experiments.checkpoint.reading import (
+    Groups,
+    content_of,
+    forget,
+    lazy_groups,
+    read_groups,
+    remember,
+    require_size,
+    verify,
+    verify_with,
+)
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import chunks_of, tensors_in, unequal
 
@@ -70,6 +81,35 @@ def begin(folder: str, *, step: int, progress: Mapping[str, Any]) -> Draft:
     return draft
 
 
+def begun(folder: str, *, step: int) -> Draft:
+    """Return a draft for the files of this host, of a checkpoint that the first host has begun."""
+    target = paths.join(folder, folder_name(step))
+    forget(target)
+    paths.make_dirs(target)
+    return Draft(target, step)
+
+
+def merge(draft: Draft, drafts: Iterable[Draft]) -> None:
+    """Add the files of other hosts' drafts to that of the first, which must see them with their sizes.
+
+    Raises:
+        StorageError: a file is missing here or has another size, or two hosts wrote the same.
+    """
+    for other in drafts:
+        twice = draft.files.keys() & other.files.keys()
+        if twice:
+            raise StorageError(f"{draft.target}: two hosts wrote {min(twice)}")
+        for name, facts in other.files.items():
+            try:
+                require_size(draft.target, name, facts)
+            except (FileNotFoundError, ValueError) as error:
+                raise StorageError(
+                    f"{draft.target}: {error}, as the first host sees it, though another has written it and read it "
+                    "back: output_dir= must be a bucket or a folder that all hosts share"
+                ) from error
+        draft.files |= other.files
+
+
 def add_tensors(draft: Draft, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Write a file of contiguous host tensors to the draft; `name` is that of `storage.tensors.file_name`."""
     _write(draft, name, chunks_of(tensors))
@@ -107,12 +147,29 @@ def read_tensors(draft: Draft, name: str, written: Mapping[str, Tensor]) -> dict
     return found
 
 
-def commit(draft: Draft, *, eval_loss: float | None = None, proof: dict[str, Any] | None = None) -> None:
-    """Write the manifest: the checkpoint is complete from now on."""
+def commit(draft: Draft, *, eval_loss: float | None = None, proof: dict[str, Any] | None = None) -> str:
+    """Write the manifest and return its text: the checkpoint is complete from now on."""
     text = Manifest(draft.step, draft.files, eval_loss, proof).text()
     paths.write_text_atomic(paths.join(draft.target, COMMIT), text)
     if proof is not None:
         remember(draft.target, text)
+    return text
+
+
+def verify_newest(folder: str, hosts: Hosts, *, before: int | None = None) -> None:
+    """Verify the newest complete checkpoint (of a step below `before`) with all hosts, each a part of its files.
+
+    A collective; reads that follow on any host find it verified. A damaged one is logged, and the one before verified.
+
+    Raises:
+        ConfigError: this program cannot have written the newest one.
+    """
+    if hosts.size == 1:
+        return
+    for target in hosts.gather(_newest_first(folder, before=before))[0]:
+        with _skip_incomplete(target):
+            verify_with(hosts, target, read_manifest)
+            return
 
 
 def read_latest(

@@ -4,7 +4,7 @@
 (a dict of tensors on the device) that runs as one compiled graph; nothing in it may read a tensor on the host. What
 its compilation depends on beside its code is its signature: shape and type of every input."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.config.data_schema import LoaderConfig
+from tpu_experiments.runtime.boxes import Box, Shape
 from tpu_experiments.runtime.ops import Constrain, Folding, Loop
+from tpu_experiments.runtime.processes.hosts import Hosts
 
-Shape = tuple[int, ...]
 Signature = tuple[tuple[str, Shape, str], ...]
 """(name, shape, dtype) of every tensor of a batch, in its order."""
 
@@ -124,10 +125,12 @@ class Runtime(Protocol):
     device: torch.device
     rank: int
     world_size: int
-    """Processes of the run; only rank 0 writes files."""
+    """Processes of the run; only rank 0 writes files, except the shards of a checkpoint of several hosts."""
     share: tuple[int, int]
     """Index and number of the equal parts of a batch's rows of which this process feeds one: `(rank, world_size)` in
     `spawn`; (0, 1) where a process feeds whole batches, also as one of several hosts in `spmd`."""
+    hosts: Hosts
+    """Hosts that run one program together (`hw.num_hosts`); a single one in `spawn`."""
     num_devices: int
     loop: Loop
     """Loop inside a program."""
@@ -144,6 +147,12 @@ class Runtime(Protocol):
 
     def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Create zeros on the device, in spmd with the sharding of the parameter or slot `name`."""
+
+    def boxes(self, tensor: Tensor) -> list[Box]:
+        """Return the boxes of a placed tensor that this process's devices hold: of an unsharded one, the whole."""
+
+    def copy_boxes(self, tensor: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+        """Return contiguous host copies of some of `boxes(tensor)`; waits for the device and compiles no program."""
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         """Send host tensors to the device in one transfer, sharded along `rows_dim` in spmd.

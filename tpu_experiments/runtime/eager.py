@@ -6,7 +6,7 @@ In `spawn` it is one process per device with torch.distributed (gloo on CPU, ncc
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,9 +17,11 @@ from torch import Tensor
 from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program, Shape
+from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.feed import Prefetcher
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import Constrain, Folding, Loop, python_loop, unconstrained
+from tpu_experiments.runtime.processes.hosts import Hosts
 
 GIB = 2**30
 
@@ -38,6 +40,7 @@ class EagerRuntime:
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         self.share = self.rank, self.world_size
+        self.hosts = Hosts()
         self.num_devices = hw.num_devices
         self.device = torch.device(f"cuda:{self.rank}" if hw.device == "cuda" else "cpu")
         if hw.device == "cpu":
@@ -56,6 +59,12 @@ class EagerRuntime:
 
     def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def boxes(self, tensor: Tensor) -> list[Box]:
+        return [Box.whole(tensor.shape)]
+
+    def copy_boxes(self, tensor: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+        return [tensor.detach()[box.slices].to("cpu", copy=True).contiguous() for box in boxes]
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}

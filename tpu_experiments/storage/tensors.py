@@ -192,7 +192,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 SUFFIX = ".safetensors"
-TENSOR_FILE = re.compile(r"([A-Za-z0-9_]+)(?:-\d{5}-of-\d{5})?\.safetensors")
+TENSOR_FILE = re.compile(r"(host-\d{2,5}-of-\d{2,5}\.)?([A-Za-z0-9_]+)(?:-\d{5}-of-\d{5})?\.safetensors")
 
 
 def shards(sizes: Mapping[str, int], *, max_bytes: float) -> list[list[str]]:
@@ -216,19 +216,29 @@ def shards(sizes: Mapping[str, int], *, max_bytes: float) -> list[list[str]]:
     return found
 
 
-def file_name(group: str, number: int, count: int) -> str:
+def file_name(group: str, number: int, count: int, *, host: tuple[int, int] | None = None) -> str:
     """Return the name of file `number`, from 1, of the `count` files of a group.
 
-    >>> file_name("optimizer", 2, 5), file_name("optimizer", 1, 1)
-    ('optimizer-00002-of-00005.safetensors', 'optimizer.safetensors')
+    Args:
+        host: rank of the host, from 0, and number of hosts, where each has files of its own.
+
+    >>> file_name("optimizer", 2, 5), file_name("optimizer", 1, 1, host=(0, 4))
+    ('optimizer-00002-of-00005.safetensors', 'host-00-of-04.optimizer.safetensors')
     """
-    return f"{group}{SUFFIX}" if count == 1 else f"{group}-{number:05d}-of-{count:05d}{SUFFIX}"
+    owner = "" if host is None else f"host-{host[0]:02d}-of-{host[1]:02d}."
+    return f"{owner}{group}{SUFFIX}" if count == 1 else f"{owner}{group}-{number:05d}-of-{count:05d}{SUFFIX}"
 
 
 def group_in(name: str) -> str | None:
     """Return the group of a file name; None for other names."""
     found = TENSOR_FILE.fullmatch(name)
-    return found[1] if found else None
+    return found[2] if found else None
+
+
+def is_of_host(name: str) -> bool:
+    """Return whether a file of tensors is one of several hosts' own, which hold pieces of tensors."""
+    found = TENSOR_FILE.fullmatch(name)
+    return found is not None and found[1] is not None
 
 
 EXPONENTS = {

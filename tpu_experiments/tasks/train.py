@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
-from tpu_experiments.checkpoint.store import COMMIT, latest_step
+from tpu_experiments.checkpoint.store import COMMIT, latest_step, verify_newest
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
@@ -78,6 +78,8 @@ def train(config: Config, hosts: Hosts) -> None:
             return
         hosts.on_first_host(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
     with watch.measure("setup"):
+        with explain_storage_errors(config.output_dir):
+            verify_newest(folder.path("checkpoints"), hosts)
         with explain_storage_errors(prepared_folder(config), full="failed"):
             inputs = hosts.together(lambda: set_up(config, folder))
             length = hosts.together(lambda: new_length(folder, inputs, config)) if is_longer else None

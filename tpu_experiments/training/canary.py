@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
-from tpu_experiments.checkpoint.state import flat, to_host, zero_state
+from tpu_experiments.checkpoint.state import are_sharded_over_hosts, flat, to_host, zero_state
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
@@ -128,6 +128,8 @@ def skip_reason(trainer: "Trainer") -> str | None:
         return "trainer.canary.when=never"
     if trainer.runtime.num_devices == 1:
         return "one device"
+    if are_sharded_over_hosts(trainer.parameters, trainer.runtime):
+        return "the trained tensors are sharded over hosts, and its reference needs them whole on one"
     if settings.when == "always":
         return None
     if config.hw.device != "tpu":

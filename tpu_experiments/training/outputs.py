@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from torch import Tensor
+
 from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
 from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
 from tpu_experiments.config.schema import Config
@@ -246,10 +248,11 @@ class RunOutputs:
         for name, record in found.items():
             log.info("step %d, questions %s: %d of %d right", step, name, record.right, record.asked)
 
-    def export(self, model: BuiltModel) -> None:
+    def export(self, model: BuiltModel, *, stored: Mapping[str, Tensor] | None = None) -> None:
         """Write the adapter in PEFT's layout, or for `lora.r: 0` the whole model.
 
-        A base with randomly drawn weights is written too.
+        A base with randomly drawn weights is written too. `stored` has the trained tensors under Hugging Face's names
+        where no host holds them whole; each is read when it is written.
         """
         if self.loggers is None:
             return
@@ -265,6 +268,8 @@ class RunOutputs:
             self.adapter_path = self.folder.path("model")
             shapes = shapes_of(model.trainable)
             tensors = to_host_one_by_one(model.trainable)
+            if stored is not None:
+                tensors = ((name, stored[name]) for name in shapes)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
             return
         self.base_path = source.reference
@@ -274,9 +279,10 @@ class RunOutputs:
             weights = ((w.name, w.tensor) for w in source.weights(list(shapes)))
             write_model(self.base_path, tensors=weights, shapes=shapes, **writing)
         self.adapter_path = self.folder.path("adapter")
+        trained = to_host(model.trainable) if stored is None else stored
         self.export_digests = write_adapter(
             self.adapter_path,
-            parameters={source.outer_name(name): t for name, t in to_host(model.trainable).items()},
+            parameters={source.outer_name(name): t for name, t in trained.items()},
             initial={source.outer_name(name): t for name, t in model.taken_out.items()},
             lora=config.lora,
             base_path=self.base_path,

@@ -18,10 +18,20 @@ from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRecord
 from tpu_experiments.checkpoint.proof import Export, InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
-from tpu_experiments.checkpoint.state import Snapshot, flat, read_state, snapshot, zero_state
-from tpu_experiments.checkpoint.store import latest_step, remove_after
+from tpu_experiments.checkpoint.state import (
+    PARAMETERS,
+    Snapshot,
+    are_sharded_over_hosts,
+    boxes_needed,
+    flat,
+    read_state,
+    snapshot,
+    zero_state,
+)
+from tpu_experiments.checkpoint.store import latest_step, read_step, remove_after, verify_newest
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.defaults import Intervals, intervals_of
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config, ProfileConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import Batch
@@ -265,6 +275,31 @@ class Trainer:
         settings = replace(self.config.checkpoint, every_steps=self.intervals.save)
         return Saver(settings, spool, runtime=self.runtime, start=start, loss_comparison=loss_comparison)
 
+    @cached_property
+    def stored_parameters(self) -> Mapping[str, Tensor] | None:
+        """Trained tensors of the run's last checkpoint, read at access, where no host has them whole; otherwise None.
+
+        Every process takes part, at the end of the run, whose last step is always saved.
+
+        Raises:
+            TrainingStopped: the checkpoint cannot be read.
+        """
+        if not are_sharded_over_hosts(self.parameters, self.runtime):
+            return None
+        folder, step = self.outputs.folder.path("checkpoints"), self.progress.step
+        verify_newest(folder, self.runtime.hosts, before=step + 1)
+
+        def read() -> Mapping[str, Tensor]:
+            return read_step(folder, step, lambda _, groups: groups[PARAMETERS], max_held_bytes=0)
+
+        try:
+            return self.runtime.hosts.together(read)
+        except (FileNotFoundError, ValueError) as error:
+            raise TrainingStopped(
+                f"{folder}; the checkpoint of step {step}, which the export is made from, cannot be read ({error}); "
+                "the same command makes it again from the one before."
+            ) from error
+
     def verify_export(self) -> dict[str, Any] | None:
         """Return the verification of the written adapter or model; every process takes part."""
         if not self.config.checkpoint.prove:
@@ -276,6 +311,7 @@ class Trainer:
             model=self.model,
             start=self.saver.start,
             max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+            trained=self.stored_parameters,
         )
         return export.verify(self.progress, loss_comparison=self.saver.loss_comparison, runtime=self.runtime)
 
@@ -494,7 +530,8 @@ class Trainer:
         self.guard.require_finite_end(evaluation.loss, self.progress.guard)
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
-            self.outputs.export(self.model)
+            stored = self.stored_parameters
+            self.outputs.export(self.model, stored=stored)
             self.runtime.barrier("exported")
             proof = self.verify_export()
         seconds = dict(self.watch.seconds)
@@ -517,7 +554,7 @@ class Trainer:
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def save(self, *, is_interval: bool = False, ends_stage: bool = False, leaves: bool = False) -> None:
-        """Write a checkpoint of everything that changes (rank 0) once all queued steps are done.
+        """Write a checkpoint of everything that changes (see `Saver`) once all queued steps are done.
 
         With `is_interval` it may be written by another thread while the run continues; otherwise it is complete on
         return, with `leaves` on the local disk if the run folder is remote.
@@ -664,10 +701,27 @@ class Trainer:
         )
 
     def read_checkpoint(self, *, before: int | None = None) -> Progress | None:
-        """Restore tensors from the newest complete checkpoint (of a step below `before`)."""
+        """Restore tensors from the newest complete checkpoint (of a step below `before`).
+
+        Raises:
+            ConfigError: the hosts found checkpoints of different steps.
+        """
         self.saver.join()
+        folder, hosts = self.outputs.folder.path("checkpoints"), self.runtime.hosts
+        verify_newest(folder, hosts, before=before)
+        found = self._read_checkpoint(folder, before=before)
+        steps = hosts.gather(None if found is None else found.step)
+        if len(set(steps)) > 1:
+            raise ConfigError(
+                f"{folder}; the hosts read the checkpoints of steps {', '.join(map(str, steps))}, by host; another "
+                "program changes that folder, or they see different ones; start again when only this run writes there."
+            )
+        return found
+
+    def _read_checkpoint(self, folder: str, *, before: int | None) -> Progress | None:
+        """Restore this process's tensors, as `read_checkpoint`."""
         return read_state(
-            self.outputs.folder.path("checkpoints"),
+            folder,
             parameters=self.parameters,
             state=self.state,
             place=self.runtime.place,
@@ -675,6 +729,7 @@ class Trainer:
             stages=steps_by_stage(self.inputs, config=self.config),
             before=before,
             max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+            boxes=boxes_needed(self.runtime),
         )
 
     # ---- reports of steps -----------------------------------------------------------------------------------------

@@ -158,15 +158,27 @@ class Place:
 class Hosts:
     """Collectives over the hosts of a run; every host must call each method, in the same order."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, watch: HostWatch | None = None) -> None:
-        self.rank, self.size, self._watch = rank, size, watch
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, watch: HostWatch | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank, self.size, self._watch, self._group = rank, size, watch, group
+
+    def for_thread(self) -> "Hosts":
+        """Return the same hosts with connections of their own, for another thread; a collective.
+
+        Collectives of two threads over the same connections would be taken for each other.
+        """
+        if self.size == 1:
+            return self
+        group = dist.new_group(timeout=timedelta(seconds=ANSWER_SECONDS), backend="gloo")
+        return Hosts(self.rank, self.size, watch=self._watch, group=group)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True on any host."""
         if self.size == 1:
             return flag
         votes = torch.tensor([int(flag)], dtype=torch.int32)
-        self._exchange(lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX))
+        self._exchange(lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group))
         return bool(votes.item())
 
     def gather(self, value: Any) -> list[Any]:
@@ -174,7 +186,7 @@ class Hosts:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        self._exchange(lambda: dist.all_gather_object(found, value))
+        self._exchange(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
     def barrier(self) -> None:

@@ -5,7 +5,7 @@ a sharding and the graph partitioned by XLA. `spawn`: one process per device, gr
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,14 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program, Shape
+from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.feed import Dealer
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.processes import hosts
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
-from tpu_experiments.runtime.xla.layout import Spec, replicated_results, xla_mesh
+from tpu_experiments.runtime.xla.layout import Spec, boxes_on_host, local_boxes, replicated_results, xla_mesh
 from tpu_experiments.runtime.xla.loop import folding_on
 from tpu_experiments.runtime.xla.programs import Closures, Compiles, XlaProgram
 
@@ -76,11 +77,11 @@ class XlaRuntime:
             self.mesh = xla_mesh(mesh)
         install_attention_kernel(attention_kernel_for(hw, mesh=mesh, device=xr.device_type()))
         self.num_devices = found
-        self._hosts = hosts.joined()
+        self.hosts = hosts.joined()
         if hw.parallel == "spawn":
             self.rank, self.world_size = self.share = xr.global_ordinal(), xr.world_size()
         else:
-            self.rank, self.world_size, self.share = self._hosts.rank, self._hosts.size, (0, 1)
+            self.rank, self.world_size, self.share = self.hosts.rank, self.hosts.size, (0, 1)
         self._table = ShardingTable(sharding, mesh=mesh)
         folding = folding_on(xr.device_type(), hw=hw, mesh=mesh, table=self._table)
         self.folding: Folding | None = folding
@@ -100,6 +101,12 @@ class XlaRuntime:
 
     def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.place(torch.zeros(shape, dtype=dtype), name=name)
+
+    def boxes(self, tensor: Tensor) -> list[Box]:
+        return local_boxes(tensor)
+
+    def copy_boxes(self, tensor: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+        return boxes_on_host(tensor, boxes)
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
         names, tensors = list(batch), list(batch.values())
@@ -152,7 +159,7 @@ class XlaRuntime:
                 loader._loader.close()
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
-        if self._hosts.size > 1:  # a host has only its own shards of a result, and reads results by itself
+        if self.hosts.size > 1:  # a host has only its own shards of a result, and reads results by itself
             function = replicated_results(function, constrain=self.constrain)
         return XlaProgram(function, name=name, compiles=self.compiles, held=held, closures=self.closures)
 
@@ -168,12 +175,12 @@ class XlaRuntime:
 
     def any_process(self, flag: bool) -> bool:
         if self.share[1] == 1:
-            return self._hosts.any(flag)
+            return self.hosts.any(flag)
         return bool(xm.mesh_reduce("any_process", flag, any))
 
     def barrier(self, tag: str) -> None:
         if self.share[1] == 1:
-            self._hosts.barrier()
+            self.hosts.barrier()
         else:
             xm.rendezvous(tag)
 

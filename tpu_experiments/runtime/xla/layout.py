@@ -2,7 +2,7 @@
 
 An annotation is made from the mesh's sizes alone, so that a plan makes the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch_xla.distributed.spmd.xla_sharding import ShardingType
 
 from tpu_experiments.config.mesh import Axes, Mesh, Split
 from tpu_experiments.runtime.base import Batch
+from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.ops import Constrain
 
 
@@ -91,10 +92,45 @@ def gathered(tensor: Tensor) -> Tensor:
     (shards,) = torch_xla._XLAC._get_local_shards([tensor])
     (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    boxes = [_box(indices, tensor.shape) for _, indices in places]
+    missing = set(boxes)
+    if sum(box.num_elements for box in missing) != tensor.numel():
+        raise RuntimeError(f"this host holds only {len(missing)} boxes of a tensor of shape {tuple(tensor.shape)}")
     shards.reverse()
-    for replica, indices in places:
+    for box in boxes:
         shard, _ = shards.pop()  # frees it once copied: memory holds the tensor and the remaining shards
-        if replica == 0:  # the other replicas are equal; what a shard has beyond the tensor's edge is padding
-            inside = ... if indices is ... else tuple(slice(0, part.stop - part.start) for part in indices)
-            whole[indices if indices is ... else tuple(indices)] = shard[inside]
+        if box in missing:  # replicas are equal
+            whole[box.slices] = shard[Box.whole(box.shape).slices]  # beyond the tensor's edge a shard has padding
+            missing.remove(box)
     return whole
+
+
+def local_boxes(tensor: Tensor) -> list[Box]:
+    """Return the boxes of a tensor that this process's devices hold, each once, in order."""
+    if "devices=" not in torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        return [Box.whole(tensor.shape)]
+    (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
+    found = {_box(indices, tensor.shape) for _, indices in places}
+    return sorted(box for box in found if box.num_elements) or [Box.whole(tensor.shape)]
+
+
+def boxes_on_host(tensor: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+    """Return contiguous host copies of boxes that this process's devices hold."""
+    if "devices=" not in torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        whole = tensor.detach().cpu()
+        return [whole[box.slices].clone(memory_format=torch.contiguous_format) for box in boxes]
+    (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
+    (shards,) = torch_xla._XLAC._get_local_shards([tensor])
+    found: dict[Box, Tensor] = {}
+    for (_, indices), (shard, _) in zip(places, shards, strict=True):
+        box = _box(indices, tensor.shape)
+        if box in boxes and box not in found:
+            found[box] = shard[Box.whole(box.shape).slices].contiguous()
+    return [found[box] for box in boxes]
+
+
+def _box(indices: Any, shape: Sequence[int]) -> Box:
+    """Return the box of torch_xla's indices of a shard: an ellipsis, or a slice for every dimension."""
+    if indices is ...:
+        return Box.whole(shape)
+    return Box(tuple(int(part.start) for part in indices), tuple(int(part.stop) for part in indices))
