@@ -37,8 +37,10 @@ from tpu_experiments.models.recomputed import is_recomputed
 from tpu_experiments.objectives.base import Objective, objective_of
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.ema import LAG, Averages
 from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
+from tpu_experiments.runtime.ops import host_copy
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.storage.spool import Mirror
 from tpu_experiments.training.batches import (
@@ -48,6 +50,7 @@ from tpu_experiments.training.batches import (
     program_shapes,
     stage_rows,
     stage_steps,
+    stage_tokens,
     step_batches,
     steps_by_stage,
     weights_text,
@@ -228,7 +231,7 @@ class Trainer:
             norm_groups=self.norm_groups,
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
-        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
+        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.evaluated_parameters()}
         self.evaluator = self.build_evaluator()
         self.sampler = Sampler(
             self.model.module,
@@ -239,6 +242,8 @@ class Trainer:
         )
         self.asker = Asker(self.model.module, tokenizer=self.inputs.tokenizer, settings=config.sample, **parts)
         log.info("%s", self.model.report)
+        if config.optim.ema:
+            log.info("optim.ema=%g: evaluations, samples and the export are of averaged parameters", config.optim.ema)
 
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
@@ -248,7 +253,7 @@ class Trainer:
             self.model.module,
             runtime=self.runtime,
             row_loss=self.row_loss,
-            parameters=self.parameters,
+            parameters=self.evaluated_parameters(),
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
             widths=widths_of(tokenizer) if tokenizer is not None else None,
@@ -289,6 +294,20 @@ class Trainer:
     def fresh_state(self) -> State:
         """Return zero optimizer state, each slot placed as its parameter."""
         return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
+
+    def evaluated_parameters(self) -> Mapping[str, Tensor]:
+        """Return the parameters that evaluations and samples use: with `optim.ema`, the averages."""
+        return Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
+
+    def take_averages(self) -> None:
+        """Replace the parameters by their averages, which are exported; no step or checkpoint may follow."""
+        if not self.config.optim.ema:
+            return
+        for name in self.model.order:
+            lag = self.state[name][LAG]
+            average = host_copy(self.parameters[name]) + host_copy(lag)
+            self.parameters[name] = self.runtime.place(average, name=name)
+            self.state[name][LAG] = self.runtime.zeros(lag.shape, name=f"{name}/{LAG}")
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
@@ -343,6 +362,9 @@ class Trainer:
                 self.state.update(self.fresh_state())
         step, begun = self.progress.step, self.progress.stage_step > 0
         text = f"stage {stage.name}: {num_steps} steps over {rows.num_rows} rows of {', '.join(stage.sources)}"
+        if stage.tokens_per_parameter is not None:
+            tokens = stage_tokens(stage, num_parameters=self.inputs.num_parameters)
+            text = f"{text}: {stage.tokens_per_parameter:g} tokens a parameter, {tokens:,.0f}"
         weights = weights_text(rows, stage, num_steps=num_steps)
         text = f"{text}: {weights}" if weights else text
         log.info("%s", text)
@@ -494,6 +516,7 @@ class Trainer:
         self.guard.require_finite_end(evaluation.loss, self.progress.guard)
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
+            self.take_averages()
             self.outputs.export(self.model)
             self.runtime.barrier("exported")
             proof = self.verify_export()
