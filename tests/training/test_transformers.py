@@ -1,4 +1,4 @@
-"""Losses of all weights from scratch against transformers' Trainer: same rows, start, decay groups, schedule and clip."""
+"""Losses of all weights from scratch against transformers' Trainer: rows, start, decay groups, schedule, clip alike."""
 
 import json
 import os
