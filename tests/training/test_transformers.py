@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.training.runs import REPOSITORY
+from tests.training.runs import REPOSITORY, finished
 from tests.training.tiny import Run
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.optim.base import own_ndim
@@ -86,3 +87,24 @@ def test_every_step_has_the_loss_of_the_trainer(make_config, tmp_path: Path, num
     assert len(found["losses"]) == num_steps
     assert ours[-1] < ours[0] - 0.05
     assert max(abs(a - b) for a, b in zip(ours, found["losses"], strict=True)) < 1e-5
+
+
+@pytest.mark.xla
+def test_the_recipes_export_loads_in_transformers_with_the_logits_of_its_last_checkpoint(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = ("experiment=llama_mini_pretrain", "debug=smoke", "hw.runtime=eager", "trainer.max_stage_steps=2")
+    result = finished(*words, "sample.max_new_tokens=0", "name=mini", output_dir=tmp_path, as_typed=True)
+    folder = tmp_path / "mini"
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    assert sum(p.numel() for p in loaded.parameters()) == result["num_parameters"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    config = loaded.config
+    assert (config.bos_token_id, config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    (trained,) = (folder / "checkpoints").glob("*/parameters.safetensors")
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = fresh.load_state_dict(load_file(trained), strict=False)
+    assert (set(missing), unexpected) == ({"lm_head.weight"}, []), "which is the embedding"
+    ids = torch.tensor([tokenizer("Dunărea este un fluviu.")["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, fresh(ids).logits)
