@@ -85,6 +85,15 @@ CASES = {
         ["curriculum.stages.text.steps=60", "curriculum.stages.text.tokens=5000"],
         ["curriculum.stages.text.steps=60 and curriculum.stages.text.tokens=5000; only one can end the stage"],
     ),
+    "tokens, and tokens a parameter": (
+        ["curriculum.stages.text.tokens=5000", "curriculum.stages.text.tokens_per_parameter=20"],
+        ["curriculum.stages.text.tokens=5000 and curriculum.stages.text.tokens_per_parameter=20.0; only one can end"],
+    ),
+    "no tokens a parameter": (
+        ["curriculum.stages.text.tokens_per_parameter=0"],
+        ["curriculum.stages.text.tokens_per_parameter=0.0; it must be above 0."],
+    ),
+    "average of everything": (["optim.ema=1"], ["optim.ema=1.0; it must be below 1."]),
     "nothing to replay": (
         ["curriculum.stages.text.replay=0.1"],
         ["curriculum.stages.text.replay=0.1; no stage is before it whose data could be replayed"],

@@ -28,7 +28,15 @@ def test_counts(make_config, model, r, targets, trainable, base, adapters):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize(("model", "base"), [("mistral7b", 7_241_732_096), ("qwen05b", 494_032_768)])
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        ("mistral7b", 7_241_732_096),
+        ("qwen05b", 494_032_768),
+        ("llama_mini", 114_150_144),
+        ("llama3_8b", 8_030_261_248),
+    ],
+)
 def test_rank_zero_trains_every_weight(make_config, model, base):
     config = make_config(f"model={model}", "model.init=random", "lora=none")
     _, report = describe(HuggingFaceModel(config.model, seed=0), lora=config.lora)

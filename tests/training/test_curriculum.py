@@ -7,7 +7,12 @@ import shutil
 import pytest
 from safetensors.numpy import load_file
 
+from tests.config.composing import composed
 from tests.training.runs import finished, records
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.models.huggingface import ShapesOfModel
+from tpu_experiments.planning.length import assumed_steps
+from tpu_experiments.training.batches import parameters_of_lengths
 
 pytestmark = pytest.mark.xla
 COMMON = ("debug=smoke", "hw.runtime=eager", "trainer.log_every_steps=1", "sample.max_new_tokens=0", "name=staged")
@@ -161,3 +166,25 @@ def test_tokens_are_as_many_steps_as_make_them(tmp_path):
     (stage,) = result["stages"]
     assert 2000 <= stage["tokens"] < 2000 + 2 * 8 * 64
     assert stage["steps"] == 4
+
+
+@pytest.mark.slow
+def test_tokens_a_parameter_count_those_of_the_model_without_adapters(tmp_path):
+    words = ("curriculum=single", "curriculum.stages.main.steps=null")
+    length = "curriculum.stages.main.tokens_per_parameter=0.0015"
+    result = finished(*COMMON, *words, length, "trainer.max_stage_steps=null", output_dir=tmp_path)
+    wanted = 0.0015 * (result["num_parameters"] - result["num_trainable"])
+    (stage,) = result["stages"]
+    assert wanted <= stage["tokens"] < wanted + 2 * 8 * 64
+    assert f": 0.0015 tokens a parameter, {wanted:,.0f}" in (tmp_path / "staged" / "run.log").read_text()
+
+
+def test_a_length_in_tokens_a_parameter_needs_their_number() -> None:
+    """llama_mini's recipe: 20 x 114,150,144 tokens in steps of 512 x 1,024."""
+    config = composed("experiment=llama_mini_pretrain")
+    (stage,) = resolve_stages(config)
+    assert (stage.tokens, stage.epochs, stage.tokens_per_parameter) == (None, None, 20)
+    counted = parameters_of_lengths([stage], source=lambda: ShapesOfModel(config.model, seed=0))
+    assert counted == 114_150_144
+    assert assumed_steps(config, stage, num_parameters=counted) == math.ceil(20 * counted / (512 * 1024)) == 4355
+    assert assumed_steps(config, stage) is None

@@ -37,6 +37,14 @@ CASES = {
         "model.base=nf4",
     ),
     "gemma, fsdp 2 x tensor 2, all weights": ("model=gemma3_270m", ALL, TENSOR, PAIRS),
+    "llama, fsdp 4, all weights, decay by name, averages": (
+        "model=llama_mini",
+        ALL,
+        "sharding=fsdp",
+        "optim.weight_decay=0.1",
+        "optim.no_decay=['*embed_tokens*']",
+        "optim.ema=0.99",
+    ),
     "mistral, data 2 x fsdp 2, all weights, 8-bit moments": ("model=mistral7b", ALL, HSDP, "optim=adamw8bit", WIDE),
     "mistral, data 2 x tensor 2, 8-bit moments": (
         "model=mistral7b",

@@ -53,7 +53,7 @@ proverbs:
 """
 MODEL_YAML = """
 defaults: [base, _self_]
-name: llama_mini
+name: llama_small
 path: tpu_experiments/samples/tokenizer
 init: random
 dtype: float32
@@ -80,7 +80,7 @@ def lab(tmp_path, monkeypatch) -> Path:
         "my_lab/proverbs.py": SOURCE,
         "conf/trainer/z_loss.yaml": TRAINER_YAML,
         "conf/data/proverbs.yaml": DATA_YAML.replace("PATH", str(proverbs)),
-        "conf/model/llama_mini.yaml": MODEL_YAML,
+        "conf/model/llama_small.yaml": MODEL_YAML,
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -91,11 +91,11 @@ def lab(tmp_path, monkeypatch) -> Path:
 
 
 def test_model_data_and_trainer_of_your_own(lab, tmp_path):
-    added = ("--config-dir", str(lab / "conf"), "plugins=[my_lab]", "model=llama_mini", "data=[proverbs]")
+    added = ("--config-dir", str(lab / "conf"), "plugins=[my_lab]", "model=llama_small", "data=[proverbs]")
     common = (*added, "debug=smoke", "model.size=full", "data_size=full", "trainer.log_every_steps=1")
     plain = finished(*common, output_dir=tmp_path / "plain")
     with_z = finished(*common, "trainer=z_loss", output_dir=tmp_path / "z")
-    assert plain["model"] == with_z["model"] == "llama_mini"
+    assert plain["model"] == with_z["model"] == "llama_small"
     assert plain["data"] == ["proverbs"]
     first, first_z = losses(tmp_path / "plain")[0], losses(tmp_path / "z")[0]
     assert first_z > first + 0.01  # the penalty of an untrained softmax over 4096 entries: 1e-3 * log(4096)^2

@@ -22,6 +22,7 @@ from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.build import return_freed_memory
 from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.optim.ema import LAG
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.ops import PlaceTensor, host_copy
@@ -216,15 +217,37 @@ def read_state(
 
 
 def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mapping[str, Tensor]] | None:
-    """Return step and trained tensors of the newest complete checkpoint, or None.
+    """Return step and trained tensors of the newest complete checkpoint, or None; averages where the run keeps them.
 
     The tensors of a checkpoint above `max_held_bytes` are read one by one, when they are accessed.
     """
 
     def restore(progress: dict[str, Any], groups: Groups) -> tuple[int, Mapping[str, Tensor]]:
-        return progress_of(progress, folder=folder).step, groups.get(PARAMETERS, {})
+        return progress_of(progress, folder=folder).step, averaged(groups)
 
     return read_latest(folder, restore, max_held_bytes=max_held_bytes)
+
+
+def averaged(groups: Groups) -> Mapping[str, Tensor]:
+    """Return a checkpoint's parameters, or their averages where its run keeps them (`optim.ema`)."""
+    parameters, slots = groups.get(PARAMETERS, {}), groups.get(OPTIMIZER, {})
+    return _Averaged(parameters, slots) if any(name.endswith(f"/{LAG}") for name in slots) else parameters
+
+
+class _Averaged(Mapping[str, Tensor]):
+    """View of the averages of a checkpoint's parameters, computed when one is accessed."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
+        self._parameters, self._slots = parameters, slots
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parameters[name] + self._slots[f"{name}/{LAG}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def flat(state: State) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from tpu_experiments.config.schema import Config, ExitTestConfig, ScheduleConfig
 
 FULL_LR = 0.1
 """Best learning rate of full fine-tuning relative to that of LoRA (Schulman et al., LoRA Without Regret, 2025)."""
+LENGTHS = ("steps", "tokens", "tokens_per_parameter", "epochs")
+"""Keys of a stage that set its length."""
 MIN_TOKENS = 8
 """Fewest tokens of a row."""
 
@@ -31,7 +33,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage with all values resolved; exactly one of `steps`, `tokens` and `epochs` is set."""
+    """One stage with all values resolved; exactly one of its four lengths is set."""
 
     name: str
     index: int
@@ -43,6 +45,7 @@ class Stage:
     schedule: ScheduleConfig
     optimizer: str
     tokens: int | None = None
+    tokens_per_parameter: float | None = None
     replay: float = 0.0
     replay_sources: tuple[str, ...] = ()
     """Replayed sources; not empty if `replay` is above 0."""
@@ -153,7 +156,7 @@ def _stage_problems(config: Config, name: str) -> list[str]:
 
 
 def _length_problems(stage: StageConfig, key: str) -> list[str]:
-    given = {n: getattr(stage, n) for n in ("steps", "tokens", "epochs") if getattr(stage, n) is not None}
+    given = {n: getattr(stage, n) for n in LENGTHS if getattr(stage, n) is not None}
     if len(given) > 1:
         shown = " and ".join(f"{key}.{name}={value}" for name, value in given.items())
         return [f"{shown}; only one can end the stage; set the other to null."]
@@ -207,6 +210,7 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
         schedule=_schedule(config.schedule, stage.schedule),
         optimizer=stage.optimizer,
         tokens=stage.tokens,
+        tokens_per_parameter=stage.tokens_per_parameter,
         replay=stage.replay if replayed else 0.0,
         replay_sources=replayed if stage.replay else (),
         weights=_weights(config, own),
@@ -265,7 +269,7 @@ def _lr_of_model(config: Config) -> float:
 
 def _epochs(config: Config, stage: StageConfig, *, sources: Sequence[str]) -> float | None:
     """Return the epochs of a stage; if its length is unset, the fewest that its sources ask for."""
-    if stage.epochs is None and stage.steps is None and stage.tokens is None:
+    if all(getattr(stage, name) is None for name in LENGTHS):
         return min(config.data[name].epochs for name in sources)
     return stage.epochs
 

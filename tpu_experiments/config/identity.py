@@ -72,14 +72,17 @@ MAY_CHANGE = (
 UNSET: dict[str, Any] = {
     **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
+    "tokens_per_parameter": None,
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
-"""Values of a source's keys that have the same effect as leaving the key out."""
+"""Values of keys of a source or stage that have the same effect as leaving the key out."""
 ADDED: dict[str, Any] = {
     "model.base": "dense",
     "model.base_double_quant": True,
     "model.base_activations": "as_they_are",
     "optim.b_lr_ratio": 1.0,
+    "optim.no_decay": [],
+    "optim.ema": 0.0,
     "lora.dora": False,
     "objective.name": "next_token",
     "objective._target_": NextTokenConfig._target_,
@@ -88,7 +91,7 @@ ADDED: dict[str, Any] = {
 """Keys that runs, plans and tuned settings of earlier versions lack, with the value that they were computed with."""
 _SET = object()
 LENGTH = re.compile(
-    r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|epochs|schedule\.\w+)"
+    r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|tokens_per_parameter|epochs|schedule\.\w+)"
 )
 """Keys that set the lengths and learning-rate schedules of the stages."""
 

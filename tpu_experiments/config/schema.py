@@ -209,10 +209,13 @@ class StageConfig:
     learn: str = choice("answers", "all", default="answers")
     """Tokens in the loss. `answers`: assistant turns of conversations, and all tokens of texts. `all`: every token."""
     steps: int | None = number(default=None, at_least=1)
-    """Optimizer steps; at most one of `steps`, `tokens` and `epochs` may be set. Without any, the number of epochs is
-    the smallest `data.<name>.epochs` of the stage's sources."""
+    """Optimizer steps; at most one of `steps`, `tokens`, `tokens_per_parameter` and `epochs` may be set. Without any,
+    the number of epochs is the smallest `data.<name>.epochs` of the stage's sources."""
     tokens: int | None = number(default=None, at_least=1)
     """Tokens to train on, with replayed ones and without padding; converted to steps by the mean length of the rows."""
+    tokens_per_parameter: float | None = number(default=None, above=0)
+    """The same as a multiple of the model's parameters, without adapters: about 20 is what a computing budget is best
+    spent on (Chinchilla, arXiv 2203.15556)."""
     epochs: float | None = number(default=None, above=0)
     """Passes over the stage's own rows."""
     seq_len: int | None = number(default=None, at_least=8, at_most=2**24)
@@ -283,11 +286,17 @@ class OptimConfig:
     lr: float | None = number(default=None, above=0)
     """Peak learning rate; null takes `model.lr`."""
     weight_decay: float = number(default=0.0, at_least=0)
-    """Decoupled weight decay per unit of learning rate, on matrices only."""
+    """Decoupled weight decay per unit of learning rate, on matrices only, embeddings included (see `no_decay`)."""
     clip_norm: float | None = number(default=1.0, above=0)
     """Global gradient norm above which gradients are scaled down, after the sum over devices; null does not clip."""
     b_lr_ratio: float = number(default=1.0, above=0)
     """Learning rate of every adapter's B over that of A (LoRA+, arXiv 2402.12354); weight decay of B is scaled too."""
+    no_decay: list[str] = field(default_factory=list)
+    """Shell patterns over the names of trainable parameters, such as `*embed_tokens*`, of which matching matrices have
+    no weight decay either. Each must match a parameter, and a kind of module in all layers."""
+    ema: float = number(default=0.0, at_least=0, below=1)
+    """Decay of a moving average of the parameters, lower in the first steps (optim/ema.py): 0.9999 averages about
+    10,000 steps, 0 keeps none. Evaluations, samples and the export are of the average; it takes 4 bytes a parameter."""
 
 
 @dataclass

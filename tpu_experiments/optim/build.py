@@ -5,14 +5,24 @@ from dataclasses import asdict
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.optim.base import Optimizer
+from tpu_experiments.optim.decay_groups import DecayGroups
+from tpu_experiments.optim.ema import AveragedOptimizer
 from tpu_experiments.optim.lora_plus import LoraPlus
+
+OF_WRAPPERS = ("lr", "clip_norm", "b_lr_ratio", "no_decay", "ema")
+"""Keys of `optim` that are no settings of the class."""
 
 
 def optimizer_of(config: Config) -> Optimizer:
     """Make the optimizer that `optim._target_` names, with the settings of `optim`."""
-    settings = asdict(config.optim)
-    for name in ("_target_", "lr", "clip_norm", "b_lr_ratio"):
+    chosen, settings = config.optim, asdict(config.optim)
+    for name in ("_target_", *OF_WRAPPERS):
         settings.pop(name)
-    optimizer: Optimizer = locate(config.optim._target_, key="optim")(**settings)
-    ratio = config.optim.b_lr_ratio
-    return optimizer if ratio == 1 else LoraPlus(optimizer, ratio=ratio)
+    kind = locate(chosen._target_, key="optim")
+    optimizer: Optimizer = kind(**settings)
+    if chosen.no_decay:
+        without_decay = kind(**{**settings, "weight_decay": 0.0})
+        optimizer = DecayGroups(optimizer, without_decay, patterns=chosen.no_decay)
+    if chosen.b_lr_ratio != 1:
+        optimizer = LoraPlus(optimizer, ratio=chosen.b_lr_ratio)
+    return AveragedOptimizer(optimizer, decay=chosen.ema) if chosen.ema else optimizer

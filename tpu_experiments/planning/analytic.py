@@ -28,6 +28,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         targets=tuple(config.lora.targets),
         dora=config.lora.dora,
         optimizer=next((name for name in NOT_ADAMW if name in config.optim._target_.lower()), "adamw"),
+        averaged=config.optim.ema > 0,
         recompute=recomputes(config),
         loss_chunk_tokens=config.trainer.loss_chunk_tokens,
         attention="sdpa" if config.model.attention in ("sdpa", "eager") else "flash",

@@ -70,12 +70,14 @@ def run_length(
     return length, notes
 
 
-def assumed_steps(config: Config, stage: Stage) -> int | None:
+def assumed_steps(config: Config, stage: Stage, *, num_parameters: int | None = None) -> int | None:
     """Return the optimizer steps of a stage, as if its rows were full.
 
-    None where a source's tokens are not known.
+    None where a source's tokens are not known, or the model's parameters where the length is a multiple of them.
     """
     tokens: float | None = stage.tokens
+    if stage.tokens_per_parameter is not None and num_parameters is not None:
+        tokens = stage.tokens_per_parameter * num_parameters
     if tokens is None:
         sources = [config.data[name] for name in stage.sources]
         held = [sum(hashed_shares(source, own=own_splits(source))) for source in sources]

@@ -85,6 +85,8 @@ class StepSettings:
     targets: tuple[str, ...] = ()
     dora: bool = False
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
+    averaged: bool = False
+    """Whether a moving average of the trained parameters is kept (`optim.ema`)."""
     recompute: bool = False
     """Only the layers' inputs are saved."""
     loss_chunk_tokens: int | None = None
@@ -145,10 +147,11 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     kept *= per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
     largest = max(wide * high for wide, high in decoder.projections.values())
+    average_bytes = 4 * trained if step.averaged else 0.0
     return MemoryEstimate(
         base=(matrices / split + vectors) / GIB if step.trainable != "full" else 0.0,
         adapters=trained * 4 / GIB,
-        optimizer=moment_bytes / GIB,
+        optimizer=(moment_bytes + average_bytes) / GIB,
         gradients=trained * (4 + step.weight_bytes) / GIB,
         activations=(inputs + kept if step.recompute else decoder.num_layers * kept) / GIB,
         logits=chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,

@@ -19,12 +19,14 @@ from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.optim.decay_groups import require_decay_patterns
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.training.batches import (
     RunInputs,
     load_run_tokenizer,
+    parameters_of_lengths,
     prepare_sources,
     prepared_folder,
     stage_rows,
@@ -70,8 +72,13 @@ def start_of(config: Config, folder: RunFolder) -> StartPoint | None:
     """
     if config.start.run is None or latest_progress(folder.path("checkpoints")) is not None:
         return None
+    return find_start(config, describe(model_source(config), lora=config.lora)[0])
+
+
+def model_source(config: Config) -> HuggingFaceModel:
+    """Make the source of the model that `model._target_` names."""
     source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
-    return find_start(config, describe(source, lora=config.lora)[0])
+    return source
 
 
 SWAPPED: dict[str, tuple[str, ...]] = {
@@ -158,7 +165,14 @@ def make_inputs(config: Config) -> RunInputs:
             written[stage.index] = write_epochs(
                 stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder
             )
-    return RunInputs(tokenizer, sources, stages, written, read_questions(config, tokenizer=tokenizer))
+    return RunInputs(
+        tokenizer,
+        sources,
+        stages,
+        written,
+        read_questions(config, tokenizer=tokenizer),
+        num_parameters=parameters_of_lengths(stages, source=lambda: model_source(config)),
+    )
 
 
 def check_model(config: Config) -> int:
@@ -167,7 +181,7 @@ def check_model(config: Config) -> int:
     Raises:
         ConfigError: one of them does not fit the model.
     """
-    source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    source = model_source(config)
     limit = getattr(source.config, "max_position_embeddings", None)
     for stage in resolve_stages(config):
         if limit is not None and stage.geometry.seq_len > limit:
@@ -179,9 +193,9 @@ def check_model(config: Config) -> int:
     if isinstance(source, HuggingFaceModel):
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")
     source.require_weights(shapes_of_base(module))
-    require_trainable_patterns(
-        resolve_stages(config), [name for name, p in module.named_parameters() if p.requires_grad]
-    )
+    trainable = [name for name, p in module.named_parameters() if p.requires_grad]
+    require_trainable_patterns(resolve_stages(config), trainable)
+    require_decay_patterns(config.optim.no_decay, trainable)
     log.info("%s: %s", config.model.name, report)
     if config.hw.parallel == "spmd":
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -189,8 +203,7 @@ def check_model(config: Config) -> int:
         table = ShardingTable(config.sharding, mesh=mesh)
         table.check(shapes)
         check_heads(mesh, source.config)
-        trained = [name for name, p in module.named_parameters() if p.requires_grad]
-        check_hosts(config, table, shapes={name: shapes[name] for name in trained})
+        check_hosts(config, table, shapes={name: shapes[name] for name in trainable})
     return int(source.config.vocab_size)
 
 

@@ -6,7 +6,7 @@
 import logging
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
@@ -37,6 +37,7 @@ from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.objectives.base import has_draws
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
@@ -154,6 +155,8 @@ class RunInputs:
     """Held-out questions of every set, by its name."""
     start: StartPoint | None = None
     """Source of a warm start; None without one, and for a run that resumes from its own checkpoint."""
+    num_parameters: int | None = None
+    """Parameters of the model without adapters; None where no stage has `tokens_per_parameter`."""
 
     @property
     def audit_hashes(self) -> dict[str, str]:
@@ -256,10 +259,34 @@ def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: 
     steps, global_rows = stage.steps, stage.geometry.global_rows
     if stage.epochs is not None:
         steps = rows.steps_for(stage.epochs, global_rows=global_rows)
-    if stage.tokens is not None:
-        steps = math.ceil(stage.tokens / (global_rows * tokens_per_row(inputs, stage)))
+    tokens = stage_tokens(stage, num_parameters=inputs.num_parameters)
+    if tokens is not None:
+        steps = math.ceil(tokens / (global_rows * tokens_per_row(inputs, stage)))
     assert steps is not None
     return min(steps, config.trainer.max_stage_steps or steps)
+
+
+def stage_tokens(stage: Stage, *, num_parameters: int | None) -> float | None:
+    """Return the tokens that a stage's length is given by; None for one given in steps or epochs.
+
+    Args:
+        num_parameters: `parameters_of_lengths` of the run's model.
+    """
+    if stage.tokens_per_parameter is None:
+        return stage.tokens
+    assert num_parameters is not None, "`parameters_of_lengths` counts them"
+    return stage.tokens_per_parameter * num_parameters
+
+
+def parameters_of_lengths(stages: Sequence[Stage], *, source: Callable[[], HuggingFaceModel]) -> int | None:
+    """Count the model's parameters, without adapters, where a stage's length depends on them; no weight is read.
+
+    Args:
+        source: makes the model's source, if that is so.
+    """
+    if all(stage.tokens_per_parameter is None for stage in stages):
+        return None
+    return sum(p.numel() for p in source().empty().parameters())
 
 
 def num_steps(inputs: RunInputs, stage: Stage, *, config: Config) -> int:

@@ -68,12 +68,13 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
     base += {"int8": ", whose layers had their weights in int8", "nf4": ", whose layers had their weights in NF4"}.get(
         config.model.base, ""
     )
+    averaged = f" averaged over steps (decay {config.optim.ema:g})," if config.optim.ema else ""
     if config.lora.r == 0:
-        return f"All weights of {base} ({trained}), trained with tpu_experiments."
+        return f"All weights of {base} ({trained}),{averaged} trained with tpu_experiments."
     lora = config.lora
     return (
         f"A LoRA adapter of rank {lora.r}, alpha {lora.alpha:g} and dropout {lora.dropout:g} on "
-        f"{', '.join(lora.targets)} of {base} ({trained}), trained with tpu_experiments."
+        f"{', '.join(lora.targets)} of {base} ({trained}),{averaged} trained with tpu_experiments."
     )
 
 

@@ -28,6 +28,7 @@ from tpu_experiments.metrics.held_out import measures
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
 from tpu_experiments.models.loss import TokenScores
+from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import host_copy
 from tpu_experiments.training.step import ROW_TENSORS, RowLoss
@@ -80,7 +81,7 @@ class Evaluator:
         """
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
         self.token_scores, self.widths, self.draws = token_scores, widths, draws
-        self.program = runtime.program(self.sums, name="evaluate", held=lambda: parameters)
+        self.program = runtime.program(self.sums, name="evaluate", held=lambda: held_of(parameters))
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -139,10 +140,11 @@ class Evaluator:
         text, shape (4,).
         """
         with torch.no_grad():
+            parameters = dict(self.parameters)  # averages are computed here, once
             if self.token_scores is None:
-                sums_R, weights_R = self.row_loss(self.module, self.parameters, batch)
+                sums_R, weights_R = self.row_loss(self.module, parameters, batch)
                 return torch.stack(self.runtime.sum_over_processes([sums_R.sum(), weights_R.sum()]))
-            found = self.token_scores(self.module, self.parameters, batch)
+            found = self.token_scores(self.module, parameters, batch)
             weights_RT = target_weights(batch)[1]
             text_RT = torch.roll(batch[TEXT], -1, dims=1)
             more = [(found.hits_RT * weights_RT).sum(), (found.losses_RT * weights_RT * text_RT).sum()]
@@ -190,7 +192,7 @@ class Sampler:
         self.module, self.runtime, self.parameters = module, runtime, parameters
         self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
         self.seed = seed
-        self.program = runtime.program(self.next_token, name=name, held=lambda: parameters)
+        self.program = runtime.program(self.next_token, name=name, held=lambda: held_of(parameters))
 
     def run(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """Continue every prompt (its last `window - max_new_tokens` tokens) up to the end of sequence."""
@@ -229,9 +231,10 @@ class Sampler:
         Those of other positions are not computed where the head is a plain matrix product.
         """
         index_R = torch.arange(len(last_R), device=last_R.device)
+        parameters = dict(self.parameters)  # averages are computed here, once
         if not has_plain_head(self.module):
-            return logits_of(self.module, self.parameters, rows)[index_R, last_R.long()]
-        hidden_RTH, head_VH = hidden_of(self.module, self.parameters, rows)
+            return logits_of(self.module, parameters, rows)[index_R, last_R.long()]
+        hidden_RTH, head_VH = hidden_of(self.module, parameters, rows)
         hidden_RH = hidden_RTH[index_R, last_R.long()]
         return capped(F.linear(hidden_RH, head_VH.to(hidden_RH.dtype)), soft_cap_of(self.module))
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tpu_experiments.checkpoint.manifest import COMMIT, folder_name, steps_in
 from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.reading import PIECE_BYTES, Groups, size, without_values
-from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, flat, place_on_device, require_tensors
+from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, averaged, flat, place_on_device, require_tensors
 from tpu_experiments.checkpoint.store import latest_progress, read_step
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
@@ -142,8 +142,9 @@ def load_start(
 
     def restore(groups: Groups) -> None:
         taken = {group: tensors for group, tensors in groups.items() if group == OPTIMIZER}
+        found = groups[PARAMETERS] if point.take == "all" else averaged(groups)
         place_on_device(
-            {PARAMETERS: _FingerprintedTensors(groups[PARAMETERS], marks), **taken},
+            {PARAMETERS: _FingerprintedTensors(found, marks), **taken},
             parameters=parameters,
             state=state if point.take == "all" else {},
             place=runtime.place,

@@ -19,9 +19,9 @@ from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRe
 from tpu_experiments.checkpoint.proof import Export, InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import (
-    PARAMETERS,
     Snapshot,
     are_sharded_over_hosts,
+    averaged,
     boxes_needed,
     flat,
     read_state,
@@ -47,9 +47,11 @@ from tpu_experiments.models.recomputed import is_recomputed
 from tpu_experiments.objectives.base import Objective, objective_of
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.ema import LAG, Averages
 from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
-from tpu_experiments.runtime.stacked import is_stack
+from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.stacked import is_stack, stacked
 from tpu_experiments.storage.spool import Mirror
 from tpu_experiments.training.batches import (
     RunInputs,
@@ -58,6 +60,7 @@ from tpu_experiments.training.batches import (
     program_shapes,
     stage_rows,
     stage_steps,
+    stage_tokens,
     step_batches,
     steps_by_stage,
     weights_text,
@@ -238,7 +241,7 @@ class Trainer:
             norm_groups=self.norm_groups,
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
-        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
+        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.evaluated_parameters()}
         self.evaluator = self.build_evaluator()
         self.sampler = Sampler(
             self.model.module,
@@ -249,6 +252,8 @@ class Trainer:
         )
         self.asker = Asker(self.model.module, tokenizer=self.inputs.tokenizer, settings=config.sample, **parts)
         log.info("%s", self.model.report)
+        if config.optim.ema:
+            log.info("optim.ema=%g: evaluations, samples and the export are of averaged parameters", config.optim.ema)
 
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
@@ -258,7 +263,7 @@ class Trainer:
             self.model.module,
             runtime=self.runtime,
             row_loss=self.row_loss,
-            parameters=self.parameters,
+            parameters=self.evaluated_parameters(),
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
             widths=widths_of(tokenizer) if tokenizer is not None else None,
@@ -279,6 +284,8 @@ class Trainer:
     def stored_parameters(self) -> Mapping[str, Tensor] | None:
         """Trained tensors of the run's last checkpoint, read at access, where no host has them whole; otherwise None.
 
+        With `optim.ema` they are the averages.
+
         Every process takes part, at the end of the run, whose last step is always saved.
 
         Raises:
@@ -290,7 +297,7 @@ class Trainer:
         verify_newest(folder, self.runtime.hosts, before=step + 1)
 
         def read() -> Mapping[str, Tensor]:
-            return read_step(folder, step, lambda _, groups: groups[PARAMETERS], max_held_bytes=0)
+            return read_step(folder, step, lambda _, groups: averaged(groups), max_held_bytes=0)
 
         try:
             return self.runtime.hosts.together(read)
@@ -325,6 +332,27 @@ class Trainer:
     def fresh_state(self) -> State:
         """Return zero optimizer state, each slot placed as its parameter."""
         return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
+
+    def evaluated_parameters(self) -> Mapping[str, Tensor]:
+        """Return the parameters that evaluations and samples use: with `optim.ema`, the averages."""
+        return Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
+
+    def take_averages(self, stored: Mapping[str, Tensor] | None) -> None:
+        """Replace the parameters by their averages, which are exported; no step or checkpoint may follow.
+
+        Args:
+            stored: `stored_parameters`.
+        """
+        if not self.config.optim.ema:
+            return
+        for name in self.model.order:
+            lag = self.state[name][LAG]
+            if stored is None:
+                average = host_copy(self.parameters[name]) + host_copy(lag)
+            else:
+                average = stacked(stored, name)
+            self.parameters[name] = self.runtime.place(average, name=name)
+            self.state[name][LAG] = self.runtime.zeros(lag.shape, name=f"{name}/{LAG}")
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
@@ -379,6 +407,9 @@ class Trainer:
                 self.state.update(self.fresh_state())
         step, begun = self.progress.step, self.progress.stage_step > 0
         text = f"stage {stage.name}: {num_steps} steps over {rows.num_rows} rows of {', '.join(stage.sources)}"
+        if stage.tokens_per_parameter is not None:
+            tokens = stage_tokens(stage, num_parameters=self.inputs.num_parameters)
+            text = f"{text}: {stage.tokens_per_parameter:g} tokens a parameter, {tokens:,.0f}"
         weights = weights_text(rows, stage, num_steps=num_steps)
         text = f"{text}: {weights}" if weights else text
         log.info("%s", text)
@@ -531,6 +562,7 @@ class Trainer:
         sample = self.write_sample("after")
         with self.watch.measure("checkpoint"):
             stored = self.stored_parameters
+            self.take_averages(stored)
             self.outputs.export(self.model, stored=stored)
             self.runtime.barrier("exported")
             proof = self.verify_export()

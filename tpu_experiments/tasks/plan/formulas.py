@@ -33,21 +33,26 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
     from tpu_experiments.training.batches import (
         RunInputs,
         load_run_tokenizer,
+        parameters_of_lengths,
         prepare_sources,
         shuffled_rows,
         stage_steps,
     )
 
+    num_parameters = parameters_of_lengths(stages, source=lambda: ShapesOfModel(config.model, seed=config.seed))
     try:
         tokenizer = load_run_tokenizer(config)
         sources = prepare_sources(config, tokenizer=tokenizer, stages=list(stages), is_lookup=True)
     except (NotPrepared, ConfigError) as error:
         why = f"data.{error} is not prepared (task=prepare)" if isinstance(error, NotPrepared) else str(error)
-        steps = {stage.name: steps[stage.name] or assumed_steps(config, stage) for stage in stages}
+        steps = {
+            stage.name: steps[stage.name] or assumed_steps(config, stage, num_parameters=num_parameters)
+            for stage in stages
+        }
         if None in steps.values():
             return steps, [f"hours and dollars need the length of an epoch: {why}"]
         return steps, [f"the length of an epoch is assumed from data.<name>.total_tokens: {why}"]
-    inputs = RunInputs(tokenizer, sources, list(stages))
+    inputs = RunInputs(tokenizer, sources, list(stages), num_parameters=num_parameters)
     rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
     return {stage.name: stage_steps(rows[stage.name], stage, inputs=inputs, config=config) for stage in stages}, []
 

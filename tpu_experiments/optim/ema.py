@@ -1,0 +1,68 @@
+"""Exponential moving average of the parameters, kept in the optimizer's state, around any optimizer.
+
+The average begins as a copy of the parameters and follows avg <- d avg + (1 - d) p after every update, with
+d = min(decay, (1 + n) / (10 + n)) at update n, as TensorFlow's ExponentialMovingAverage with `num_updates`: otherwise a
+run of 1 / (1 - decay) steps would end with a third of the random weights that it began with.
+The state has the difference `average - parameter` in the slot `LAG`. Its zero is a copy of the parameters, so that
+state begins as zeros like every other slot, also where a stage resets the optimizer.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.optim.base import Named, Optimizer, State
+
+LAG = "average_lag"
+"""Slot of every parameter: its average minus itself, float32 in the parameter's shape."""
+
+
+class AveragedOptimizer:
+    """An optimizer whose state also has the average of every parameter."""
+
+    def __init__(self, optimizer: Optimizer, *, decay: float) -> None:
+        self.optimizer, self.decay = optimizer, decay
+
+    def init(self, parameters: Named) -> State:
+        state = self.optimizer.init(parameters)
+        for name, p in parameters.items():
+            state[name] = {**state[name], LAG: torch.zeros_like(p, dtype=torch.float32)}
+        return state
+
+    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
+        own = {name: {slot: t for slot, t in slots.items() if slot != LAG} for name, slots in state.items()}
+        new_parameters, new_state = self.optimizer.update(parameters, grads, own, lr=lr)
+        num_updates = new_state[""]["count"]
+        decay = torch.clamp((1 + num_updates) / (10 + num_updates), max=self.decay)
+        for name, p in parameters.items():
+            # d avg + (1 - d) p' - p' = d (avg - p'), and avg = lag + p.
+            lag = decay * (state[name][LAG] + (p - new_parameters[name]))
+            new_state[name] = {**new_state[name], LAG: lag}
+        return new_parameters, new_state
+
+
+class Averages(Mapping[str, Tensor]):
+    """View of the averages of a run's parameters, computed from parameters and state when one is read."""
+
+    def __init__(self, parameters: Named, state: State) -> None:
+        self._parameters, self._state = parameters, state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parameters[name] + self._state[name][LAG]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """Return the tensors that the averages are computed from, by name."""
+        return {**self._parameters, **{f"{name}/{LAG}": self._state[name][LAG] for name in self._parameters}}
+
+
+def held_of(parameters: Named) -> Named:
+    """Return the device's own tensors behind parameters or averages, by name."""
+    return parameters.held if isinstance(parameters, Averages) else parameters
