@@ -1,10 +1,11 @@
 """Training objectives: what a model learns from rows of tokens, and what the loss is divided by.
 
 `objective._target_` names the class. It is made with the keys of its config beside `name` and `_target_`, and with
-`computing`. Legend: R rows, T tokens.
+`computing`. A loss may have several parts, each divided by a number of predictions of its own; the gradient is that of
+the sum of the parts' means. Legend: R rows, T tokens, G parts of a loss.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.models.loss import Scores
+from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
 
 Rows = Mapping[str, Tensor]
@@ -43,12 +45,15 @@ class Objective(Protocol):
     def count(self, rows: Rows) -> Tensor:
         """Return the number of predictions that a micro-batch's loss is the sum over, shape (), float32.
 
-        The gradient is divided by its sum over the global batch.
+        The gradient is divided by its sum over the global batch. Of a loss with parts the shape is (G,), and the
+        gradient of each part is divided by its own number.
         """
         ...
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the loss sum, which is differentiated, and the number of predictions of every row, (R,) each.
+
+        Of a loss with parts both are (R, G).
 
         Args:
             parameters: trainable parameters by name, float32, to be used in the place of the module's own.
@@ -67,6 +72,17 @@ def objective_of(config: Config, computing: Computing) -> Objective:
         settings.pop(name)
     objective: Objective = locate(config.objective._target_, key="objective")(**settings, computing=computing)
     return objective
+
+
+def groups_of(objective: Objective, names: Sequence[str], *, clip_norm: float | None) -> Sequence[ParameterGroup]:
+    """Return the groups that the objective makes of the parameters; none where they are clipped together.
+
+    An objective may have a method `parameter_groups(names, clip_norm)`: two models that are trained in one step are two
+    groups, each clipped as it would be with an optimizer of its own.
+    """
+    make = getattr(objective, "parameter_groups", None)
+    groups: Sequence[ParameterGroup] = () if make is None else make(names, clip_norm=clip_norm)
+    return groups
 
 
 def has_draws(config: Config) -> bool:

@@ -34,9 +34,10 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.objectives.base import Objective, objective_of
+from tpu_experiments.objectives.base import Objective, groups_of, objective_of
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.group_rates import with_group_rates
 from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.stacked import is_stack
@@ -209,7 +210,8 @@ class Trainer:
         )
         self.model.module.train()
         self.parameters = self.model.trainable
-        self.optimizer = with_loss_scale(self.build_optimizer(), config)
+        groups = groups_of(self.objective, list(self.parameters), clip_norm=config.optim.clip_norm)
+        self.optimizer = with_loss_scale(with_group_rates(self.build_optimizer(), groups), config)
         self.state = self.fresh_state()
         self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
@@ -226,6 +228,7 @@ class Trainer:
             loop=runtime.loop,
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
+            groups=groups,
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.parameters}
