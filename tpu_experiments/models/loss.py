@@ -130,7 +130,7 @@ def _loop_inputs(
     """
     parts = (terms.constrain(hidden_BTH, axes=BY_ROWS), targets_BT, weights_BT, *more_BT)
     head = terms.constrain(head_VH.to(hidden_BTH.dtype), axes=HEAD)
-    return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, _numbers(head_VH))
+    return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, numbers(head_VH.shape[0], head_VH.device))
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -274,13 +274,12 @@ def _cap_slope(values: Tensor, cap: float) -> Tensor:
     return 1 - (values / cap) ** 2
 
 
-def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:
-    """Return 0 to V - 1, int32, as a sum of two short ranges.
+def numbers(size: int, device: torch.device, *, side: int = 512) -> Tensor:
+    """Return 0 to size - 1, int32, as a sum of two short ranges.
 
     torch_xla writes a range into the program number by number: 262,144 of them took 78 ms of every step's tracing.
     """
-    size = head_VH.shape[0]
-    high, low = (torch.arange(n, dtype=torch.int32, device=head_VH.device) for n in (math.ceil(size / side), side))
+    high, low = (torch.arange(n, dtype=torch.int32, device=device) for n in (math.ceil(size / side), side))
     return (high[:, None] * side + low).flatten()[:size]
 
 
