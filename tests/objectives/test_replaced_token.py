@@ -1,6 +1,7 @@
 """Replaced-token detection: masks, draws, labels, losses and gradients, against hand-made ones and transformers'."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -60,8 +61,16 @@ def rows_of(seed=3, **shape):
     return {name: tensor[0] for name, tensor in batch.items() if name != "lr"}
 
 
+@dataclass
+class Tokens:
+    """What the objective reads of a tokenizer."""
+
+    mask_token_id: int = MASK
+    all_special_ids: tuple[int, ...] = ()
+
+
 def objective_of(**settings):
-    return ReplacedToken(mask_id=MASK, **settings)
+    return ReplacedToken(tokenizer=Tokens(), **settings)
 
 
 def test_the_discriminator_leaves_the_shared_embedding_alone():
@@ -176,7 +185,7 @@ def test_labels_are_electras():
 def test_masks_are_a_share_of_what_is_learnt_and_no_special_token():
     rows = rows_of(rows=64, seq_len=128)
     rows["ids"][:, ::3] = 7
-    objective = ReplacedToken(mask_id=MASK, special_ids=(7,))
+    objective = ReplacedToken(tokenizer=Tokens(all_special_ids=(7,)))
     slots, taken = objective.slots(rows)
     assert slots.shape == (64, most_masks(128, 0.15)) == (64, 36)
     assert all(len(set(row.tolist())) == 36 for row in slots)

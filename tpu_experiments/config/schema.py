@@ -267,6 +267,27 @@ class NextTokenConfig(ObjectiveConfig):
 
 
 @dataclass
+class ReplacedTokenConfig(ObjectiveConfig):
+    """Replaced tokens detected by one model, drawn by another (ELECTRA, arXiv 2003.10555; DeBERTa-v3, 2111.09543)."""
+
+    _target_: str = "tpu_experiments.objectives.replaced_token.ReplacedToken"
+    mask_rate: float = number(default=0.15, above=0, below=1)
+    """Share of the tokens to be learnt that are masked for the generator, by chance."""
+    mask_token: str | None = None
+    """Token that stands for a masked one; null is the tokenizer's own. One that the tokenizer lacks is added to it, at
+    the end of its vocabulary."""
+    rtd_weight: float = number(default=50.0, above=0)
+    """Factor of the discriminator's loss: 50 in the papers, 10 in the script of microsoft/DeBERTa. With AdamW and groups
+    clipped apart it changes the update only where gradients are clipped."""
+    temperature: float = number(default=1.0, above=0)
+    """Divides the generator's logits before replacements are drawn."""
+    generator_clip_norm: float | None = number(default=None, above=0)
+    """Largest norm of the generator's gradient; null is `optim.clip_norm`, which the discriminator's gradient has."""
+    generator_rate: float = number(default=1.0, above=0)
+    """Learning rate of the generator over that of the discriminator."""
+
+
+@dataclass
 class OwnObjectiveConfig(ObjectiveConfig):
     """An objective of the user's own."""
 
@@ -501,7 +522,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "hw": {"base": HwConfig},
     "curriculum": {"base": CurriculumConfig},
     "lora": {"base": LoraConfig},
-    "objective": {"base_next_token": NextTokenConfig, "base": OwnObjectiveConfig},
+    "objective": {"base_next_token": NextTokenConfig, "base_rtd": ReplacedTokenConfig, "base": OwnObjectiveConfig},
     "optim": {
         "base_adamw": AdamWConfig,
         "base_adamw8bit": AdamW8bitConfig,

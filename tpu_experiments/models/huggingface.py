@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.remote_code import require_no_code
+from tpu_experiments.config.targets import locate
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.conversion import ConvertedTensor, StoredTensor, converted_tensors, stored_tensors
 from tpu_experiments.models.experts import EVERY_EXPERT
@@ -81,8 +82,22 @@ class Named:
     tensor: Tensor
 
 
+@dataclass(frozen=True)
+class ModelPart:
+    """A model that is finished by itself, out of the parameters of the trained one."""
+
+    name: str
+    """Its folder in the run folder."""
+    config: PretrainedConfig
+    architecture: str
+    tensors: dict[str, Tensor]
+
+
 class HuggingFaceModel:
     """Source of a checkpoint's or of random weights; the `model._target_` of every stock model."""
+
+    is_decoder = True
+    """Whether the model generates text, token by token."""
 
     def __init__(self, model: ModelConfig, *, seed: int) -> None:
         self.model, self.seed = model, seed
@@ -104,6 +119,18 @@ class HuggingFaceModel:
         else:
             overlay = self.model.tiny_arch if self.model.size == "tiny" else {}
             config = config_from_arch({**self.model.arch, **overlay})
+        self.require_type(config)
+        problems = count_problems(decoder_config(config), where=self._config_origin)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return config
+
+    def require_type(self, config: PretrainedConfig) -> None:
+        """Require a type of model that is built here.
+
+        Raises:
+            ConfigError: it is another one.
+        """
         has_own_class = self.runs_code and AUTO_CLASS in (getattr(config, "auto_map", None) or {})
         if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own_class:
             raise ConfigError(
@@ -115,10 +142,6 @@ class HuggingFaceModel:
                 f"model={self.model.name}; models of type {config.model_type!r} are not built here: "
                 f"{NOT_BUILT[config.model_type]}; take a decoder with attention and plain weights."
             )
-        problems = count_problems(decoder_config(config), where=self._config_origin)
-        if problems:
-            raise ConfigError("\n".join(problems))
-        return config
 
     @property
     def runs_code(self) -> bool:
@@ -155,8 +178,21 @@ class HuggingFaceModel:
 
     def _on_meta(self, config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config, dtype=self.dtype, trust_remote_code=self.runs_code)
+            return self.make(config, dtype=self.dtype)
+
+    def make(self, config: PretrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+        """Make the module of a config, with transformers' own random weights."""
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=self.runs_code)
         return cast(PreTrainedModel, made)
+
+    @property
+    def export_config(self) -> PretrainedConfig:
+        """The config that an export of all parameters has."""
+        return self.config
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[ModelPart]:
+        """Yield the models that are exported beside the one of all parameters, given its host tensors."""
+        yield from ()
 
     @property
     def _config_origin(self) -> str:
@@ -196,7 +232,7 @@ class HuggingFaceModel:
     def _random_weights(self, names: list[str]) -> Iterator[Named]:
         torch.manual_seed(self.seed)
         # float32 first: the same draw in every dtype
-        module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
+        module = self.make(self.config, dtype=torch.float32)
         parameters = dict(module.named_parameters())
         for name in names:
             yield Named(name, parameters[name].detach().to(self.dtype))
@@ -351,6 +387,14 @@ def _fill_buffers(module: nn.Module) -> None:
             for name, buffer in own.items():
                 part._buffers[name] = torch.empty_like(buffer, device="cpu")
             module._init_weights(part)  # type: ignore[operator]
+
+
+def source_of_shapes(model: ModelConfig, *, seed: int) -> HuggingFaceModel:
+    """Return a source like that of `model._target_` whose weights are on the meta device; nothing is downloaded."""
+    kind = locate(model._target_, key="model")
+    is_stock = not (isinstance(kind, type) and issubclass(kind, HuggingFaceModel)) or kind is HuggingFaceModel
+    made: type[HuggingFaceModel] = ShapesOfModel if is_stock else type("Shapes", (ShapesOfModel, kind), {})
+    return made(model, seed=seed)
 
 
 class ShapesOfModel(HuggingFaceModel):

@@ -14,20 +14,21 @@ keys and values are those hidden states.
 Legend: R rows, T tokens, H hidden, V vocabulary."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.float32_gradients import cast_weights
+from tpu_experiments.models.huggingface import HuggingFaceModel, ModelPart
 
 WORDS = "embeddings.word_embeddings.weight"
 POSITIONS = "embeddings.position_embeddings.weight"
@@ -41,6 +42,43 @@ class ReplacedTokenConfig(DebertaV2Config):  # type: ignore[misc]  # transformer
     """Config of generator and discriminator together; a type of its own, so that no auto class loads half of it."""
 
     model_type = "deberta-v2-replaced-token"
+
+
+class ReplacedTokenModel(HuggingFaceModel):
+    """Source of a generator and discriminator with random weights; the `model._target_` of `objective=rtd`."""
+
+    is_decoder = False
+
+    def require_type(self, config: PretrainedConfig) -> None:
+        """Require a DeBERTa; its weights are random.
+
+        Raises:
+            ConfigError: it is another model, or a checkpoint, or it would be trained by an adapter.
+        """
+        if not isinstance(config, DebertaV2Config):
+            raise ConfigError(
+                f"model={self.model.name}; objective=rtd trains DeBERTa's encoder, and this is a {config.model_type!r}; "
+                "take model=deberta_v3_base or one like it."
+            )
+        if not self.random:
+            raise ConfigError(
+                f"model.init={self.model.init}; objective=rtd trains from random weights: checkpoints of DeBERTa-v3 "
+                "have no generator; set model.init=random."
+            )
+
+    def make(self, config: PretrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+        """Make generator and discriminator."""
+        return cast(PreTrainedModel, ReplacedTokenDetection._from_config(config, dtype=dtype))
+
+    @property
+    def export_config(self) -> PretrainedConfig:
+        """The config of generator and discriminator together."""
+        return ReplacedTokenConfig.from_dict(self.config.to_dict() | {"model_type": ReplacedTokenConfig.model_type})
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[ModelPart]:
+        """Yield the discriminator, as `AutoModel` loads it."""
+        own = discriminator_tensors(tensors)
+        yield ModelPart("discriminator", self.config, DebertaV2Model.__name__, own)
 
 
 class Generator(DebertaV2ForMaskedLM):

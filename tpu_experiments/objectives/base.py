@@ -7,9 +7,10 @@ the sum of the parts' means. Legend: R rows, T tokens, G parts of a loss.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
@@ -33,12 +34,38 @@ class Computing:
     constrain: Constrain = unconstrained
 
 
+@dataclass(frozen=True)
+class Summary:
+    """Results of some held-out rows."""
+
+    loss: float
+    """Loss as in training; NaN without predictions."""
+    num_predictions: int
+    measures: dict[str, float]
+    """Further figures by name; unknown ones are left out."""
+
+
+class Measured(Protocol):
+    """An objective with held-out measures of its own."""
+
+    def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Return sums over the rows, (K,) float32, without a gradient; they are added over batches and processes."""
+        ...
+
+    def summary(self, sums: Sequence[float]) -> Summary:
+        """Return loss and measures of all rows from their sums."""
+        ...
+
+
 class Objective(Protocol):
     """A training objective; the class that `objective._target_` names must implement it."""
 
     draws: bool
     """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
+    causal: bool
+    """Whether every token is predicted from those before it, True where a class does not say so. Without it, runs write
+    no samples."""
     has_scores: bool
     """Whether `scores` returns something: accuracy and bits per byte are then measured in evaluations."""
 
@@ -61,17 +88,36 @@ class Objective(Protocol):
         ...
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
-        """Return loss and hit of every token, without a gradient, for evaluations."""
+        """Return loss and hit of every token, without a gradient, for evaluations; left out without `has_scores`."""
         ...
 
 
-def objective_of(config: Config, computing: Computing) -> Objective:
-    """Make the objective that `objective._target_` names, with the settings of `objective`."""
+def objective_of(
+    config: Config, computing: Computing, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Objective:
+    """Make the objective that `objective._target_` names, with the settings of `objective`.
+
+    A class with the attribute `reads_tokenizer` also gets the tokenizer, which is None in a plan.
+    """
     settings = asdict(config.objective)
     for name in ("_target_", "name"):
         settings.pop(name)
-    objective: Objective = locate(config.objective._target_, key="objective")(**settings, computing=computing)
+    kind = locate(config.objective._target_, key="objective")
+    if getattr(kind, "reads_tokenizer", False):
+        settings["tokenizer"] = tokenizer
+    objective: Objective = kind(**settings, computing=computing)
     return objective
+
+
+def measured_by(objective: Objective) -> Measured | None:
+    """Return the objective as one with measures of its own, if it has the methods of `Measured`."""
+    has_measures = callable(getattr(objective, "sums", None)) and callable(getattr(objective, "summary", None))
+    return cast(Measured, objective) if has_measures else None
+
+
+def is_causal(config: Config) -> bool:
+    """Return whether the objective predicts tokens from those before them, so that its model can write text."""
+    return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
 
 
 def groups_of(objective: Objective, names: Sequence[str], *, clip_norm: float | None) -> Sequence[ParameterGroup]:

@@ -13,16 +13,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.models.dropout import GOLDEN, hashed
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.gumbel import sampled
 from tpu_experiments.models.replaced_token import GENERATOR, generator_hidden_of, replaced_logits_of
-from tpu_experiments.objectives.base import Computing, Rows
+from tpu_experiments.objectives.base import Computing, Rows, Summary
 from tpu_experiments.optim.base import ParameterGroup
 
 MASKS, DRAWS = 0x4D61736B, 0x44726177
 """Sites of a row's random word: which tokens are masked, and which take their places."""
+
+
+SUMS = ("generator_loss", "masked", "hits", "rtd_loss", "tokens", "replaced", "said", "found")
+"""Sums over held-out rows: `said` counts the tokens that the discriminator takes for replaced, `found` those of them
+that are."""
 
 
 class Predictions(NamedTuple):
@@ -46,6 +52,8 @@ class ReplacedToken:
     """Loss of the generator plus `rtd_weight` times that of the discriminator, each a mean over its own predictions.
 
     Args:
+        tokenizer: has the mask token, and the special tokens, which are never masked.
+        mask_token: as set; the tokenizer has it by then.
         mask_rate: share of the tokens to be learnt that are masked; all become the mask token.
         rtd_weight: factor of the discriminator's loss: 50 in ELECTRA, 10 in microsoft/DeBERTa's script.
         temperature: divides the generator's logits before a token is drawn.
@@ -55,13 +63,15 @@ class ReplacedToken:
     """
 
     draws = True
+    causal = False
+    reads_tokenizer = True
     has_scores = False
 
     def __init__(
         self,
         *,
-        mask_id: int,
-        special_ids: Sequence[int] = (),
+        tokenizer: PreTrainedTokenizerBase | None,
+        mask_token: str | None = None,
         mask_rate: float = 0.15,
         rtd_weight: float = 50.0,
         temperature: float = 1.0,
@@ -71,7 +81,9 @@ class ReplacedToken:
     ) -> None:
         self.mask_rate, self.rtd_weight, self.temperature = mask_rate, rtd_weight, temperature
         self.generator_clip_norm, self.generator_rate = generator_clip_norm, generator_rate
-        self.mask_id, self.special_ids = mask_id, tuple(special_ids)
+        # A plan has no tokenizer, and its programs need none of the values.
+        self.mask_id = 0 if tokenizer is None else int(tokenizer.mask_token_id)
+        self.special_ids = () if tokenizer is None else tuple(sorted(set(tokenizer.all_special_ids)))
         self.computing = computing or Computing()
 
     def parameter_groups(self, names: Sequence[str], *, clip_norm: float | None) -> list[ParameterGroup]:
@@ -111,6 +123,46 @@ class ReplacedToken:
         losses_RT = F.binary_cross_entropy_with_logits(found.logits_RT, found.replaced_RT, reduction="none")
         sums = [(found.losses_RK * found.taken_RK).sum(1), self.rtd_weight * (losses_RT * found.tokens_RT).sum(1)]
         return torch.stack(sums, -1), torch.stack([found.taken_RK.sum(1), found.tokens_RT.sum(1)], -1)
+
+    def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Return the sums of `SUMS` over the rows, (8,)."""
+        with torch.no_grad():
+            found = self.predictions(module, parameters, rows)
+            losses_RT = F.binary_cross_entropy_with_logits(found.logits_RT, found.replaced_RT, reduction="none")
+            said_RT = (found.logits_RT > 0).to(torch.float32) * found.tokens_RT
+            each = [
+                found.losses_RK * found.taken_RK,
+                found.taken_RK,
+                found.hits_RK * found.taken_RK,
+                losses_RT * found.tokens_RT,
+                found.tokens_RT,
+                found.replaced_RT,
+                said_RT,
+                said_RT * found.replaced_RT,
+            ]
+            return torch.stack([tensor.sum() for tensor in each])
+
+    def summary(self, sums: Sequence[float]) -> Summary:
+        """Return the loss of both models together, and the measures of each.
+
+        `rtd_accuracy` is to be held against `rtd_majority`, the accuracy of taking every token for an original;
+        `rtd_f1` is that of finding the replaced ones, 0 for that rule.
+        """
+        own = dict(zip(SUMS, sums, strict=True))
+        if not own["tokens"] or not own["masked"]:
+            return Summary(math.nan, 0, {})
+        generator, discriminator = own["generator_loss"] / own["masked"], own["rtd_loss"] / own["tokens"]
+        wrong = own["replaced"] + own["said"] - 2 * own["found"]
+        measures = {
+            "generator_loss": generator,
+            "generator_accuracy": own["hits"] / own["masked"],
+            "rtd_loss": discriminator,
+            "rtd_accuracy": 1 - wrong / own["tokens"],
+            "rtd_majority": 1 - own["replaced"] / own["tokens"],
+        }
+        if own["replaced"] + own["said"]:
+            measures["rtd_f1"] = 2 * own["found"] / (own["replaced"] + own["said"])
+        return Summary(generator + self.rtd_weight * discriminator, int(own["masked"]) + int(own["tokens"]), measures)
 
     def predictions(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Predictions:
         """Return the predictions of both models; the discriminator reads what the generator has drawn."""

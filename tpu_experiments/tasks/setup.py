@@ -95,7 +95,8 @@ def check_targets(config: Config) -> None:
     found = {key: _imported(target, key=key) for key, target in named.items()}
     for key, methods in SWAPPED.items():
         target, kind = named[key], found[key]
-        lacking = [name for name in methods if not callable(getattr(kind, name, None))]
+        needed = [name for name in methods if name != "scores" or getattr(kind, "has_scores", True)]
+        lacking = [name for name in needed if not callable(getattr(kind, name, None))]
         if not isinstance(kind, type) or lacking:
             what = (
                 f"a class without {', '.join(lacking)}"
@@ -176,7 +177,7 @@ def check_model(config: Config) -> int:
                 f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
             )
     module, report = describe(source, lora=config.lora)
-    if isinstance(source, HuggingFaceModel):
+    if isinstance(source, HuggingFaceModel) and source.is_decoder:
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")
     source.require_weights(shapes_of_base(module))
     require_trainable_patterns(

@@ -24,6 +24,7 @@ from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, comp
 from tpu_experiments.loggers.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import adapted_weights
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import is_explained, shown
@@ -255,7 +256,7 @@ class RunOutputs:
             return
         source, config = model.source, self.config
         writing = {
-            "config": source.config,
+            "config": getattr(source, "export_config", source.config),
             "architecture": type(model.module).__name__,
             "dtype": source.dtype,
             "tokenizer": self.inputs.tokenizer,
@@ -266,6 +267,7 @@ class RunOutputs:
             shapes = shapes_of(model.trainable)
             tensors = to_host_one_by_one(model.trainable)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
+            self._export_parts(model, writing)
             return
         self.base_path = source.reference
         if source.random:
@@ -284,6 +286,16 @@ class RunOutputs:
             is_transposed=any(adapted_weights(model.module).values()),
             tokenizer=self.inputs.tokenizer,
         )
+
+    def _export_parts(self, model: BuiltModel, writing: Mapping[str, Any]) -> None:
+        """Write the models that are finished by themselves, each in a folder of its own."""
+        if not isinstance(model.source, HuggingFaceModel) or type(model.source).parts is HuggingFaceModel.parts:
+            return
+        for part in model.source.parts(to_host(model.trainable)):
+            place = self.folder.path(part.name)
+            own = {"config": part.config, "architecture": part.architecture, "tensors": part.tensors}
+            write_model(place, **{**writing, **own})
+            log.info("%s of the trained model: %s", part.name, place)
 
     def result(self, ending: Ending) -> None:
         """Write result.json, last and atomically."""

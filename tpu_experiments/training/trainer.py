@@ -34,7 +34,7 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.objectives.base import Objective, groups_of, objective_of
+from tpu_experiments.objectives.base import Objective, groups_of, measured_by, objective_of
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.group_rates import with_group_rates
@@ -52,6 +52,7 @@ from tpu_experiments.training.batches import (
     step_batches,
     steps_by_stage,
     weights_text,
+    writes_samples,
 )
 from tpu_experiments.training.canary import check_first_gradients
 from tpu_experiments.training.epochs import Passes, count
@@ -175,7 +176,8 @@ class Trainer:
 
     def build_objective(self) -> Objective:
         """Create the objective named by `objective._target_`, for this trainer's runtime."""
-        return objective_of(self.config, computing_of(self.config, self.runtime))
+        computing = computing_of(self.config, self.runtime)
+        return objective_of(self.config, computing, tokenizer=self.inputs.tokenizer)
 
     def build_optimizer(self) -> Optimizer:
         """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
@@ -245,7 +247,8 @@ class Trainer:
 
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
-        has_scores = type(self).row_loss is Trainer.row_loss and self.objective.has_scores
+        is_own = type(self).row_loss is not Trainer.row_loss
+        has_scores = self.objective.has_scores and not is_own
         tokenizer = self.inputs.tokenizer  # None in a plan
         return Evaluator(
             self.model.module,
@@ -254,6 +257,7 @@ class Trainer:
             parameters=self.parameters,
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
+            measured=None if is_own else measured_by(self.objective),
             widths=widths_of(tokenizer) if tokenizer is not None else None,
         )
 
@@ -623,7 +627,7 @@ class Trainer:
     def write_sample(self, when: str) -> str | None:
         """Log a continuation of every prompt; return that of `sample.prompt`."""
         settings, inputs = self.config.sample, self.inputs
-        if not settings.max_new_tokens or (when == "during" and settings.at == "ends"):
+        if not writes_samples(self.config) or (when == "during" and settings.at == "ends"):
             return None
         with self.watch.measure("eval"):
             prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]

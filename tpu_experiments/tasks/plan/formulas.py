@@ -9,7 +9,7 @@ from tpu_experiments.config.curriculum import Stage, resolve_stages, uneven_rows
 from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.huggingface import ShapesOfModel
+from tpu_experiments.models.huggingface import source_of_shapes
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiler import versions
@@ -65,8 +65,10 @@ def with_run(
 
 def counted_only(config: Config) -> Iterator[Program]:
     """Yield evaluation, sample and questions as programs that are counted but not compiled."""
+    from tpu_experiments.training.batches import writes_samples  # imports tokenizers and readers: seconds
+
     yield Program("eval", (), "held-out rows", None)
-    if config.sample.max_new_tokens:
+    if writes_samples(config):
         yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)
     if config.questions:
         yield Program("ask", (), f"{QUESTION_ROWS} x {config.sample.window}", None)
@@ -74,7 +76,7 @@ def counted_only(config: Config) -> Iterator[Program]:
 
 def arch_of(config: Config) -> Any:
     """Return the model's transformers config, from a local checkpoint or else `model.arch`."""
-    return ShapesOfModel(config.model, seed=config.seed).config
+    return source_of_shapes(config.model, seed=config.seed).config
 
 
 def formula_plan(config: Config) -> Plan:
