@@ -1,24 +1,47 @@
 """Replaced-token detection: masks, draws, labels, losses and gradients, against hand-made ones and transformers'."""
 
 import copy
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model, ElectraConfig, ElectraForPreTraining
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2Model,
+    ElectraConfig,
+    ElectraForPreTraining,
+)
 
+from tests.training.runs import finished, records, run
 from tests.training.tiny import random_batch
+from tpu_experiments.config.checks import check
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.metrics.flops import replaced_token_flops
+from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.gumbel import gumbel, sampled
 from tpu_experiments.models.replaced_token import (
     SHARED,
     WORDS,
     ReplacedTokenDetection,
+    ReplacedTokenModel,
     discriminator_tensors,
     embedded_words,
     replaced_logits_of,
 )
 from tpu_experiments.objectives.replaced_token import ReplacedToken, most_masks
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.runtime.xla.replay import NUM_FIRST
+from tpu_experiments.training.batches import RunInputs, load_run_tokenizer
+from tpu_experiments.training.trainer import Trainer
 
 pytestmark = pytest.mark.xla
 VOCABULARY, MASK = 4000, 4
@@ -216,8 +239,6 @@ def test_a_draw_has_the_softmax_as_its_distribution():
 
 def test_an_export_has_the_sum_of_both_embeddings(tmp_path):
     """A discriminator that AutoModel loads has the states of the trained one, at tokens without padding."""
-    from transformers import AutoModel
-
     module, rows = model_of(), rows_of()
     parameters = {name: p.detach() for name, p in parameters_of(module).items()}
     whole = DebertaV2Model(module.config)
@@ -264,3 +285,148 @@ def test_the_enhanced_mask_decoder_is_microsofts():
             found, generator.deberta.embeddings.word_embeddings.weight, generator.lm_predictions.lm_head.bias
         )
     torch.testing.assert_close(found, logits)
+
+
+def test_flops_are_counted_as_torch_counts_them():
+    """Every product of a step; those with the embeddings of distances themselves are added by hand."""
+    config, rows = DebertaV2Config(**{**CONFIG, "hidden_size": 48}), rows_of()
+    torch.manual_seed(0)
+    module = ReplacedTokenDetection(config)
+    objective = objective_of(mask_rate=0.3)
+    with FlopCounterMode(display=False) as counter:
+        sums, _ = objective.row_loss(module, parameters_of(module), rows)
+        # A gradient of the embeddings needs that of every layer's input.
+        sums.sum().backward()
+    tokens, length = rows["ids"].numel(), rows["ids"].shape[1]
+    counted = replaced_token_flops(config, seq_len=length, masked=most_masks(length, 0.3) / length)
+    runs = 4 + 2 + 1  # the discriminator's layers, the generator's, and its last one again
+    projected = runs * 2 * 2.0 * (2 * config.position_buckets) * config.hidden_size**2
+    assert counter.get_total_flops() == pytest.approx(counted.total * tokens + 3 * projected, rel=1e-6)
+    assert counted.model == counted.total
+
+
+def config_of(make_config, *overrides):
+    return make_config("experiment=deberta_v3_rtd", "debug=smoke", "trainer.canary.when=never", *overrides)
+
+
+def step_of(config, runtime):
+    """The trainer's step, as a run builds it."""
+    inputs = RunInputs(load_run_tokenizer(config), {}, resolve_stages(config))
+    trainer = Trainer(config, runtime, inputs=inputs, outputs=None, watch=Stopwatch())
+    trainer.build()
+    return trainer
+
+
+def losses_on(config, runtime, *, num_steps):
+    """Losses of some steps, as the trainer's step gives them."""
+    trainer = step_of(config, runtime)
+    # Rows of a length that no other test has: what this process has compiled before is not compiled again.
+    sent = [random_batch(i, accumulation=1, rows=2, seq_len=24, dropout=0.5, lr=1e-3) for i in range(num_steps)]
+    batches = [runtime.put(batch, rows_dim=1) for batch in sent]
+    outputs = [trainer.step_program(batch) for batch in batches]
+    runtime.wait()
+    return outputs
+
+
+def test_on_xla_one_program_without_a_host_read_trains_as_plain_torch_does(make_config):
+    """Without dropout; masks and draws are the same, of which one that flips would move a loss by 1e-2."""
+    import torch_xla.debug.metrics as met
+
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+
+    words = ("model.tiny_arch.hidden_size=32", "model.tiny_arch.num_hidden_layers=1",
+             "model.tiny_arch.vocab_size=4224", "model.arch.hidden_dropout_prob=0", "model.arch.attention_probs_dropout_prob=0")  # fmt: skip
+    plain = config_of(make_config, "hw.runtime=eager", *words)
+    expected = [float(output.loss) for output in losses_on(plain, make_runtime(plain), num_steps=5)]
+    config = config_of(make_config, *words)
+    runtime = XlaRuntime(config.hw, sharding=config.sharding, trace_every=50)
+    before = runtime.counters().num_compiles
+    met.clear_all()
+    outputs = losses_on(config, runtime, num_steps=NUM_FIRST + 2)
+    assert [name for name in met.counter_names() if name.startswith("aten::")] == []
+    reads = met.metric_data("TransferFromDeviceTime")
+    assert runtime.counters().num_compiles == before + 1
+    assert runtime.counters().compiles_after_warmup == 0
+    found = [float(output.loss.cpu()) for output in outputs]
+    # The numbers that go into a traced program are read, to see whether they change.
+    assert reads is None or reads[0] <= 2 * NUM_FIRST
+    assert found[:5] == pytest.approx(expected, rel=1e-4)
+
+
+REFUSED = {
+    "a decoder": (("objective=rtd", "lora=none"), "objective=rtd with model=tiny"),
+    "an adapter": (("experiment=deberta_v3_rtd", "lora=all_linear_r8"), "objective=rtd with lora.r=8"),
+    "its model alone": (
+        (
+            "model=deberta_v3_base",
+            "lora=none",
+            "model._target_=tpu_experiments.models.replaced_token.ReplacedTokenModel",
+        ),
+        "objective=next_token; generator",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_together_is_refused(make_config, case):
+    overrides, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words):
+        check(make_config(*overrides))
+
+
+def test_a_checkpoint_has_no_generator(make_config):
+    config = make_config(
+        "experiment=deberta_v3_rtd", "model.init=pretrained", "model.path=tpu_experiments/samples/tiny_base"
+    )
+    with pytest.raises(ConfigError, match="trains DeBERTa's encoder, and this is a 'mistral'"):
+        ReplacedTokenModel(config.model, seed=0)
+
+
+def test_a_tokenizer_without_a_mask_gets_one_by_name(make_config):
+    config = config_of(make_config)
+    tokenizer = load_run_tokenizer(config)
+    assert (tokenizer.mask_token, tokenizer.mask_token_id) == ("[MASK]", 4096)
+    config.objective.mask_token = None
+    with pytest.raises(ConfigError, match=r"objective.mask_token=null; the tokenizer of .* has no mask token"):
+        load_run_tokenizer(config)
+
+
+@pytest.mark.slow
+def test_a_run_exports_a_discriminator_that_auto_model_loads(tmp_path):
+    """Its states are those of the run's checkpoint, and the folder of all parameters is no model of that class."""
+    result = finished(
+        "experiment=deberta_v3_rtd", "debug=smoke", "hw.runtime=eager", output_dir=tmp_path, as_typed=True
+    )
+    place = result["parts"]["discriminator"]
+    loaded = AutoModel.from_pretrained(place)
+    stored = load_file(f"{result['adapter_path']}/model.safetensors")
+    module = model_of(**json.loads((Path(result["adapter_path"]) / "config.json").read_text()))
+    ids = torch.arange(5, 45)[None]
+    rows = {"positions": torch.arange(40)[None], "segments": torch.ones(1, 40, dtype=torch.int32)}
+    module.eval()
+    with torch.no_grad():
+        expected = replaced_logits_of(module, stored, ids, rows)
+        hidden = loaded(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        module.load_state_dict(stored)
+        torch.testing.assert_close(module.replaced(hidden, hidden[:, :1]), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="deberta-v2-replaced-token"):
+        AutoModel.from_pretrained(result["adapter_path"])
+    assert AutoTokenizer.from_pretrained(place).mask_token == "[MASK]"
+    measured = result["eval_measures"]
+    assert measured["rtd_majority"] > 0.5
+    assert set(measured) >= {"generator_loss", "generator_accuracy", "rtd_loss", "rtd_accuracy", "rtd_majority"}
+    whole = measured["generator_loss"] + 50 * measured["rtd_loss"]
+    assert result["eval_loss"] == pytest.approx(whole, rel=1e-6)
+    assert result["perplexity"] is None
+    assert result["proof"]["answer"]["equal_bits"]
+    logged = records(tmp_path)
+    assert not any("perplexity" in name for record in logged for name in record)
+    assert "AutoModel.from_pretrained" in (Path(result["adapter_path"]) / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_as_if_it_had_not_been(tmp_path):
+    words = ("experiment=deberta_v3_rtd", "debug=smoke", "name=mine", "task=resume_check", "hw.runtime=eager")
+    done = run(*words, "checkpoint.keep_last=9", output_dir=tmp_path, as_typed=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "resume_check" / "mine" / "resume_check.json").read_text())["equal"]

@@ -277,8 +277,8 @@ class ReplacedTokenConfig(ObjectiveConfig):
     """Token that stands for a masked one; null is the tokenizer's own. One that the tokenizer lacks is added to it, at
     the end of its vocabulary."""
     rtd_weight: float = number(default=50.0, above=0)
-    """Factor of the discriminator's loss: 50 in the papers, 10 in the script of microsoft/DeBERTa. With AdamW and groups
-    clipped apart it changes the update only where gradients are clipped."""
+    """Factor of the discriminator's loss: 50 in the papers, 10 in the script of microsoft/DeBERTa. Since the two models
+    share no gradient and are clipped apart, AdamW's updates depend on it only where gradients are clipped."""
     temperature: float = number(default=1.0, above=0)
     """Divides the generator's logits before replacements are drawn."""
     generator_clip_norm: float | None = number(default=None, above=0)

@@ -57,8 +57,8 @@ class ReplacedTokenModel(HuggingFaceModel):
         """
         if not isinstance(config, DebertaV2Config):
             raise ConfigError(
-                f"model={self.model.name}; objective=rtd trains DeBERTa's encoder, and this is a {config.model_type!r}; "
-                "take model=deberta_v3_base or one like it."
+                f"model={self.model.name}; objective=rtd trains DeBERTa's encoder, and this is a "
+                f"{config.model_type!r}; take model=deberta_v3_base or one like it."
             )
         if not self.random:
             raise ConfigError(

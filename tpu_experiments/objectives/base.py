@@ -109,6 +109,14 @@ def objective_of(
     return objective
 
 
+def has_perplexity(config: Config) -> bool:
+    """Return whether the objective's loss is the mean of -log p of tokens, so that exp(loss) is a perplexity.
+
+    A class says so by its attribute `has_perplexity`, True where it has none.
+    """
+    return bool(getattr(locate(config.objective._target_, key="objective"), "has_perplexity", True))
+
+
 def measured_by(objective: Objective) -> Measured | None:
     """Return the objective as one with measures of its own, if it has the methods of `Measured`."""
     has_measures = callable(getattr(objective, "sums", None)) and callable(getattr(objective, "summary", None))

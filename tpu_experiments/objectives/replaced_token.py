@@ -66,6 +66,8 @@ class ReplacedToken:
     causal = False
     reads_tokenizer = True
     has_scores = False
+    has_perplexity = False
+    head = "own"
 
     def __init__(
         self,

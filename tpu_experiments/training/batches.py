@@ -87,8 +87,8 @@ def set_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None, *
         tokenizer.add_special_tokens({"mask_token": mask_token})
     elif tokenizer.mask_token_id is None:
         raise ConfigError(
-            f"objective.mask_token=null; the tokenizer of {place} has no mask token; set objective.mask_token='[MASK]', "
-            "which adds one, or train a tokenizer with one (task=tokenizer)."
+            f"objective.mask_token=null; the tokenizer of {place} has no mask token; set "
+            "objective.mask_token='[MASK]', which adds one, or train a tokenizer with one (task=tokenizer)."
         )
 
 

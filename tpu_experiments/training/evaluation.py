@@ -50,9 +50,14 @@ class Evaluation:
     source_measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """`DERIVED_MEASURES` of each source."""
 
+    has_perplexity: bool = True
+    """Whether the loss is the mean of -log p of tokens."""
+
     @property
     def perplexity(self) -> float:
-        """Return exp(loss); infinity where that overflows."""
+        """Return exp(loss); infinity where that overflows, NaN where it is no perplexity."""
+        if not self.has_perplexity:
+            return math.nan
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -111,7 +116,8 @@ class Evaluator:
             parts = {source: part for source, part in parts.items() if math.isfinite(part.loss)}
             losses = {source: part.loss for source, part in parts.items()}
             measures = {source: part.measures for source, part in parts.items()}
-            return Evaluation(whole.loss, whole.num_predictions, losses, whole.measures, measures)
+            how = {"has_perplexity": getattr(self.measured, "has_perplexity", True)}
+            return Evaluation(whole.loss, whole.num_predictions, losses, whole.measures, measures, **how)
         losses = {source: float(t[0] / t[1]) for source, t in totals.items() if t[1] > 0}
         return Evaluation(
             float(overall[0] / overall[1]),

@@ -26,6 +26,7 @@ from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import adapted_weights
+from tpu_experiments.objectives.base import has_perplexity
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
@@ -121,6 +122,8 @@ class RunOutputs:
         self.reopen_loggers = reopen_loggers
         self.adapter_path: str | None = None
         self.base_path: str | None = None
+        self.part_paths: dict[str, str] = {}
+        """Folders of the models that are finished by themselves, by name."""
         self.export_digests: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
         self._tokens = 0
@@ -177,7 +180,7 @@ class RunOutputs:
             return
         values = {
             "train/loss": reading.mean_loss,
-            "train/perplexity": perplexity(reading.mean_loss),
+            **({"train/perplexity": perplexity(reading.mean_loss)} if has_perplexity(self.config) else {}),
             "train/lr": reading.lr,
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
@@ -205,7 +208,9 @@ class RunOutputs:
         if self.loggers is None:
             return
         values = {"train/epoch": float(record.epoch), "train/epoch_loss": record.loss}
-        self._scalars(step, values | {"train/epoch_perplexity": perplexity(record.loss)})
+        if has_perplexity(self.config):
+            values["train/epoch_perplexity"] = perplexity(record.loss)
+        self._scalars(step, values)
         log.info("step %d, epoch %d: mean train loss %.4f", step, record.epoch, record.loss)
 
     def rows(self, step: int, labels: list[str]) -> None:
@@ -217,7 +222,8 @@ class RunOutputs:
         """Log loss, perplexity, accuracy and bits per byte, over all sources and for each."""
         if self.loggers is None:
             return
-        values = {"eval/loss": evaluation.loss, "eval/perplexity": evaluation.perplexity}
+        values = {"eval/loss": evaluation.loss}
+        values |= {"eval/perplexity": evaluation.perplexity} if evaluation.has_perplexity else {}
         values |= {f"eval/loss_{source}": loss for source, loss in evaluation.sources.items()}
         values |= {f"eval/{name}": value for name, value in evaluation.measures.items()}
         for source, measured in evaluation.source_measures.items():
@@ -295,6 +301,7 @@ class RunOutputs:
             place = self.folder.path(part.name)
             own = {"config": part.config, "architecture": part.architecture, "tensors": part.tensors}
             write_model(place, **{**writing, **own})
+            self.part_paths[part.name] = place
             log.info("%s of the trained model: %s", part.name, place)
 
     def result(self, ending: Ending) -> None:
@@ -316,6 +323,7 @@ class RunOutputs:
         fields |= {
             "adapter_path": self.adapter_path,
             "base_path": self.base_path,
+            **({"parts": self.part_paths} if self.part_paths else {}),
             "expected_programs": expected_programs(self.inputs, config),
         }
         fields["tuned"] = self.estimates.tuned
