@@ -4,7 +4,7 @@
 `computing`. Legend: R rows, T tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
 
@@ -39,6 +40,12 @@ class Objective(Protocol):
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
     has_scores: bool
     """Whether `scores` returns something: accuracy and bits per byte are then measured in evaluations."""
+    causal: bool
+    """Whether a token attends to those before it alone, which is the default, or to its whole document. The objective
+    passes it to `logits_of` and `hidden_of` (models/forward.py)."""
+    head: str
+    """What the model has on top of its layers: `causal_lm`, which is the default, `masked_lm` or
+    `sequence_classification` (`HEADS` in models/huggingface.py), or `own` where `model._target_` makes the model."""
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of predictions that a micro-batch's loss is the sum over, shape (), float32.
@@ -72,3 +79,30 @@ def objective_of(config: Config, computing: Computing) -> Objective:
 def has_draws(config: Config) -> bool:
     """Return whether the objective takes a random word for each row."""
     return bool(locate(config.objective._target_, key="objective").draws)
+
+
+def is_causal(config: Config) -> bool:
+    """Return whether the objective's models attend to earlier tokens alone."""
+    return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
+
+
+def head_of(config: Config) -> str:
+    """Return what the objective's models have on top of their layers."""
+    return str(getattr(locate(config.objective._target_, key="objective"), "head", "causal_lm"))
+
+
+def model_source(config: Config, *, kind: Callable[..., HuggingFaceModel] | None = None) -> HuggingFaceModel:
+    """Make the source of the model that the objective trains.
+
+    A source of a user's own that decoders alone have is made without `head` and `causal`.
+
+    Args:
+        kind: class in the place of `model._target_`.
+
+    Raises:
+        ConfigError: the model and the objective do not go together.
+    """
+    make: Callable[..., HuggingFaceModel] = kind or locate(config.model._target_, key="model")
+    head, causal = head_of(config), is_causal(config)
+    more = {} if (head, causal) == ("causal_lm", True) else {"head": head, "causal": causal}
+    return make(config.model, seed=config.seed, **more)

@@ -10,6 +10,7 @@ from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.huggingface import ShapesOfModel
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiler import versions
@@ -74,7 +75,7 @@ def counted_only(config: Config) -> Iterator[Program]:
 
 def arch_of(config: Config) -> Any:
     """Return the model's transformers config, from a local checkpoint or else `model.arch`."""
-    return ShapesOfModel(config.model, seed=config.seed).config
+    return model_source(config, kind=ShapesOfModel).config
 
 
 def formula_plan(config: Config) -> Plan:

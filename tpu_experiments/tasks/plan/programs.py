@@ -15,6 +15,7 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
@@ -64,7 +65,7 @@ def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
 
     class PlannedTrainer(kind):
         def model_source(self) -> HuggingFaceModel:
-            return ShapesOfModel(config.model, seed=config.seed)
+            return model_source(config, kind=ShapesOfModel)
 
     nothing: Any = None  # no program needs the tokenizer
     inputs = RunInputs(nothing, {}, resolve_stages(config))
