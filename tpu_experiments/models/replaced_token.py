@@ -26,6 +26,7 @@ from transformers.activations import ACT2FN
 from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.models.attention import bidirectional_mask
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.huggingface import HuggingFaceModel, ModelPart
@@ -47,9 +48,7 @@ class ReplacedTokenConfig(DebertaV2Config):  # type: ignore[misc]  # transformer
 class ReplacedTokenModel(HuggingFaceModel):
     """Source of a generator and discriminator with random weights; the `model._target_` of `objective=rtd`."""
 
-    is_decoder = False
-
-    def require_type(self, config: PretrainedConfig) -> None:
+    def require_head(self, config: PretrainedConfig) -> None:
         """Require a DeBERTa; its weights are random.
 
         Raises:
@@ -66,9 +65,9 @@ class ReplacedTokenModel(HuggingFaceModel):
                 "have no generator; set model.init=random."
             )
 
-    def make(self, config: PretrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-        """Make generator and discriminator."""
-        return cast(PreTrainedModel, ReplacedTokenDetection._from_config(config, dtype=dtype))
+    def built(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+        """Build generator and discriminator with random weights."""
+        return cast(PreTrainedModel, ReplacedTokenDetection._from_config(config, dtype=options["dtype"]))
 
     @property
     def export_config(self) -> PretrainedConfig:
@@ -233,7 +232,10 @@ def _called(
 ) -> Tensor:
     """Call a part with `parameters` in the module's data type; their gradients are float32."""
     dtype: Any = part.module.dtype
-    given = inputs | {"position_ids": rows["positions"], "attention_mask": document_mask(rows["segments"])}
+    given = inputs | {
+        "position_ids": rows["positions"],
+        "attention_mask": bidirectional_mask(rows["segments"], window=None),
+    }
     with noise(rows.get(NOISE)), cast_weights(parameters, dtype=dtype) as cast_parameters:
         own = {f"module.{name}": tensor for name, tensor in cast_parameters.items()}
         return cast(Tensor, functional_call(part, own, kwargs=given))
@@ -262,11 +264,6 @@ def replaced_logits_of(
     dtype: Any = module.dtype
     embedded_RTH = embedded_words(parameters, ids_RT, rows["positions"]).to(dtype)
     return _called(_Discriminating(module), parameters, rows, inputs_embeds=embedded_RTH).float()
-
-
-def document_mask(segments_RT: Tensor) -> Tensor:
-    """Return the mask (R, 1, T, T), true where two tokens are of one document; padding attends to padding."""
-    return segments_RT[:, None, :, None] == segments_RT[:, None, None, :]
 
 
 def discriminator_tensors(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

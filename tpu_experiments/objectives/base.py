@@ -5,7 +5,7 @@
 the sum of the parts' means. Legend: R rows, T tokens, G parts of a loss.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol, cast
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
@@ -63,11 +64,14 @@ class Objective(Protocol):
     draws: bool
     """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
-    causal: bool
-    """Whether every token is predicted from those before it, True where a class does not say so. Without it, runs write
-    no samples."""
     has_scores: bool
     """Whether `scores` returns something: accuracy and bits per byte are then measured in evaluations."""
+    causal: bool
+    """Whether a token attends to those before it alone, which is the default, or to its whole document. The objective
+    passes it to `logits_of` and `hidden_of` (models/forward.py). Without it, runs write no samples."""
+    head: str
+    """What the model has on top of its layers: `causal_lm`, which is the default, `masked_lm` or
+    `sequence_classification` (`HEADS` in models/huggingface.py), or `own` where `model._target_` makes the model."""
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of predictions that a micro-batch's loss is the sum over, shape (), float32.
@@ -123,11 +127,6 @@ def measured_by(objective: Objective) -> Measured | None:
     return cast(Measured, objective) if has_measures else None
 
 
-def is_causal(config: Config) -> bool:
-    """Return whether the objective predicts tokens from those before them, so that its model can write text."""
-    return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
-
-
 def groups_of(objective: Objective, names: Sequence[str], *, clip_norm: float | None) -> Sequence[ParameterGroup]:
     """Return the groups that the objective makes of the parameters; none where they are clipped together.
 
@@ -142,3 +141,30 @@ def groups_of(objective: Objective, names: Sequence[str], *, clip_norm: float | 
 def has_draws(config: Config) -> bool:
     """Return whether the objective takes a random word for each row."""
     return bool(locate(config.objective._target_, key="objective").draws)
+
+
+def is_causal(config: Config) -> bool:
+    """Return whether the objective's models attend to earlier tokens alone."""
+    return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
+
+
+def head_of(config: Config) -> str:
+    """Return what the objective's models have on top of their layers."""
+    return str(getattr(locate(config.objective._target_, key="objective"), "head", "causal_lm"))
+
+
+def model_source(config: Config, *, kind: Callable[..., HuggingFaceModel] | None = None) -> HuggingFaceModel:
+    """Make the source of the model that the objective trains.
+
+    A source of a user's own that decoders alone have is made without `head` and `causal`.
+
+    Args:
+        kind: class in the place of `model._target_`.
+
+    Raises:
+        ConfigError: the model and the objective do not go together.
+    """
+    make: Callable[..., HuggingFaceModel] = kind or locate(config.model._target_, key="model")
+    head, causal = head_of(config), is_causal(config)
+    more = {} if (head, causal) == ("causal_lm", True) else {"head": head, "causal": causal}
+    return make(config.model, seed=config.seed, **more)

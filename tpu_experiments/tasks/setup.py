@@ -17,8 +17,9 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.build import describe, shapes_of_base
-from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.huggingface import HEADS, OWN_HEAD, HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
@@ -70,7 +71,7 @@ def start_of(config: Config, folder: RunFolder) -> StartPoint | None:
     """
     if config.start.run is None or latest_progress(folder.path("checkpoints")) is not None:
         return None
-    source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    source = model_source(config)
     return find_start(config, describe(source, lora=config.lora)[0])
 
 
@@ -111,6 +112,14 @@ def check_targets(config: Config) -> None:
         raise ConfigError(
             f"objective._target_={named['objective']}; its {' and '.join(unsaid)} must be True or False; set it in the "
             "class (tpu_experiments/objectives/base.py says what it means)."
+        )
+    causal = getattr(found["objective"], "causal", True)
+    head = getattr(found["objective"], "head", "causal_lm")
+    if not isinstance(causal, bool) or head not in (*HEADS, OWN_HEAD):
+        raise ConfigError(
+            f"objective._target_={named['objective']}; its causal={causal!r} must be True or False, and its "
+            f"head={head!r} one of {', '.join((*HEADS, OWN_HEAD))}; set them in the class, or leave them out for a "
+            "decoder."
         )
 
 
@@ -168,7 +177,7 @@ def check_model(config: Config) -> int:
     Raises:
         ConfigError: one of them does not fit the model.
     """
-    source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    source = model_source(config)
     limit = getattr(source.config, "max_position_embeddings", None)
     for stage in resolve_stages(config):
         if limit is not None and stage.geometry.seq_len > limit:
@@ -177,7 +186,7 @@ def check_model(config: Config) -> int:
                 f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
             )
     module, report = describe(source, lora=config.lora)
-    if isinstance(source, HuggingFaceModel) and source.is_decoder:
+    if isinstance(source, HuggingFaceModel) and source.head != OWN_HEAD:
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")
     source.require_weights(shapes_of_base(module))
     require_trainable_patterns(

@@ -23,7 +23,6 @@ from tpu_experiments.checkpoint.store import latest_step, remove_after
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.defaults import Intervals, intervals_of
 from tpu_experiments.config.schema import Config, ProfileConfig
-from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.tokens.widths import widths_of
@@ -34,7 +33,7 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.objectives.base import Objective, groups_of, measured_by, objective_of
+from tpu_experiments.objectives.base import Objective, groups_of, measured_by, model_source, objective_of
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.group_rates import with_group_rates
@@ -288,10 +287,7 @@ class Trainer:
 
     def model_source(self) -> HuggingFaceModel:
         """Return the source of the model's config, module and weights."""
-        source: HuggingFaceModel = locate(self.config.model._target_, key="model")(
-            self.config.model, seed=self.config.seed
-        )
-        return source
+        return model_source(self.config)
 
     def fresh_state(self) -> State:
         """Return zero optimizer state, each slot placed as its parameter."""

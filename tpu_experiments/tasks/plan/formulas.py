@@ -9,7 +9,9 @@ from tpu_experiments.config.curriculum import Stage, resolve_stages, uneven_rows
 from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.huggingface import source_of_shapes
+from tpu_experiments.config.targets import locate
+from tpu_experiments.models.huggingface import shapes_only
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiler import versions
@@ -76,7 +78,7 @@ def counted_only(config: Config) -> Iterator[Program]:
 
 def arch_of(config: Config) -> Any:
     """Return the model's transformers config, from a local checkpoint or else `model.arch`."""
-    return source_of_shapes(config.model, seed=config.seed).config
+    return model_source(config, kind=shapes_only(locate(config.model._target_, key="model"))).config
 
 
 def formula_plan(config: Config) -> Plan:

@@ -14,7 +14,8 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.dropout import NOISE
-from tpu_experiments.models.huggingface import HuggingFaceModel, source_of_shapes
+from tpu_experiments.models.huggingface import HuggingFaceModel, shapes_only
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise, writes_samples
@@ -64,7 +65,7 @@ def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
 
     class PlannedTrainer(kind):
         def model_source(self) -> HuggingFaceModel:
-            return source_of_shapes(config.model, seed=config.seed)
+            return model_source(config, kind=shapes_only(locate(config.model._target_, key="model")))
 
     nothing: Any = None  # no program needs the tokenizer
     inputs = RunInputs(nothing, {}, resolve_stages(config))
