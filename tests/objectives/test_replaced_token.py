@@ -22,7 +22,6 @@ from transformers import (
 
 from tests.training.runs import finished, records, run
 from tests.training.tiny import random_batch
-from tpu_experiments.config.checks import check
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.flops import replaced_token_flops
@@ -40,6 +39,7 @@ from tpu_experiments.models.replaced_token import (
 from tpu_experiments.objectives.replaced_token import ReplacedToken, most_masks
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.runtime.xla.replay import NUM_FIRST
+from tpu_experiments.tasks.setup import check_model
 from tpu_experiments.training.batches import RunInputs, load_run_tokenizer
 from tpu_experiments.training.trainer import Trainer
 
@@ -359,15 +359,15 @@ def test_on_xla_one_program_without_a_host_read_trains_as_plain_torch_does(make_
 
 
 REFUSED = {
-    "a decoder": (("objective=rtd", "lora=none"), "objective=rtd with model=tiny"),
-    "an adapter": (("experiment=deberta_v3_rtd", "lora=all_linear_r8"), "objective=rtd with lora.r=8"),
+    "a decoder": (("objective=rtd", "lora=none"), "model=tiny; the objective makes its models itself"),
+    "an adapter": (("experiment=deberta_v3_rtd", "debug=smoke", "lora=all_linear_r8"), "lora.r=8 with objective=rtd"),
     "its model alone": (
         (
             "model=deberta_v3_base",
             "lora=none",
             "model._target_=tpu_experiments.models.replaced_token.ReplacedTokenModel",
         ),
-        "objective=next_token; generator",
+        "are trained by objective=rtd, and this one needs a causal_lm",
     ),
 }
 
@@ -376,7 +376,7 @@ REFUSED = {
 def test_what_does_not_go_together_is_refused(make_config, case):
     overrides, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
-        check(make_config(*overrides))
+        check_model(make_config(*overrides))
 
 
 def test_a_checkpoint_has_no_generator(make_config):
@@ -384,7 +384,7 @@ def test_a_checkpoint_has_no_generator(make_config):
         "experiment=deberta_v3_rtd", "model.init=pretrained", "model.path=tpu_experiments/samples/tiny_base"
     )
     with pytest.raises(ConfigError, match="trains DeBERTa's encoder, and this is a 'mistral'"):
-        ReplacedTokenModel(config.model, seed=0)
+        ReplacedTokenModel(config.model, seed=0, head="own", causal=False)
 
 
 def test_a_tokenizer_without_a_mask_gets_one_by_name(make_config):

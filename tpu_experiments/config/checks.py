@@ -13,9 +13,9 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.model_schema import AXES, REPLACED_TOKEN_MODEL, SAVABLE
+from tpu_experiments.config.model_schema import AXES, SAVABLE
 from tpu_experiments.config.places import Kind, place_problem
-from tpu_experiments.config.schema import Config, ReplacedTokenConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.start import start_problems
 from tpu_experiments.config.targets import target_problems
 from tpu_experiments.config.task_schema import (
@@ -374,29 +374,6 @@ def _length_problems(config: Config, limit: int) -> list[str]:
     ]
 
 
-def _objective(config: Config) -> list[str]:
-    """Return problems of a model and an objective that do not go together."""
-    is_rtd, target = isinstance(config.objective, ReplacedTokenConfig), config.model._target_
-    if not is_rtd and target == REPLACED_TOKEN_MODEL:
-        return [
-            f"model._target_={target} with objective={config.objective.name}; generator and discriminator are trained "
-            "by objective=rtd; use it, or another model."
-        ]
-    problems = []
-    if is_rtd and target.startswith("tpu_experiments.") and target != REPLACED_TOKEN_MODEL:
-        problems.append(
-            f"objective=rtd with model={config.model.name}; it trains a generator and a discriminator of DeBERTa's "
-            f"config; use experiment=deberta_v3_rtd, or set model._target_={REPLACED_TOKEN_MODEL} for a deberta-v2."
-        )
-    if is_rtd and config.lora.r:
-        problems.append(f"objective=rtd with lora.r={config.lora.r}; it trains every weight; use lora=none.")
-    if is_rtd and config.questions:
-        problems.append(
-            "objective=rtd with data.<name>.questions; its model writes no answers; take a source without questions."
-        )
-    return problems
-
-
 def _sample(config: Config) -> list[str]:
     if config.sample.max_new_tokens < config.sample.window:
         return []
@@ -539,7 +516,6 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     hardware_problems,
     _sharding,
     _model,
-    _objective,
     _sample,
     _packing,
     tracing_problems,

@@ -26,10 +26,11 @@ from transformers.activations import ACT2FN
 from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL
 from tpu_experiments.models.attention import bidirectional_mask
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.huggingface import HuggingFaceModel, ModelPart
+from tpu_experiments.models.huggingface import OWN_HEAD, HuggingFaceModel, ModelPart
 
 WORDS = "embeddings.word_embeddings.weight"
 POSITIONS = "embeddings.position_embeddings.weight"
@@ -39,7 +40,7 @@ SHARED = "generator.deberta."
 """Prefix of the generator's embeddings, which the discriminator's own are added to."""
 
 
-class ReplacedTokenConfig(DebertaV2Config):  # type: ignore[misc]  # transformers' decorator hides the class
+class ReplacedTokenConfig(DebertaV2Config):
     """Config of generator and discriminator together; a type of its own, so that no auto class loads half of it."""
 
     model_type = "deberta-v2-replaced-token"
@@ -49,11 +50,16 @@ class ReplacedTokenModel(HuggingFaceModel):
     """Source of a generator and discriminator with random weights; the `model._target_` of `objective=rtd`."""
 
     def require_head(self, config: PretrainedConfig) -> None:
-        """Require a DeBERTa; its weights are random.
+        """Require a DeBERTa of random weights, and the objective that trains both models.
 
         Raises:
-            ConfigError: it is another model, or a checkpoint, or it would be trained by an adapter.
+            ConfigError: it is another model, a checkpoint, or another objective.
         """
+        if self.head != OWN_HEAD:
+            raise ConfigError(
+                f"model._target_={REPLACED_TOKEN_MODEL}; generator and discriminator are trained by objective=rtd, and "
+                f"this one needs a {self.head}; use objective=rtd, or another model."
+            )
         if not isinstance(config, DebertaV2Config):
             raise ConfigError(
                 f"model={self.model.name}; objective=rtd trains DeBERTa's encoder, and this is a "

@@ -19,7 +19,7 @@ from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.models.huggingface import HEADS, OWN_HEAD, HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
-from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.base import head_of, model_source
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
@@ -185,6 +185,11 @@ def check_model(config: Config) -> int:
                 f"trainer.seq_len={stage.geometry.seq_len} (stage {stage.name}) is longer than "
                 f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
             )
+    if config.lora.r and head_of(config) == OWN_HEAD:
+        raise ConfigError(
+            f"lora.r={config.lora.r} with objective={config.objective.name}; it trains every weight of its models; use "
+            "lora=none."
+        )
     module, report = describe(source, lora=config.lora)
     if isinstance(source, HuggingFaceModel) and source.head != OWN_HEAD:
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")
