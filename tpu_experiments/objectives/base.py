@@ -1,7 +1,7 @@
 """Training objectives: what a model learns from rows of tokens, and what the loss is divided by.
 
-`objective._target_` names the class. It is made with the keys of its config beside `name` and `_target_`, and with
-`computing`. Legend: R rows, T tokens.
+`objective._target_` names the class. It is made with the keys of its config beside `name` and `_target_`, with
+`computing`, and, where the class has `takes_tokenizer = True`, with `tokenizer`. Legend: R rows, T tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
@@ -67,12 +68,20 @@ class Objective(Protocol):
         ...
 
 
-def objective_of(config: Config, computing: Computing) -> Objective:
-    """Make the objective that `objective._target_` names, with the settings of `objective`."""
+def objective_of(
+    config: Config, computing: Computing, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Objective:
+    """Make the objective that `objective._target_` names, with the settings of `objective`.
+
+    Args:
+        tokenizer: None in a plan; given to objectives whose class has `takes_tokenizer`.
+    """
     settings = asdict(config.objective)
     for name in ("_target_", "name"):
         settings.pop(name)
-    objective: Objective = locate(config.objective._target_, key="objective")(**settings, computing=computing)
+    kind = locate(config.objective._target_, key="objective")
+    more = {"tokenizer": tokenizer} if getattr(kind, "takes_tokenizer", False) else {}
+    objective: Objective = kind(**settings, **more, computing=computing)
     return objective
 
 
@@ -84,6 +93,16 @@ def has_draws(config: Config) -> bool:
 def is_causal(config: Config) -> bool:
     """Return whether the objective's models attend to earlier tokens alone."""
     return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
+
+
+def writes_text(config: Config) -> bool:
+    """Return whether the model can continue a text: whether it is a causal language model."""
+    return is_causal(config) and head_of(config) == "causal_lm"
+
+
+def samples(config: Config) -> bool:
+    """Return whether the run shows samples of text."""
+    return config.sample.max_new_tokens > 0 and writes_text(config)
 
 
 def head_of(config: Config) -> str:

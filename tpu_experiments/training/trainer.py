@@ -33,7 +33,7 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.objectives.base import Objective, model_source, objective_of
+from tpu_experiments.objectives.base import Objective, model_source, objective_of, samples, writes_text
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.loss_scale import with_loss_scale
@@ -173,7 +173,8 @@ class Trainer:
 
     def build_objective(self) -> Objective:
         """Create the objective named by `objective._target_`, for this trainer's runtime."""
-        return objective_of(self.config, computing_of(self.config, self.runtime))
+        how = computing_of(self.config, self.runtime)
+        return objective_of(self.config, how, tokenizer=self.inputs.tokenizer)
 
     def build_optimizer(self) -> Optimizer:
         """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
@@ -250,7 +251,8 @@ class Trainer:
             parameters=self.parameters,
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
-            widths=widths_of(tokenizer) if tokenizer is not None else None,
+            # Bytes are those of the tokens that decoders predict.
+            widths=widths_of(tokenizer) if tokenizer is not None and writes_text(self.config) else None,
         )
 
     def build_saver(self) -> Saver:
@@ -616,7 +618,7 @@ class Trainer:
     def write_sample(self, when: str) -> str | None:
         """Log a continuation of every prompt; return that of `sample.prompt`."""
         settings, inputs = self.config.sample, self.inputs
-        if not settings.max_new_tokens or (when == "during" and settings.at == "ends"):
+        if not samples(self.config) or (when == "during" and settings.at == "ends"):
             return None
         with self.watch.measure("eval"):
             prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]
