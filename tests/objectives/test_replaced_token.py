@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,8 @@ from tpu_experiments.models.replaced_token import (
     embedded_words,
     replaced_logits_of,
 )
-from tpu_experiments.objectives.replaced_token import ReplacedToken, most_masks
+from tpu_experiments.objectives.masked import Vocabulary, num_places
+from tpu_experiments.objectives.replaced_token import ReplacedToken
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.runtime.xla.replay import NUM_FIRST
 from tpu_experiments.tasks.setup import check_model
@@ -84,16 +84,10 @@ def rows_of(seed=3, **shape):
     return {name: tensor[0] for name, tensor in batch.items() if name != "lr"}
 
 
-@dataclass
-class Tokens:
-    """What the objective reads of a tokenizer."""
-
-    mask_token_id: int = MASK
-    all_special_ids: tuple[int, ...] = ()
-
-
 def objective_of(**settings):
-    return ReplacedToken(tokenizer=Tokens(), **settings)
+    made = ReplacedToken(**settings)
+    made.masked.vocabulary = Vocabulary(MASK, VOCABULARY, ((MASK, MASK),))
+    return made
 
 
 def test_the_discriminator_leaves_the_shared_embedding_alone():
@@ -151,8 +145,7 @@ def test_losses_are_transformers_own():
     rows = rows | alone
     sums, counts = objective.row_loss(module, parameters, rows)
     losses = sums.sum(0) / counts.sum(0)
-    slots, taken = objective.slots(rows)
-    chosen = torch.zeros_like(rows["ids"], dtype=torch.bool).scatter(1, slots, taken > 0)
+    chosen = objective.masked.chosen(rows)
 
     config = copy.deepcopy(module.config)
     config.num_hidden_layers, config.legacy = 2, False
@@ -196,8 +189,7 @@ def test_labels_are_electras():
         parameters[bias][17] = 9.0
     objective = objective_of(mask_rate=0.5)
     found = objective.predictions(module, parameters, rows)
-    slots, taken = objective.slots(rows)
-    masked = torch.zeros(rows["ids"].shape).scatter(1, slots, taken) > 0
+    masked = objective.masked.chosen(rows)
     assert not found.replaced_RT[~masked].any()
     right = masked & (rows["ids"] == 17)
     assert right.sum() > 20
@@ -205,22 +197,12 @@ def test_labels_are_electras():
     assert found.replaced_RT[masked & (rows["ids"] != 17)].mean() > 0.9
 
 
-def test_masks_are_a_share_of_what_is_learnt_and_no_special_token():
-    rows = rows_of(rows=64, seq_len=128)
-    rows["ids"][:, ::3] = 7
-    objective = ReplacedToken(tokenizer=Tokens(all_special_ids=(7,)))
-    slots, taken = objective.slots(rows)
-    assert slots.shape == (64, most_masks(128, 0.15)) == (64, 36)
-    assert all(len(set(row.tolist())) == 36 for row in slots)
-    masked = torch.zeros(rows["ids"].shape).scatter(1, slots, taken) > 0
-    able = (rows["learn"] > 0) & (rows["segments"] > 0) & (rows["ids"] != 7)
-    assert not masked[~able].any()
-    count = int(able.sum())
-    # Five standard deviations of a binomial.
-    assert abs(int(masked.sum()) - 0.15 * count) < 5 * (count * 0.15 * 0.85) ** 0.5
-    again = objective.slots({**rows, "noise": rows["noise"] + 1})
-    assert not torch.equal(again[0], slots)
-    torch.testing.assert_close(objective.count(rows), torch.stack([taken.sum(), (rows["segments"] > 0).sum().float()]))
+def test_every_masked_token_becomes_the_mask_and_all_tokens_are_counted():
+    rows, objective = rows_of(rows=16), objective_of(mask_rate=0.3)
+    masking, chosen = objective.masked.masking(rows), objective.masked.chosen(rows)
+    assert chosen.sum() > 20
+    assert torch.equal(masking.rows["ids"], torch.where(chosen, MASK, rows["ids"]))
+    assert objective.count(rows).tolist() == [int(chosen.sum()), int((rows["segments"] > 0).sum())]
 
 
 def test_a_draw_has_the_softmax_as_its_distribution():
@@ -288,7 +270,7 @@ def test_the_enhanced_mask_decoder_is_microsofts():
 
 
 def test_flops_are_counted_as_torch_counts_them():
-    """Every product of a step; those with the embeddings of distances themselves are added by hand."""
+    """Every product of a step; those that gather masked tokens, and of embeddings of distances, are added by hand."""
     config, rows = DebertaV2Config(**{**CONFIG, "hidden_size": 48}), rows_of()
     torch.manual_seed(0)
     module = ReplacedTokenDetection(config)
@@ -298,10 +280,11 @@ def test_flops_are_counted_as_torch_counts_them():
         # A gradient of the embeddings needs that of every layer's input.
         sums.sum().backward()
     tokens, length = rows["ids"].numel(), rows["ids"].shape[1]
-    counted = replaced_token_flops(config, seq_len=length, masked=most_masks(length, 0.3) / length)
+    counted = replaced_token_flops(config, seq_len=length, masked=num_places(length, rate=0.3) / length)
     runs = 4 + 2 + 1  # the discriminator's layers, the generator's, and its last one again
     projected = runs * 2 * 2.0 * (2 * config.position_buckets) * config.hidden_size**2
-    assert counter.get_total_flops() == pytest.approx(counted.total * tokens + 3 * projected, rel=1e-6)
+    gathered = 2 * 2.0 * tokens * num_places(length, rate=0.3) * config.hidden_size
+    assert counter.get_total_flops() == counted.total * tokens + 3 * projected + gathered
     assert counted.model == counted.total
 
 
@@ -364,6 +347,7 @@ REFUSED = {
     "its model alone": (
         (
             "model=deberta_v3_base",
+            "model.size=tiny",
             "lora=none",
             "model._target_=tpu_experiments.models.replaced_token.ReplacedTokenModel",
         ),
@@ -387,15 +371,6 @@ def test_a_checkpoint_has_no_generator(make_config):
         ReplacedTokenModel(config.model, seed=0, head="own", causal=False)
 
 
-def test_a_tokenizer_without_a_mask_gets_one_by_name(make_config):
-    config = config_of(make_config)
-    tokenizer = load_run_tokenizer(config)
-    assert (tokenizer.mask_token, tokenizer.mask_token_id) == ("[MASK]", 4096)
-    config.objective.mask_token = None
-    with pytest.raises(ConfigError, match=r"objective.mask_token=null; the tokenizer of .* has no mask token"):
-        load_run_tokenizer(config)
-
-
 @pytest.mark.slow
 def test_a_run_exports_a_discriminator_that_auto_model_loads(tmp_path):
     """Its states are those of the run's checkpoint, and the folder of all parameters is no model of that class."""
@@ -416,7 +391,7 @@ def test_a_run_exports_a_discriminator_that_auto_model_loads(tmp_path):
         torch.testing.assert_close(module.replaced(hidden, hidden[:, :1]), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="deberta-v2-replaced-token"):
         AutoModel.from_pretrained(result["adapter_path"])
-    assert AutoTokenizer.from_pretrained(place).mask_token == "[MASK]"
+    assert len(AutoTokenizer.from_pretrained(place)) == loaded.config.vocab_size
     measured = result["eval_measures"]
     assert measured["rtd_majority"] > 0.5
     assert set(measured) >= {"generator_loss", "generator_accuracy", "rtd_loss", "rtd_accuracy", "rtd_majority"}

@@ -29,6 +29,7 @@ from tpu_experiments.config.schema import (
     AdamW8bitConfig,
     AdamWConfig,
     Config,
+    MaskedConfig,
     NextTokenConfig,
     ReplacedTokenConfig,
     TrainerConfig,
@@ -190,7 +191,7 @@ LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
 OWN_TARGETS: dict[str, frozenset[str]] = {
     "model": frozenset({ModelConfig._target_, REPLACED_TOKEN_MODEL}),
     "data.*": frozenset({DataSourceConfig._target_}),
-    "objective": frozenset({NextTokenConfig._target_, ReplacedTokenConfig._target_}),
+    "objective": frozenset({NextTokenConfig._target_, MaskedConfig._target_, ReplacedTokenConfig._target_}),
     "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),

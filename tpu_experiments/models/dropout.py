@@ -72,6 +72,15 @@ def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, k
     return bits_RTF.reshape(x.shape)
 
 
+def token_words(words_R: Tensor, *, length: int, site: int) -> Tensor:
+    """Return a random int32 for every token of the rows, (R, T), a function of the row's word, its place and `site`.
+
+    The layer of these words is -1, which no dropout has.
+    """
+    own_R = hashed(words_R ^ (site - GOLDEN))
+    return hashed(own_R[:, None] ^ (_range(length, words_R) * GOLDEN))
+
+
 def _mixed(word: Tensor) -> Tensor:
     """Mix int32 words by the multiplications and one of the shifts of lowbias32.
 

@@ -92,6 +92,64 @@ def hidden_of(
     return hidden_BTH, trained
 
 
+def masked_features(
+    module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, picks_RKT: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what an encoder's head makes of chosen tokens, and the matrix that turns it into logits.
+
+    Returns:
+        The input of the head's last matrix (R, K, H), that matrix (V, H) and its bias (V,), if it has one. Their
+        product is what the class's own forward pass computes; trained ones are float32, as in `parameters`.
+
+    Args:
+        picks_RKT: one-hot rows that choose a token for each of K places; a place of zeros has no token.
+    """
+    inputs, up_to_head = model_inputs(module, batch, causal=False), _UpToHead(module)
+    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+        own = {f"module.{name}": tensor for name, tensor in cast.items()}
+        features_RKH, *head = functional_call(up_to_head, own, kwargs={"picks_RKT": picks_RKT, **inputs})
+    weight_VH, bias_V = (
+        next((parameters[name] for name, tensor in cast.items() if tensor is part), part) for part in head
+    )
+    return features_RKH, weight_VH, bias_V
+
+
+class _UpToHead(nn.Module):
+    """A masked language model up to the last matrix of its head, for the tokens that are predicted."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *, picks_RKT: Tensor, **inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        whole: Any = self.module
+        hidden_BTH = getattr(whole, whole.base_model_prefix)(**inputs).last_hidden_state
+        hidden_RKH = picks_RKT.to(hidden_BTH.dtype) @ hidden_BTH
+        own = getattr(getattr(whole, "lm_predictions", None), "lm_head", None)
+        if own is not None:  # DeBERTa's head multiplies with the embedding itself
+            features = own.LayerNorm(own.transform_act_fn(own.dense(hidden_RKH)))
+            return features, whole.get_input_embeddings().weight, own.bias
+        matrix = whole.get_output_embeddings()
+        return _before(matrix, whole, hidden_RKH), matrix.weight, matrix.bias
+
+
+def _before(matrix: nn.Module, whole: Any, hidden: Tensor) -> Tensor:
+    """Return what a model's own forward pass gives to the last matrix of its head, for these hidden states."""
+    path = next(name for name, part in whole.named_modules() if part is matrix)
+    probe = copy.copy(whole)
+    probe._modules = {**whole._modules, whole.base_model_prefix: _Base(hidden)}
+    *outer, leaf = path.split(".")
+    owner = probe
+    for name in outer:
+        inner = copy.copy(owner._modules[name])
+        inner._modules = dict(inner._modules)
+        owner._modules[name] = inner
+        owner = inner
+    owner._modules[leaf] = nn.Identity()
+    features: Tensor = probe(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
+    return features
+
+
 @contextmanager
 def _in_module_dtype(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the parameters in the data type in which the module is called.

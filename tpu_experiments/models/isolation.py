@@ -103,6 +103,12 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
             f"{name}; in transformers' {kind} a document changes the logits of the next one in its row, by "
             f"{moved['other']:.2g} of the largest; set prepare.packing=pad, so that a row holds one document."
         )
+    if moved.get("head", 0.0) > TOLERANCE:
+        raise ConfigError(
+            f"{name}; the head of transformers' {kind} does more to its logits than a matrix and a bias, so that they "
+            f"cannot be computed for masked tokens alone ({moved['head']:.2g} of the largest apart); take another "
+            "model."
+        )
     with suppress(OSError):  # where the home folder is not writable, the check is made each time
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
@@ -130,7 +136,8 @@ def differences(
 
     Returns:
         `past`: earlier tokens, when the last one changes; `alone`: a document with padding behind it, against the same
-            document as transformers computes it; `other`: documents in one row, against each alone.
+            document as transformers computes it; `other`: documents in one row, against each alone; `head`, of masked
+            language models: logits of chosen tokens, against those of the class.
     """
     first, second = LENGTHS
     ids = _random_ids(first + second)
@@ -144,7 +151,18 @@ def differences(
         two = _packed(module, ids, lengths=LENGTHS, causal=source.causal) if is_packed else expected
     largest = expected.abs().max()
     pairs = {"past": (one[:-1], moved[:-1]), "alone": (one, expected[:first]), "other": (two, expected)}
+    if source.head == "masked_lm":
+        pairs["head"] = (_by_features(module, ids[:first]), one)
     return {name: float((a - b).abs().max() / largest) for name, (a, b) in pairs.items()}
+
+
+def _by_features(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return logits (T, V) of one document, computed for chosen tokens as the objective does."""
+    segments, picks = torch.ones(1, len(ids), dtype=torch.int64), torch.eye(len(ids))[None]
+    batch = {"ids": ids[None], "positions": torch.arange(len(ids))[None], "segments": segments}
+    features, head, bias = forward.masked_features(module, dict(module.named_parameters()), batch, picks_RKT=picks)
+    logits = features[0] @ head.T
+    return logits if bias is None else logits + bias
 
 
 def _random_ids(count: int) -> Tensor:

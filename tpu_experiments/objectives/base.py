@@ -1,8 +1,9 @@
 """Training objectives: what a model learns from rows of tokens, and what the loss is divided by.
 
-`objective._target_` names the class. It is made with the keys of its config beside `name` and `_target_`, and with
-`computing`. A loss may have several parts, each divided by a number of predictions of its own; the gradient is that of
-the sum of the parts' means. Legend: R rows, T tokens, G parts of a loss.
+`objective._target_` names the class. It is made with the keys of its config beside `name` and `_target_`, with
+`computing`, and, where the class has `takes_tokenizer = True`, with `tokenizer`. A loss may have several parts, each
+divided by a number of predictions of its own; the gradient is that of the sum of the parts' means.
+Legend: R rows, T tokens, G parts of a loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -101,15 +102,15 @@ def objective_of(
 ) -> Objective:
     """Make the objective that `objective._target_` names, with the settings of `objective`.
 
-    A class with the attribute `reads_tokenizer` also gets the tokenizer, which is None in a plan.
+    Args:
+        tokenizer: None in a plan; given to objectives whose class has `takes_tokenizer`.
     """
     settings = asdict(config.objective)
     for name in ("_target_", "name"):
         settings.pop(name)
     kind = locate(config.objective._target_, key="objective")
-    if getattr(kind, "reads_tokenizer", False):
-        settings["tokenizer"] = tokenizer
-    objective: Objective = kind(**settings, computing=computing)
+    more = {"tokenizer": tokenizer} if getattr(kind, "takes_tokenizer", False) else {}
+    objective: Objective = kind(**settings, **more, computing=computing)
     return objective
 
 
@@ -146,6 +147,16 @@ def has_draws(config: Config) -> bool:
 def is_causal(config: Config) -> bool:
     """Return whether the objective's models attend to earlier tokens alone."""
     return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
+
+
+def writes_text(config: Config) -> bool:
+    """Return whether the model can continue a text: whether it is a causal language model."""
+    return is_causal(config) and head_of(config) == "causal_lm"
+
+
+def samples(config: Config) -> bool:
+    """Return whether the run shows samples of text."""
+    return config.sample.max_new_tokens > 0 and writes_text(config)
 
 
 def head_of(config: Config) -> str:

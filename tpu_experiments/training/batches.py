@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS, DataSourceConfig
-from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config, ReplacedTokenConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import (
     Batch,
@@ -38,7 +37,7 @@ from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
-from tpu_experiments.objectives.base import has_draws, is_causal
+from tpu_experiments.objectives.base import has_draws, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import default_folder
@@ -65,31 +64,13 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: there is none, or it does not match the settings.
     """
-    tokenizer = load_tokenizer(
+    return load_tokenizer(
         tokenizer_location(config),
         revision=config.model.revision,
         chat_template_path=config.model.chat_template_path,
         chat_format=config.model.chat_format,
         remote_code=config.model.remote_code,
     )
-    if isinstance(config.objective, ReplacedTokenConfig):
-        set_mask_token(tokenizer, config.objective.mask_token, place=tokenizer_location(config))
-    return tokenizer
-
-
-def set_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None, *, place: str) -> None:
-    """Make `mask_token` the tokenizer's mask token, added to its vocabulary if need be; None requires that it has one.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if mask_token is not None:
-        tokenizer.add_special_tokens({"mask_token": mask_token})
-    elif tokenizer.mask_token_id is None:
-        raise ConfigError(
-            f"objective.mask_token=null; the tokenizer of {place} has no mask token; set "
-            "objective.mask_token='[MASK]', which adds one, or train a tokenizer with one (task=tokenizer)."
-        )
 
 
 def prepared_folder(config: Config) -> str:
@@ -418,14 +399,9 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
     return {
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
-        "sample": {(len(config.sample.all_prompts), config.sample.window)} if writes_samples(config) else set(),
+        "sample": {(len(config.sample.all_prompts), config.sample.window)} if samples(config) else set(),
         "ask": {(QUESTION_ROWS, config.sample.window)} if config.questions else set(),
     }
-
-
-def writes_samples(config: Config) -> bool:
-    """Return whether a run writes samples; a model that reads both sides of a token writes none."""
-    return config.sample.max_new_tokens > 0 and is_causal(config)
 
 
 def expected_programs(inputs: RunInputs, config: Config) -> int:

@@ -166,7 +166,7 @@ class Evaluator:
                 sums_R, weights_R = self.row_loss(self.module, self.parameters, batch)
                 return torch.stack(self.runtime.sum_over_processes([sums_R.sum(), weights_R.sum()]))
             found = self.token_scores(self.module, self.parameters, batch)
-            weights_RT = target_weights(batch)[1]
+            weights_RT = target_weights(batch)[1] if found.weights_RT is None else found.weights_RT
             text_RT = torch.roll(batch[TEXT], -1, dims=1)
             more = [(found.hits_RT * weights_RT).sum(), (found.losses_RT * weights_RT * text_RT).sum()]
             return torch.stack(self.runtime.sum_over_processes([found.sums_R.sum(), found.weights_R.sum(), *more]))

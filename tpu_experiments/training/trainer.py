@@ -33,7 +33,15 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.objectives.base import Objective, groups_of, measured_by, model_source, objective_of
+from tpu_experiments.objectives.base import (
+    Objective,
+    groups_of,
+    measured_by,
+    model_source,
+    objective_of,
+    samples,
+    writes_text,
+)
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.group_rates import with_group_rates
@@ -51,7 +59,6 @@ from tpu_experiments.training.batches import (
     step_batches,
     steps_by_stage,
     weights_text,
-    writes_samples,
 )
 from tpu_experiments.training.canary import check_first_gradients
 from tpu_experiments.training.epochs import Passes, count
@@ -175,8 +182,8 @@ class Trainer:
 
     def build_objective(self) -> Objective:
         """Create the objective named by `objective._target_`, for this trainer's runtime."""
-        computing = computing_of(self.config, self.runtime)
-        return objective_of(self.config, computing, tokenizer=self.inputs.tokenizer)
+        how = computing_of(self.config, self.runtime)
+        return objective_of(self.config, how, tokenizer=self.inputs.tokenizer)
 
     def build_optimizer(self) -> Optimizer:
         """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
@@ -257,7 +264,8 @@ class Trainer:
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
             measured=None if is_own else measured_by(self.objective),
-            widths=widths_of(tokenizer) if tokenizer is not None else None,
+            # Bytes are those of the tokens that decoders predict.
+            widths=widths_of(tokenizer) if tokenizer is not None and writes_text(self.config) else None,
         )
 
     def build_saver(self) -> Saver:
@@ -623,7 +631,7 @@ class Trainer:
     def write_sample(self, when: str) -> str | None:
         """Log a continuation of every prompt; return that of `sample.prompt`."""
         settings, inputs = self.config.sample, self.inputs
-        if not writes_samples(self.config) or (when == "during" and settings.at == "ends"):
+        if not samples(self.config) or (when == "during" and settings.at == "ends"):
             return None
         with self.watch.measure("eval"):
             prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]

@@ -11,7 +11,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.models.huggingface import shapes_only
-from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.base import model_source, samples
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiler import versions
@@ -67,10 +67,8 @@ def with_run(
 
 def counted_only(config: Config) -> Iterator[Program]:
     """Yield evaluation, sample and questions as programs that are counted but not compiled."""
-    from tpu_experiments.training.batches import writes_samples  # imports tokenizers and readers: seconds
-
     yield Program("eval", (), "held-out rows", None)
-    if writes_samples(config):
+    if samples(config):
         yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)
     if config.questions:
         yield Program("ask", (), f"{QUESTION_ROWS} x {config.sample.window}", None)

@@ -15,10 +15,10 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel, shapes_only
-from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.base import model_source, samples
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
-from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise, writes_samples
+from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.step import ROW_TENSORS, mask_tensors
 
 Shape = tuple[int, int, int]
@@ -51,7 +51,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
     programs = [lowered_step(trainer, shape=shape) for shape in dict.fromkeys(shapes.values())]
     if which == "all":
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
-    if which == "all" and writes_samples(config):
+    if which == "all" and samples(config):
         programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts), window=config.sample.window))
     if which == "all" and config.questions:
         programs.append(lowered_sample(trainer, rows=QUESTION_ROWS, window=config.sample.window, name="ask"))
