@@ -351,7 +351,7 @@ REFUSED = {
             "lora=none",
             "model._target_=tpu_experiments.models.replaced_token.ReplacedTokenModel",
         ),
-        "are trained by objective=rtd, and this one needs a causal_lm",
+        "are trained by objective=rtd alone, and write no text",
     ),
 }
 

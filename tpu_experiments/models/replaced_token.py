@@ -57,8 +57,8 @@ class ReplacedTokenModel(HuggingFaceModel):
         """
         if self.head != OWN_HEAD:
             raise ConfigError(
-                f"model._target_={REPLACED_TOKEN_MODEL}; generator and discriminator are trained by objective=rtd, and "
-                f"this one needs a {self.head}; use objective=rtd, or another model."
+                f"model._target_={REPLACED_TOKEN_MODEL}; its generator and discriminator are trained by objective=rtd "
+                "alone, and write no text; for a run's discriminator, load its folder discriminator/ with AutoModel."
             )
         if not isinstance(config, DebertaV2Config):
             raise ConfigError(

@@ -127,20 +127,23 @@ class ReplacedToken:
     def summary(self, sums: Sequence[float]) -> Summary:
         """Return the loss of both models together, and the measures of each.
 
-        `rtd_accuracy` is to be held against `rtd_majority`, the accuracy of taking every token for an original;
-        `rtd_f1` is that of finding the replaced ones, 0 for that rule.
+        `rtd_accuracy` is to be held against `rtd_majority`, the accuracy of taking every token for an original, and
+        `rtd_loss` against `rtd_rate_loss`, that of giving every token the same probability, the rate of replacement.
+        `rtd_f1` is that of finding the replaced ones, 0 for the first rule.
         """
         own = dict(zip(SUMS, sums, strict=True))
         if not own["tokens"] or not own["masked"]:
             return Summary(math.nan, 0, {})
         generator, discriminator = own["generator_loss"] / own["masked"], own["rtd_loss"] / own["tokens"]
         wrong = own["replaced"] + own["said"] - 2 * own["found"]
+        rate = own["replaced"] / own["tokens"]
         measures = {
             "generator_loss": generator,
             "generator_accuracy": own["hits"] / own["masked"],
             "rtd_loss": discriminator,
+            "rtd_rate_loss": -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0),
             "rtd_accuracy": 1 - wrong / own["tokens"],
-            "rtd_majority": 1 - own["replaced"] / own["tokens"],
+            "rtd_majority": 1 - rate,
         }
         if own["replaced"] + own["said"]:
             measures["rtd_f1"] = 2 * own["found"] / (own["replaced"] + own["said"])
