@@ -22,14 +22,16 @@ from yaml import YAMLError
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.data_schema import OWN_KEYS, DataSourceConfig, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
 from tpu_experiments.config.schema import (
     AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
     Config,
+    MaskedConfig,
     NextTokenConfig,
+    ReplacedTokenConfig,
     TrainerConfig,
 )
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
@@ -190,9 +192,9 @@ LOGGERS = {
 LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
 """Packages whose loggers a stored config may name; runs from before the package was renamed have the second."""
 OWN_TARGETS: dict[str, frozenset[str]] = {
-    "model": frozenset({ModelConfig._target_}),
+    "model": frozenset({ModelConfig._target_, REPLACED_TOKEN_MODEL}),
     "data.*": frozenset({DataSourceConfig._target_}),
-    "objective": frozenset({NextTokenConfig._target_}),
+    "objective": frozenset({NextTokenConfig._target_, MaskedConfig._target_, ReplacedTokenConfig._target_}),
     "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),

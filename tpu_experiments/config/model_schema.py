@@ -43,6 +43,9 @@ ROWS = ("data", "fsdp")
 
 # ---- model --------------------------------------------------------------------------------------------------
 
+REPLACED_TOKEN_MODEL = "tpu_experiments.models.replaced_token.ReplacedTokenModel"
+"""`model._target_` of a generator and discriminator, for `objective=rtd`."""
+
 
 @dataclass
 class ModelConfig:

@@ -270,6 +270,43 @@ class NextTokenConfig(ObjectiveConfig):
 
 
 @dataclass
+class MaskedConfig(ObjectiveConfig):
+    """Masked tokens from the rest of their document, for encoders (BERT, arXiv 1810.04805)."""
+
+    _target_: str = "tpu_experiments.objectives.masked.Masked"
+    mask_rate: float = number(default=0.15, above=0, below=1)
+    """Share of the tokens that are chosen and predicted (BERT 0.15, ModernBERT 0.3); special tokens never are."""
+    replace_mask: float = number(default=0.8, at_least=0, at_most=1)
+    """Share of the chosen tokens that are replaced by the mask token."""
+    replace_random: float = number(default=0.1, at_least=0, at_most=1)
+    """Share of the chosen tokens that are replaced by a random token; the rest stay as they are."""
+    mask_token: str | None = None
+    """Token that stands for a masked one where the tokenizer has no mask token of its own: a reserved one, that no text
+    contains."""
+
+
+@dataclass
+class ReplacedTokenConfig(ObjectiveConfig):
+    """Replaced tokens detected by one model, drawn by another (ELECTRA, arXiv 2003.10555; DeBERTa-v3, 2111.09543)."""
+
+    _target_: str = "tpu_experiments.objectives.replaced_token.ReplacedToken"
+    mask_rate: float = number(default=0.15, above=0, below=1)
+    """Share of the tokens to be learnt that are masked for the generator, by chance."""
+    mask_token: str | None = None
+    """Token that stands for a masked one where the tokenizer has no mask token of its own: a reserved one, that no text
+    contains."""
+    rtd_weight: float = number(default=50.0, above=0)
+    """Factor of the discriminator's loss: 50 in the papers, 10 in the script of microsoft/DeBERTa. Since the two models
+    share no gradient and are clipped apart, AdamW's updates depend on it only where gradients are clipped."""
+    temperature: float = number(default=1.0, above=0)
+    """Divides the generator's logits before replacements are drawn."""
+    generator_clip_norm: float | None = number(default=None, above=0)
+    """Largest norm of the generator's gradient; null is `optim.clip_norm`, which the discriminator's gradient has."""
+    generator_rate: float = number(default=1.0, above=0)
+    """Learning rate of the generator over that of the discriminator."""
+
+
+@dataclass
 class OwnObjectiveConfig(ObjectiveConfig):
     """An objective of the user's own."""
 
@@ -510,7 +547,12 @@ GROUPS: dict[str, dict[str, type]] = {
     "hw": {"base": HwConfig},
     "curriculum": {"base": CurriculumConfig},
     "lora": {"base": LoraConfig},
-    "objective": {"base_next_token": NextTokenConfig, "base": OwnObjectiveConfig},
+    "objective": {
+        "base_next_token": NextTokenConfig,
+        "base_mlm": MaskedConfig,
+        "base_rtd": ReplacedTokenConfig,
+        "base": OwnObjectiveConfig,
+    },
     "optim": {
         "base_adamw": AdamWConfig,
         "base_adamw8bit": AdamW8bitConfig,

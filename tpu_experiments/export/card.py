@@ -122,6 +122,15 @@ def whole_code(place: str, *, dtype: str | None, options: str = "") -> list[str]
     ]
 
 
+def part_code(place: str, *, dtype: str) -> list[str]:
+    """Return the lines that load a model without a head."""
+    return [
+        "from transformers import AutoModel, AutoTokenizer",
+        f'model = AutoModel.from_pretrained("{place}", dtype="{dtype}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
+    ]
+
+
 def adapter_code(
     place: str,
     *,

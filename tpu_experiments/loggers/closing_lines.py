@@ -49,7 +49,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
     lines = [
         f"finished {result['name']}",
         *_skill_lines(result.get("skill")),
-        f"  held-out loss   {_loss(before)} -> {_loss(after)}  (perplexity {_loss(result['perplexity'], digits=2)})",
+        f"  held-out loss   {_loss(before)} -> {_loss(after)}{_perplexity_text(result)}",
         *_measure_lines(result),
         *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {_loss(end)}" for name, end in sources),
         *(line for stage in result["stages"] for line in _stage_lines(stage)),
@@ -65,6 +65,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
         f"  sample after    {result['sample_after']!r}",
         f"  run folder      {folder.path()}",
         f"  {'adapter' if _is_adapter(result) else 'model  '}         {result['adapter_path']}",
+        *(f"  {name:<15} {place}" for name, place in (result.get("parts") or {}).items()),
         "next:",
         *_next_lines(result, folder=folder, arguments=sys.argv[1:] if arguments is None else arguments),
     ]
@@ -75,8 +76,11 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
     """Return commands for this run: TensorBoard, generate, evaluate, export, and the same settings at other ranks."""
     run, own = shlex.quote(f"task.run={folder.path()}"), [word for word in arguments if not OF_ONE_RUN.match(word)]
     several, one = _hardware(result["hw"])
+    board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
+    if result.get("parts"):  # none of them writes text
+        return [board]
     lines = [
-        f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}",
+        board,
         f"  python run.py task=generate {run}{one}   # type prompts to it",
         f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base",
         f"  python run.py task=export {run}   # merged, and proven; task.forms=[gguf] too",
@@ -85,6 +89,11 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
         words = shlex.join(["-m", *own, f"name={result['name']}_ranks"])
         lines.append(f"  python run.py {words} lora.r=8,16,32   # the same at other ranks")
     return lines
+
+
+def _perplexity_text(result: dict[str, Any]) -> str:
+    """Return the perplexity in brackets; empty where the loss is none of tokens."""
+    return "" if result.get("parts") else f"  (perplexity {_loss(result['perplexity'], digits=2)})"
 
 
 def _is_adapter(result: dict[str, Any]) -> bool:

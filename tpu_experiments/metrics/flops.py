@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, ReplacedTokenConfig
 
 REQUIRED = (
     "hidden_size",
@@ -239,6 +239,8 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
     Raises:
         ConfigError: a model that decoder.py does not support.
     """
+    if isinstance(config.objective, ReplacedTokenConfig):
+        return replaced_token_flops(arch, seq_len=seq_len, masked=config.objective.mask_rate)
     return flops_of_token(
         arch,
         seq_len=seq_len,
@@ -250,6 +252,37 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
         recompute=recomputes(config),
         saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
         kernel=config.model.attention == "flash",
+    )
+
+
+def replaced_token_flops(arch: Any, *, seq_len: int, masked: float) -> FlopsPerToken:
+    """Return FLOPs per token of DeBERTa-v3's generator and discriminator (models/replaced_token.py), all trained.
+
+    Every token attends to all of its row, and to the embeddings of `2 * position_buckets` distances, as a query and as
+    a key. The generator's last layer counts twice (its enhanced mask decoder). Not counted is the projection of those
+    embeddings, once in a layer of a micro-batch: that of as many tokens.
+
+    Args:
+        masked: share of the tokens whose logits are computed; training reserves some more slots for them.
+    """
+    hidden, inner = int(_value(arch, "hidden_size")), int(_value(arch, "intermediate_size"))
+    num_layers = int(_value(arch, "num_hidden_layers"))
+    is_repeated = not _value(arch, "position_biased_input")
+    runs = num_layers + int(_value(arch, "generator_layers") or max(1, num_layers // 2)) + is_repeated
+    buckets = int(_value(arch, "position_buckets") or -1)
+    distances = 2 * (buckets if buckets > 0 else int(_value(arch, "max_position_embeddings")))
+    kinds = _value(arch, "pos_att_type") or ()
+    # The generator's head begins with a matrix of the layers' width, and so does the discriminator's.
+    forward = runs * 2.0 * (4 * hidden**2 + 2 * hidden * inner) + 2 * 2.0 * hidden**2
+    attention = runs * 2.0 * hidden * (2 * seq_len + len(kinds) * distances)
+    return FlopsPerToken(
+        forward=forward,
+        activation_gradient=forward,
+        weight_gradient=forward,
+        recomputation=0.0,
+        attention=3 * attention,
+        head=3 * 2.0 * (masked * int(_value(arch, "vocab_size")) * hidden + hidden),
+        lora=0.0,
     )
 
 

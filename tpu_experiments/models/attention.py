@@ -39,6 +39,20 @@ def causal_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
     return full & (distance_TT < window) if window else full
 
 
+def bidirectional_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
+    """Return the boolean mask (B, 1, T, T) of an encoder, true where a token may attend: its segment, on both sides.
+
+    Padding attends to padding only, as in `causal_mask`.
+
+    Args:
+        window: largest distance, itself included, as transformers' encoders count it: ModernBERT's is half of its
+            `local_attention`.
+    """
+    index_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    same_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    return same_BTT & ((index_T[:, None] - index_T[None, :]).abs() <= window) if window else same_BTT
+
+
 def flash(
     module: nn.Module,
     query: Tensor,

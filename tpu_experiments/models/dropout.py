@@ -65,11 +65,20 @@ def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, k
     if num_tokens % num_rows:
         raise ValueError(f"dropout of {tuple(x.shape)}: {num_tokens} tokens are not those of {num_rows} rows")
     number = layer if isinstance(layer, Tensor) else _scalar(layer, x)
-    own_R = _hashed(words_R ^ (number * GOLDEN + site))
-    tokens_RT = _hashed(own_R[:, None] ^ (_range(num_tokens // num_rows, x) * GOLDEN))
-    features = _hashed(_range(num_features, x) ^ site)
+    own_R = hashed(words_R ^ (number * GOLDEN + site))
+    tokens_RT = hashed(own_R[:, None] ^ (_range(num_tokens // num_rows, x) * GOLDEN))
+    features = hashed(_range(num_features, x) ^ site)
     bits_RTF = _mixed(tokens_RT[..., None] ^ features) >= round((1 - keep) * 2**32) - 2**31
     return bits_RTF.reshape(x.shape)
+
+
+def token_words(words_R: Tensor, *, length: int, site: int) -> Tensor:
+    """Return a random int32 for every token of the rows, (R, T), a function of the row's word, its place and `site`.
+
+    The layer of these words is -1, which no dropout has.
+    """
+    own_R = hashed(words_R ^ (site - GOLDEN))
+    return hashed(own_R[:, None] ^ (_range(length, words_R) * GOLDEN))
 
 
 def _mixed(word: Tensor) -> Tensor:
@@ -83,7 +92,7 @@ def _mixed(word: Tensor) -> Tensor:
     return (word ^ _shifted(word, 15)) * (0x846CA68B - 2**32)
 
 
-def _hashed(word: Tensor) -> Tensor:
+def hashed(word: Tensor) -> Tensor:
     """Hash int32 to int32 by lowbias32, a bijection."""
     for distance, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         word = (word ^ _shifted(word, distance) & (2 ** (32 - distance) - 1)) * factor

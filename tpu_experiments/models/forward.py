@@ -17,21 +17,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tpu_experiments.models.attention import FLASH, causal_mask
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.models.attention import FLASH, bidirectional_mask, causal_mask
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.rope import with_rope_in_kernel
 from tpu_experiments.runtime.stacked import is_stack
 
+BOOLEAN_MASKS = ("deberta", "deberta-v2")
+"""Model types whose own attention takes a boolean mask."""
 
-def attention_masks(segments_BT: Tensor, *, config: Any) -> Tensor | dict[str, Tensor]:
+
+def attention_masks(segments_BT: Tensor, *, config: Any, causal: bool = True) -> Tensor | dict[str, Tensor]:
     """Return boolean masks (B, 1, T, T), true where a token may attend.
 
-    Attention is causal, within the token's document and within the window. Padding (segment 0) attends to padding only,
-    so that no row of the softmax is empty. Models with `layer_types` (Gemma 3, Qwen2) take one mask per type; Mistral
-    takes one mask with its window.
+    Attention is causal or on both sides, within the token's document and within the window. Padding (segment 0) attends
+    to padding only, so that no row of the softmax is empty. Models with `layer_types` (Gemma 3, Qwen2, ModernBERT) take
+    one mask per type; Mistral takes one mask with its window.
     """
-    return by_layer_type(lambda window: causal_mask(segments_BT, window=window), config=config)
+    mask_of = causal_mask if causal else bidirectional_mask
+    return by_layer_type(lambda window: mask_of(segments_BT, window=window), config=config)
 
 
 def by_layer_type(mask_of: Callable[[int | None], Tensor], *, config: Any) -> Tensor | dict[str, Tensor]:
@@ -49,7 +54,9 @@ def by_layer_type(mask_of: Callable[[int | None], Tensor], *, config: Any) -> Te
     return masks
 
 
-def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+def logits_of(
+    module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, causal: bool = True
+) -> Tensor:
     """Return logits (B, T, V), with `parameters` in the module's data type in place of its own.
 
     The gradients of `parameters` are float32, not rounded on the way (models/float32_gradients.py).
@@ -57,16 +64,17 @@ def logits_of(module: nn.Module, parameters: Mapping[str, Tensor], batch: Mappin
     Args:
         parameters: float32 trainable parameters by name.
         batch: `ids`, `positions`, `segments`, all (B, T); `noise` (B,) where adapters have dropout.
+        causal: whether a token attends to those before it alone, or to its whole document.
     """
-    inputs = _inputs(module, batch)
-    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast:
+    inputs = model_inputs(module, batch, causal=causal)
+    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         return with_rope_in_kernel(
             module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
         )
 
 
 def hidden_of(
-    module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+    module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return the last hidden states (B, T, H) and the head's weight (V, H); arguments as in `logits_of`.
 
@@ -74,14 +82,72 @@ def hidden_of(
     no other. A trained embedding that is tied to the head is returned as the head. A trained head is float32, as in
     `parameters`: cast it to the data type of the hidden states for the product.
     """
-    inputs, without_head = _inputs(module, batch), _WithoutHead(module)
-    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast:
+    inputs, without_head = model_inputs(module, batch, causal=causal), _WithoutHead(module)
+    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         hidden_BTH, head_VH = with_rope_in_kernel(
             module, lambda: functional_call(without_head, own, kwargs=inputs, tie_weights=True)
         )
     trained = next((parameters[name] for name, tensor in cast.items() if tensor is head_VH), head_VH)
     return hidden_BTH, trained
+
+
+def masked_features(
+    module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, picks_RKT: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what an encoder's head makes of chosen tokens, and the matrix that turns it into logits.
+
+    Returns:
+        The input of the head's last matrix (R, K, H), that matrix (V, H) and its bias (V,), if it has one. Their
+        product is what the class's own forward pass computes; trained ones are float32, as in `parameters`.
+
+    Args:
+        picks_RKT: one-hot rows that choose a token for each of K places; a place of zeros has no token.
+    """
+    inputs, up_to_head = model_inputs(module, batch, causal=False), _UpToHead(module)
+    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+        own = {f"module.{name}": tensor for name, tensor in cast.items()}
+        features_RKH, *head = functional_call(up_to_head, own, kwargs={"picks_RKT": picks_RKT, **inputs})
+    weight_VH, bias_V = (
+        next((parameters[name] for name, tensor in cast.items() if tensor is part), part) for part in head
+    )
+    return features_RKH, weight_VH, bias_V
+
+
+class _UpToHead(nn.Module):
+    """A masked language model up to the last matrix of its head, for the tokens that are predicted."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *, picks_RKT: Tensor, **inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        whole: Any = self.module
+        hidden_BTH = getattr(whole, whole.base_model_prefix)(**inputs).last_hidden_state
+        hidden_RKH = picks_RKT.to(hidden_BTH.dtype) @ hidden_BTH
+        own = getattr(getattr(whole, "lm_predictions", None), "lm_head", None)
+        if own is not None:  # DeBERTa's head multiplies with the embedding itself
+            features = own.LayerNorm(own.transform_act_fn(own.dense(hidden_RKH)))
+            return features, whole.get_input_embeddings().weight, own.bias
+        matrix = whole.get_output_embeddings()
+        return _before(matrix, whole, hidden_RKH), matrix.weight, matrix.bias
+
+
+def _before(matrix: nn.Module, whole: Any, hidden: Tensor) -> Tensor:
+    """Return what a model's own forward pass gives to the last matrix of its head, for these hidden states."""
+    path = next(name for name, part in whole.named_modules() if part is matrix)
+    probe = copy.copy(whole)
+    probe._modules = {**whole._modules, whole.base_model_prefix: _Base(hidden)}
+    *outer, leaf = path.split(".")
+    owner = probe
+    for name in outer:
+        inner = copy.copy(owner._modules[name])
+        inner._modules = dict(inner._modules)
+        owner._modules[name] = inner
+        owner = inner
+    owner._modules[leaf] = nn.Identity()
+    features: Tensor = probe(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
+    return features
 
 
 @contextmanager
@@ -111,31 +177,73 @@ class _WithoutHead(nn.Module):
         return hidden_BTH, whole.get_output_embeddings().weight
 
 
-def _inputs(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+def model_inputs(module: nn.Module, batch: Mapping[str, Tensor], *, causal: bool = True) -> dict[str, Any]:
+    """Return the arguments of the model's forward pass; those of `logits_of`."""
+    first = first_position(module)
     return {
         "input_ids": batch["ids"],
-        "position_ids": batch["positions"],
-        "attention_mask": attention_input(batch["segments"], module=module),
+        "position_ids": batch["positions"].long() + first if first else batch["positions"],
+        "attention_mask": attention_input(batch["segments"], module=module, causal=causal),
         "use_cache": False,
     }
 
 
-def attention_input(segments_BT: Tensor, *, module: nn.Module) -> Any:
-    """Return the model's `attention_mask`: segment ids for `flash`, masks for other implementations."""
+def first_position(module: nn.Module) -> int:
+    """Return the position of a document's first token in the model's table: 2 of RoBERTa's, 0 of most."""
+    table = getattr(getattr(_base_of(module), "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return 0 if padding is None else int(padding) + 1
+
+
+def _base_of(module: nn.Module) -> Any:
+    whole: Any = module
+    return getattr(whole, whole.base_model_prefix, whole)
+
+
+@contextmanager
+def mask_in_layers_alone(module: nn.Module) -> Iterator[None]:
+    """Keep ready masks from DeBERTa's embeddings, which multiply theirs, (B, T) of padding, with the vectors."""
+    parts = [part for part in module.modules() if type(part).__name__ in ("DebertaEmbeddings", "DebertaV2Embeddings")]
+    handles = [part.register_forward_pre_hook(_without_mask, with_kwargs=True) for part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without_mask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+    return args, {**keywords, "mask": None}
+
+
+def attention_input(segments_BT: Tensor, *, module: nn.Module, causal: bool = True) -> Any:
+    """Return the model's `attention_mask`: segment ids for `flash`, masks for other implementations.
+
+    Raises:
+        ConfigError: `flash` with attention on both sides, which the kernel does not compute.
+    """
     config: Any = module.config
-    if config._attn_implementation == FLASH:
-        return segments_BT[:, None, None, :]
-    return in_attention_form(attention_masks(segments_BT, config=config), module)
+    if config._attn_implementation != FLASH:
+        return in_attention_form(attention_masks(segments_BT, config=config, causal=causal), module)
+    if not causal:
+        raise ConfigError(CAUSAL_ALONE)
+    return segments_BT[:, None, None, :]
+
+
+CAUSAL_ALONE = (
+    "model.attention=flash; its kernel lets a token attend to those before it alone, and the objective needs attention "
+    "on both sides; use model.attention=sdpa (DeBERTa: eager)."
+)
 
 
 def in_attention_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
     """Convert boolean masks to the form that the module's attention expects.
 
-    sdpa takes the boolean mask; transformers' eager attention adds its mask to the scores: 0, or the lowest finite
-    value.
+    sdpa takes the boolean mask, and so does DeBERTa; transformers' eager attention adds its mask to the scores: 0, or
+    the lowest finite value.
     """
     config: Any = module.config
-    if config._attn_implementation != "eager":
+    if config._attn_implementation != "eager" or config.model_type in BOOLEAN_MASKS:
         return masks
     if isinstance(masks, dict):
         return {kind: in_attention_form(mask, module) for kind, mask in masks.items()}
@@ -252,16 +360,16 @@ SHAPES = re.compile(r"shape|size|dimension|mat1|broadcast|must match|divisible",
 some kernels."""
 
 
-def rehearse(module: nn.Module) -> None:
+def rehearse(module: nn.Module, *, causal: bool = True) -> None:
     """Run the module on one row of the meta device; raises what it raises over inconsistent values."""
     named = (*module.named_parameters(), *module.named_buffers())
     tensors: dict[str, Any] = {name: tensor.detach().to("meta") for name, tensor in named}
     with torch.device("meta"), torch.no_grad():
         ones = torch.ones(1, TOKENS, dtype=torch.int64)
-        mask = attention_input(ones, module=module)
-        inputs = {"input_ids": ones, "position_ids": ones, "attention_mask": mask, "use_cache": False}
+        inputs = model_inputs(module, {"ids": ones, "positions": ones, "segments": ones}, causal=causal)
         try:
-            functional_call(module, tensors, kwargs=inputs)
+            with mask_in_layers_alone(module):
+                functional_call(module, tensors, kwargs=inputs)
         except RuntimeError as error:
             if SHAPES.search(str(error)):
                 raise

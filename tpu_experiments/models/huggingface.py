@@ -1,10 +1,10 @@
-"""Any causal language model of transformers: its config, its empty module and its weights one tensor at a time.
+"""Any language model of transformers: its config, its empty module and its weights one tensor at a time.
 
 Nothing here holds a second copy of the model: the module is built on the meta device, and `weights` yields one host
 tensor at a time. Of a model that sees or hears as well (Gemma 3 from 4B on) the decoder of text alone is loaded and
 trained."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +12,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ModelConfig
@@ -22,7 +33,7 @@ from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.conversion import ConvertedTensor, StoredTensor, converted_tensors, stored_tensors
 from tpu_experiments.models.experts import EVERY_EXPERT
-from tpu_experiments.models.forward import rehearse
+from tpu_experiments.models.forward import CAUSAL_ALONE, rehearse
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
 
@@ -48,7 +59,40 @@ def prefixes(decoder: PreTrainedModel, whole: PreTrainedModel) -> tuple[str, str
     return (f"{inner}.", f"{outer[0]}.") if outer[0] else ("", "")
 
 
-AUTO_CLASS = "AutoModelForCausalLM"
+@dataclass(frozen=True)
+class Head:
+    """One of transformers' families of classes: what is on top of the layers."""
+
+    auto: Any
+    """Class whose `from_config` builds the model."""
+    model_types: Collection[str]
+    text: str
+    advice: str
+
+
+HEADS = {
+    "causal_lm": Head(
+        AutoModelForCausalLM,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "causal language model",
+        "give a decoder that generates text, or train an encoder with objective=mlm",
+    ),
+    "masked_lm": Head(
+        AutoModelForMaskedLM,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "masked language model",
+        "give an encoder (modernbert, eurobert, deberta-v2, roberta), or train a decoder with objective=next_token",
+    ),
+    "sequence_classification": Head(
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "classifier of sequences",
+        "give another model, or another objective",
+    ),
+}
+"""Values of an objective's `head` (objectives/base.py)."""
+OWN_HEAD = "own"
+"""Value of an objective's `head` whose models have a source of their own, named by `model._target_`."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COUNTS = {
     "hidden_size": 2**20,
@@ -65,6 +109,8 @@ a module is built in seconds."""
 _STATE = "their layers hand a state from token to token, past the mask that keeps documents and padding out"
 NOT_BUILT = {
     "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with",
+    "longformer": "their attention takes a mask of padding alone, (rows, tokens), which cannot keep the documents of a "
+    "row apart, and reads it on the host in every step (`any().item()`)",
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2"), _STATE),
 }
 """Model types of transformers that would be trained wrongly here. Types that are not listed are checked by
@@ -81,11 +127,33 @@ class Named:
     tensor: Tensor
 
 
+@dataclass(frozen=True)
+class ModelPart:
+    """A model that is finished by itself, out of the parameters of the trained one."""
+
+    name: str
+    """Its folder in the run folder."""
+    config: PretrainedConfig
+    architecture: str
+    tensors: dict[str, Tensor]
+
+
 class HuggingFaceModel:
     """Source of a checkpoint's or of random weights; the `model._target_` of every stock model."""
 
-    def __init__(self, model: ModelConfig, *, seed: int) -> None:
-        self.model, self.seed = model, seed
+    def __init__(self, model: ModelConfig, *, seed: int, head: str = "causal_lm", causal: bool = True) -> None:
+        """Read the model's config.
+
+        Args:
+            head: key of `HEADS`, or `OWN_HEAD`.
+            causal: whether the model is called with causal masks.
+
+        Raises:
+            ConfigError: the config cannot be used, or does not go with the head or with attention on both sides.
+        """
+        self.model, self.seed, self.head, self.causal = model, seed, head, causal
+        if model.attention == "flash" and not causal:
+            raise ConfigError(CAUSAL_ALONE)
         self.random = model.init == "random" or model.size == "tiny"
         self.dtype = DTYPES[model.dtype]
         self.folder = None if self.random else self.find_folder()
@@ -104,21 +172,39 @@ class HuggingFaceModel:
         else:
             overlay = self.model.tiny_arch if self.model.size == "tiny" else {}
             config = config_from_arch({**self.model.arch, **overlay})
-        has_own_class = self.runs_code and AUTO_CLASS in (getattr(config, "auto_map", None) or {})
-        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own_class:
-            raise ConfigError(
-                f"model={self.model.name}; transformers has no causal language model of type {config.model_type!r}; "
-                "give a decoder that generates text."
-            )
+        self.require_head(config)
         if config.model_type in NOT_BUILT:
             raise ConfigError(
                 f"model={self.model.name}; models of type {config.model_type!r} are not built here: "
-                f"{NOT_BUILT[config.model_type]}; take a decoder with attention and plain weights."
+                f"{NOT_BUILT[config.model_type]}; take a model with attention over ready masks and plain weights."
             )
         problems = count_problems(decoder_config(config), where=self._config_origin)
         if problems:
             raise ConfigError("\n".join(problems))
         return config
+
+    def require_head(self, config: PretrainedConfig) -> None:
+        """Require transformers to have a class of the objective's head for this type of model.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        head = HEADS.get(self.head)
+        if head is None:
+            raise ConfigError(
+                f"model={self.model.name}; the objective makes its models itself (head={self.head!r}); take a model "
+                "whose model._target_ is made for it."
+            )
+        has_own_class = self.runs_code and head.auto.__name__ in (getattr(config, "auto_map", None) or {})
+        if config.model_type not in head.model_types and not has_own_class:
+            raise ConfigError(
+                f"model={self.model.name}; transformers has no {head.text} of type {config.model_type!r}; "
+                f"{head.advice}."
+            )
+
+    def built(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+        """Build a module with random weights by transformers' class for the objective's head."""
+        return cast(PreTrainedModel, HEADS[self.head].auto.from_config(config, **options))
 
     @property
     def runs_code(self) -> bool:
@@ -141,7 +227,7 @@ class HuggingFaceModel:
             module = self._on_meta(self.config)
             module.tie_weights()
             _fill_buffers(module)
-            rehearse(module)
+            rehearse(module, causal=self.causal)
         except ConfigError:
             raise
         except UNFIT as error:
@@ -155,8 +241,16 @@ class HuggingFaceModel:
 
     def _on_meta(self, config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config, dtype=self.dtype, trust_remote_code=self.runs_code)
-        return cast(PreTrainedModel, made)
+            return self.built(config, dtype=self.dtype, trust_remote_code=self.runs_code)
+
+    @property
+    def export_config(self) -> PretrainedConfig:
+        """The config that an export of all parameters has."""
+        return self.config
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[ModelPart]:
+        """Yield the models that are exported beside the one of all parameters, given its host tensors."""
+        yield from ()
 
     @property
     def _config_origin(self) -> str:
@@ -196,7 +290,7 @@ class HuggingFaceModel:
     def _random_weights(self, names: list[str]) -> Iterator[Named]:
         torch.manual_seed(self.seed)
         # float32 first: the same draw in every dtype
-        module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
+        module = self.built(self.config, dtype=torch.float32, trust_remote_code=False)
         parameters = dict(module.named_parameters())
         for name in names:
             yield Named(name, parameters[name].detach().to(self.dtype))
@@ -371,3 +465,9 @@ class ShapesOfModel(HuggingFaceModel):
         parameters = dict(self.empty().named_parameters())
         for name in names:
             yield Named(name, torch.empty_like(parameters[name], dtype=self.dtype, device="meta"))
+
+
+def shapes_only(kind: Any) -> type[HuggingFaceModel]:
+    """Return the class of a source of such models whose weights are on the meta device."""
+    is_stock = kind is HuggingFaceModel or not (isinstance(kind, type) and issubclass(kind, HuggingFaceModel))
+    return ShapesOfModel if is_stock else type("Shapes", (ShapesOfModel, kind), {})

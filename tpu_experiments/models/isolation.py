@@ -1,4 +1,4 @@
-"""Check that a model is causal and keeps the documents of a row apart, on a small copy of its config.
+"""Check that a model attends as its objective says and keeps documents apart, on a small copy of its config.
 
 A recurrent layer carries its state from one document to the next, an encoder lets a token attend to later ones, and
 ALiBi counts positions over a whole row: none of that shows in a loss. The copy has the model's own classes, kinds of
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models import attention, experts, forward
@@ -44,6 +44,7 @@ AT_MOST = {
     "vocab_size_per_layer_input": 64,
     "max_position_embeddings": 64,
     "sliding_window": 4,
+    "local_attention": 4,
 }
 MOST_PARAMETERS = 10_000_000
 """Upper bound for the copy; one that exceeds it kept a width which this file does not know."""
@@ -54,7 +55,7 @@ TOLERANCE = 1e-3
 
 
 def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
-    """Refuse a model that attends to later tokens, or whose documents change one another in packed rows.
+    """Refuse a model that does not attend as its objective says, or whose documents change one another in a row.
 
     A config that has passed is not checked again: an empty file beside the cache of shards records it. Where no small
     copy of the config can be computed, a warning is logged instead.
@@ -73,7 +74,7 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
     try:
         config = small_copy(source.config)
         module, reference = _modules(config, source)
-        moved = differences(module, reference, is_packed=is_packed)
+        moved = differences(module, reference, source=source, is_packed=is_packed)
     except ConfigError:
         raise
     except UNFIT as error:
@@ -81,21 +82,32 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         log.warning("%s: the isolation of packed documents in %s was not checked, since no small copy of its config "
                     "runs (%s: %s)", name, kind, type(error).__name__, reason)  # fmt: skip
         return
-    if moved["past"] > TOLERANCE:
+    if source.causal and moved["past"] > TOLERANCE:
         raise ConfigError(
             f"{name}; in transformers' {kind} a token changes the logits of those before it, by {moved['past']:.2g} of "
             "the largest: it is no causal decoder, and would learn to copy what it is asked for; take one that is."
+        )
+    if not source.causal and moved["past"] <= TOLERANCE:
+        raise ConfigError(
+            f"{name}; in transformers' {kind} no token changes the logits of those before it, and the objective needs "
+            "attention on both sides; take an encoder, or set model.attention=eager."
         )
     if moved["alone"] > TOLERANCE:
         raise ConfigError(
             f"{name}; with the masks of training the logits of transformers' {kind} are not those that it computes for "
             f"a document alone: {moved['alone']:.2g} of the largest apart; what was trained would not be what is "
-            "loaded; take a causal decoder, or set model.attention=eager."
+            f"loaded; take {'a causal decoder' if source.causal else 'an encoder'}, or set model.attention=eager."
         )
     if moved["other"] > TOLERANCE:
         raise ConfigError(
             f"{name}; in transformers' {kind} a document changes the logits of the next one in its row, by "
             f"{moved['other']:.2g} of the largest; set prepare.packing=pad, so that a row holds one document."
+        )
+    if moved.get("head", 0.0) > TOLERANCE:
+        raise ConfigError(
+            f"{name}; the head of transformers' {kind} does more to its logits than a matrix and a bias, so that they "
+            f"cannot be computed for masked tokens alone ({moved['head']:.2g} of the largest apart); take another "
+            "model."
         )
     with suppress(OSError):  # where the home folder is not writable, the check is made each time
         passed.parent.mkdir(parents=True, exist_ok=True)
@@ -105,35 +117,52 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
 def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
     """Return the empty file that records that a config has passed, with this version of the code."""
     digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {is_packed}".encode())
+    digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
     for file in (__file__, forward.__file__, attention.__file__, experts.__file__):
         digest.update(Path(file).read_bytes())
     return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
 
 
-def differences(module: nn.Module, reference: nn.Module, *, is_packed: bool) -> dict[str, float]:
+def differences(
+    module: nn.Module, reference: nn.Module, *, source: HuggingFaceModel, is_packed: bool
+) -> dict[str, float]:
     """Return the largest differences of logits, as shares of the largest logit.
 
     Args:
         module: the copy, as training calls it.
-        alone: a copy with the same weights, as transformers calls it.
+        reference: a copy with the same weights, as transformers calls it; one of a decoder that is to attend on both
+            sides gets a mask that hides nothing.
 
     Returns:
         `past`: earlier tokens, when the last one changes; `alone`: a document with padding behind it, against the same
-            document as transformers computes it; `other`: documents in one row, against each alone.
+            document as transformers computes it; `other`: documents in one row, against each alone; `head`, of masked
+            language models: logits of chosen tokens, against those of the class.
     """
     first, second = LENGTHS
     ids = _random_ids(first + second)
     changed = ids.clone()
     changed[first - 1] = ids[first - 1] % (AT_MOST["vocab_size"] - len(IDS)) + len(IDS)
     with torch.no_grad():
-        expected = torch.cat([reference(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)])
-        one = _packed(module, ids[:first], lengths=(first,))
-        moved = _packed(module, changed[:first], lengths=(first,))
-        two = _packed(module, ids, lengths=LENGTHS) if is_packed else expected
+        is_opened = source.head == "causal_lm" and not source.causal
+        expected = torch.cat([_alone(reference, part, is_opened=is_opened) for part in ids.split(LENGTHS)])
+        one = _packed(module, ids[:first], lengths=(first,), causal=source.causal)
+        moved = _packed(module, changed[:first], lengths=(first,), causal=source.causal)
+        two = _packed(module, ids, lengths=LENGTHS, causal=source.causal) if is_packed else expected
     largest = expected.abs().max()
     pairs = {"past": (one[:-1], moved[:-1]), "alone": (one, expected[:first]), "other": (two, expected)}
+    if source.head == "masked_lm":
+        pairs["head"] = (_by_features(module, ids[:first]), one)
     return {name: float((a - b).abs().max() / largest) for name, (a, b) in pairs.items()}
+
+
+def _by_features(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return logits (T, V) of one document, computed for chosen tokens as the objective does."""
+    segments, picks = torch.ones(1, len(ids), dtype=torch.int64), torch.eye(len(ids))[None]
+    batch = {"ids": ids[None], "positions": torch.arange(len(ids))[None], "segments": segments}
+    features, head, bias = forward.masked_features(module, dict(module.named_parameters()), batch, picks_RKT=picks)
+    logits = features[0] @ head.T
+    return logits if bias is None else logits + bias
 
 
 def _random_ids(count: int) -> Tensor:
@@ -142,13 +171,20 @@ def _random_ids(count: int) -> Tensor:
     return torch.randint(len(IDS), AT_MOST["vocab_size"], (count,), generator=generator)
 
 
-def _packed(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
+def _alone(reference: nn.Module, ids: Tensor, *, is_opened: bool) -> Tensor:
+    """Return logits (T, V) of one document as transformers computes them."""
+    mask = {"attention_mask": torch.zeros(1, 1, len(ids), len(ids))} if is_opened else {}
+    logits: Tensor = reference(input_ids=ids[None], **mask).logits[0]
+    return logits
+
+
+def _packed(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causal: bool) -> Tensor:
     """Return logits (T, V) of documents in one row with padding behind them, by training's forward pass."""
     padding = torch.zeros(PADDING, dtype=torch.int64)
     segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)] + [padding])
     positions = torch.cat([torch.arange(n) for n in lengths] + [padding])
     batch = {"ids": torch.cat([ids, padding])[None], "positions": positions[None], "segments": segments[None]}
-    return forward.logits_of(module, dict(module.named_parameters()), batch)[0, : len(ids)]
+    return forward.logits_of(module, dict(module.named_parameters()), batch, causal=causal)[0, : len(ids)]
 
 
 def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Module, nn.Module]:
@@ -158,7 +194,7 @@ def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Mod
         ValueError: the copy is too large.
     """
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=source.runs_code)
+        empty = source.built(config, trust_remote_code=source.runs_code)
     count = sum(p.numel() for p in empty.parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"the copy has {count:,} parameters")
@@ -169,7 +205,7 @@ def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Mod
             own = copy.deepcopy(config)  # a module keeps its config
             own._attn_implementation = "eager" if is_plain else source.config._attn_implementation
             own._experts_implementation = "eager" if is_plain else source.config._experts_implementation
-            module = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=source.runs_code)
+            module = source.built(own, dtype=torch.float32, trust_remote_code=source.runs_code)
             made.append(module.eval())
         for parameter in made[0].parameters():
             _randomise(parameter)

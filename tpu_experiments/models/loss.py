@@ -63,6 +63,33 @@ def chunked_row_losses(
         head_VH: receives its gradient where it requires one, summed over the chunks in float32.
     """
     targets_BT, weights_BT = target_weights(batch)
+    sums_B = chunked_losses(
+        hidden_BTH,
+        head_VH,
+        targets_BT,
+        weights_BT,
+        chunk_positions=chunk_positions,
+        loop=loop,
+        constrain=constrain,
+        soft_cap=soft_cap,
+        z_loss=z_loss,
+    )
+    return sums_B, weights_BT.sum(1)
+
+
+def chunked_losses(
+    hidden_BTH: Tensor,
+    head_VH: Tensor,
+    targets_BT: Tensor,
+    weights_BT: Tensor,
+    *,
+    chunk_positions: int,
+    loop: Loop,
+    constrain: Constrain = unconstrained,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Return the weighted sum (B,) of the losses of given targets, nats; otherwise as `chunked_row_losses`."""
     terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss)
     inputs = (hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
@@ -71,7 +98,7 @@ def chunked_row_losses(
         sums_B = _TrainedHead.apply(*inputs)
     else:
         sums_B = _FrozenHead.apply(*inputs)
-    return sums_B, weights_BT.sum(1)
+    return sums_B
 
 
 def chunked_token_scores(
@@ -91,6 +118,31 @@ def chunked_token_scores(
         T) float32, at the position before the token, whatever its weight.
     """
     targets_BT, weights_BT = target_weights(batch)
+    sums_B, losses_BT, hits_BT = chunked_scores(
+        hidden_BTH,
+        head_VH,
+        targets_BT,
+        weights_BT,
+        chunk_positions=chunk_positions,
+        loop=loop,
+        constrain=constrain,
+        soft_cap=soft_cap,
+    )
+    return sums_B, weights_BT.sum(1), losses_BT, hits_BT
+
+
+def chunked_scores(
+    hidden_BTH: Tensor,
+    head_VH: Tensor,
+    targets_BT: Tensor,
+    weights_BT: Tensor,
+    *,
+    chunk_positions: int,
+    loop: Loop,
+    constrain: Constrain = unconstrained,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted sums (B,), and loss in nats and hit (B, T) of given targets, as `chunked_token_scores`."""
     terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss=0.0)
 
     def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
@@ -102,7 +154,7 @@ def chunked_token_scores(
     carry = (torch.zeros_like(weights_BT[:, 0]),)
     (sums_B,), tokens = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0])
     losses_BT, hits_BT = (_joined(each_NBC, hidden_BTH.shape[1]) for each_NBC in tokens)
-    return sums_B, weights_BT.sum(1), losses_BT, hits_BT
+    return sums_B, losses_BT, hits_BT
 
 
 def _sums(
@@ -130,7 +182,7 @@ def _loop_inputs(
     """
     parts = (terms.constrain(hidden_BTH, axes=BY_ROWS), targets_BT, weights_BT, *more_BT)
     head = terms.constrain(head_VH.to(hidden_BTH.dtype), axes=HEAD)
-    return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, _numbers(head_VH))
+    return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, numbers(head_VH.shape[0], head_VH.device))
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -274,13 +326,12 @@ def _cap_slope(values: Tensor, cap: float) -> Tensor:
     return 1 - (values / cap) ** 2
 
 
-def _numbers(head_VH: Tensor, *, side: int = 512) -> Tensor:
-    """Return 0 to V - 1, int32, as a sum of two short ranges.
+def numbers(size: int, device: torch.device, *, side: int = 512) -> Tensor:
+    """Return 0 to size - 1, int32, as a sum of two short ranges.
 
     torch_xla writes a range into the program number by number: 262,144 of them took 78 ms of every step's tracing.
     """
-    size = head_VH.shape[0]
-    high, low = (torch.arange(n, dtype=torch.int32, device=head_VH.device) for n in (math.ceil(size / side), side))
+    high, low = (torch.arange(n, dtype=torch.int32, device=device) for n in (math.ceil(size / side), side))
     return (high[:, None] * side + low).flatten()[:size]
 
 
@@ -309,6 +360,8 @@ class Scores(NamedTuple):
     """-log p of the token after each position, nats, whatever its weight."""
     hits_RT: Tensor
     """1 where no other token was likelier."""
+    weights_RT: Tensor | None = None
+    """Weights of the tokens after each position; None: those of `target_weights`."""
 
 
 TokenScores = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Tensor]], Scores]

@@ -20,6 +20,8 @@ class NextToken:
 
     draws = False
     has_scores = True
+    causal = True
+    head = "causal_lm"
 
     def __init__(self, *, z_loss: float = 0.0, computing: Computing | None = None) -> None:
         self.z_loss, self.computing = z_loss, computing or Computing()

@@ -5,6 +5,7 @@ and the learning rate an input. (torch.optim bakes the step into the graph or re
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,17 @@ from tpu_experiments.runtime.stacked import is_stack
 Named = Mapping[str, Tensor]
 State = dict[str, dict[str, Tensor]]
 """Parameter name to slot name to tensor; the entry `""` has `count`, the number of updates so far, shape (1,)."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with a gradient clipping and a learning rate of their own, as with an optimizer of their own."""
+
+    names: tuple[str, ...]
+    clip_norm: float | None
+    """Largest norm of their gradient; None does not clip."""
+    rate: float = 1.0
+    """Factor of the learning rate."""
 
 
 def own_ndim(name: str, tensor: Tensor) -> int:

@@ -7,6 +7,7 @@ Weight decay is per unit of that learning rate, as in PEFT's `create_loraplus_op
 from torch import Tensor
 
 from tpu_experiments.optim.base import Named, Optimizer, State
+from tpu_experiments.optim.group_rates import update_in_groups
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS
 
 
@@ -20,16 +21,8 @@ class LoraPlus:
         return self.optimizer.init(parameters)
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
-        new_parameters: dict[str, Tensor] = {}
-        new_state: State = {}
-        for is_b, rate in ((False, lr), (True, lr * self.ratio)):
-            names = [name for name in parameters if name.endswith(ADAPTER_PARTS[1:]) == is_b]
-            moved, made = self.optimizer.update(
-                {name: parameters[name] for name in names},
-                {name: grads[name] for name in names},
-                {"": state[""]} | {name: state[name] for name in names},
-                lr=rate,
-            )
-            new_parameters |= moved
-            new_state |= made
-        return new_parameters, new_state
+        groups = [
+            ([name for name in parameters if name.endswith(ADAPTER_PARTS[1:]) == is_b], rate)
+            for is_b, rate in ((False, lr), (True, lr * self.ratio))
+        ]
+        return update_in_groups(self.optimizer, parameters, grads, state, groups=groups)

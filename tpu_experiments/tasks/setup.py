@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
@@ -17,8 +19,10 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.build import describe, shapes_of_base
-from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.forward import first_position
+from tpu_experiments.models.huggingface import HEADS, OWN_HEAD, HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
 from tpu_experiments.optim.decay_groups import require_decay_patterns
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
@@ -72,13 +76,8 @@ def start_of(config: Config, folder: RunFolder) -> StartPoint | None:
     """
     if config.start.run is None or latest_progress(folder.path("checkpoints")) is not None:
         return None
-    return find_start(config, describe(model_source(config), lora=config.lora)[0])
-
-
-def model_source(config: Config) -> HuggingFaceModel:
-    """Make the source of the model that `model._target_` names."""
-    source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
-    return source
+    source = model_source(config)
+    return find_start(config, describe(source, lora=config.lora)[0])
 
 
 SWAPPED: dict[str, tuple[str, ...]] = {
@@ -102,7 +101,8 @@ def check_targets(config: Config) -> None:
     found = {key: _imported(target, key=key) for key, target in named.items()}
     for key, methods in SWAPPED.items():
         target, kind = named[key], found[key]
-        lacking = [name for name in methods if not callable(getattr(kind, name, None))]
+        needed = [name for name in methods if name != "scores" or getattr(kind, "has_scores", True)]
+        lacking = [name for name in needed if not callable(getattr(kind, name, None))]
         if not isinstance(kind, type) or lacking:
             what = (
                 f"a class without {', '.join(lacking)}"
@@ -117,6 +117,14 @@ def check_targets(config: Config) -> None:
         raise ConfigError(
             f"objective._target_={named['objective']}; its {' and '.join(unsaid)} must be True or False; set it in the "
             "class (tpu_experiments/objectives/base.py says what it means)."
+        )
+    causal = getattr(found["objective"], "causal", True)
+    head = getattr(found["objective"], "head", "causal_lm")
+    if not isinstance(causal, bool) or head not in (*HEADS, OWN_HEAD):
+        raise ConfigError(
+            f"objective._target_={named['objective']}; its causal={causal!r} must be True or False, and its "
+            f"head={head!r} one of {', '.join((*HEADS, OWN_HEAD))}; set them in the class, or leave them out for a "
+            "decoder."
         )
 
 
@@ -157,6 +165,7 @@ def make_inputs(config: Config) -> RunInputs:
     """Return the tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
     stages = stages_with_data(config)
     tokenizer = load_run_tokenizer(config)
+    require_fit(config, tokenizer)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
     written = {}
     if config.loader.order == "written":
@@ -175,22 +184,43 @@ def make_inputs(config: Config) -> RunInputs:
     )
 
 
+def require_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Require the tokenizer, the packing and the questions to go with the objective.
+
+    Raises:
+        ConfigError: one of them does not.
+    """
+    objective_of(config, Computing(), tokenizer=tokenizer)
+    if config.questions and not writes_text(config):
+        key = next(iter(config.questions.values()))[0]
+        raise ConfigError(
+            f"{key} with objective={config.objective.name}; its models write no text and answer no questions; leave "
+            "the questions out."
+        )
+
+
 def check_model(config: Config) -> int:
     """Check lengths, adapter targets and sharding against the model's config; return its vocabulary size.
 
     Raises:
         ConfigError: one of them does not fit the model.
     """
+    if config.lora.r and head_of(config) == OWN_HEAD:
+        raise ConfigError(
+            f"lora.r={config.lora.r} with objective={config.objective.name}; it trains every weight of its models; use "
+            "lora=none."
+        )
     source = model_source(config)
+    module, report = describe(source, lora=config.lora)
     limit = getattr(source.config, "max_position_embeddings", None)
+    limit = None if limit is None else limit - first_position(module)
     for stage in resolve_stages(config):
         if limit is not None and stage.geometry.seq_len > limit:
             raise ConfigError(
                 f"trainer.seq_len={stage.geometry.seq_len} (stage {stage.name}) is longer than "
                 f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
             )
-    module, report = describe(source, lora=config.lora)
-    if isinstance(source, HuggingFaceModel):
+    if isinstance(source, HuggingFaceModel) and source.head != OWN_HEAD:
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")
     source.require_weights(shapes_of_base(module))
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]

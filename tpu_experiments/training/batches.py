@@ -38,7 +38,7 @@ from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.objectives.base import has_draws
+from tpu_experiments.objectives.base import has_draws, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import default_folder
@@ -426,7 +426,7 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
     return {
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
-        "sample": {(len(config.sample.all_prompts), config.sample.window)} if config.sample.max_new_tokens else set(),
+        "sample": {(len(config.sample.all_prompts), config.sample.window)} if samples(config) else set(),
         "ask": {(QUESTION_ROWS, config.sample.window)} if config.questions else set(),
     }
 

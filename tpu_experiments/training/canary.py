@@ -25,8 +25,10 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.lora import A, B
+from tpu_experiments.objectives.base import groups_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.blockwise import decoded
+from tpu_experiments.optim.group_rates import with_group_rates
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
@@ -225,7 +227,8 @@ def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
         )
         model.module.train()  # with dropout, whose masks equal those on the devices
         parameters = perturbed(model.trainable)
-        optimizer = host.build_optimizer()
+        groups = groups_of(host.objective, list(parameters), clip_norm=config.optim.clip_norm)
+        optimizer = with_group_rates(host.build_optimizer(), groups)
         step = TrainStep(
             model.module,
             optimizer=optimizer,
@@ -233,6 +236,7 @@ def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
             sum_over_processes=list,
             row_loss=host.row_loss,
             count=host.objective.count,
+            groups=groups,
         )
         state = zero_state(optimizer, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
         geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])

@@ -12,7 +12,7 @@ from huggingface_hub.repocard_data import EvalResult
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
-from tpu_experiments.export.card import CARD, adapter_code, fenced, is_hub_id, whole_code
+from tpu_experiments.export.card import CARD, adapter_code, fenced, is_hub_id, part_code, whole_code
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.training.start import lineage_text
@@ -49,11 +49,12 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
     results = [
         EvalResult("text-generation", name, name, "loss", loss, metric_name="held-out loss, nats per token")
         for name, loss in result["eval_sources"].items()
+        if not result.get("parts")
     ]
     data = ModelCardData(
         base_model=config.model.path if is_hub_id(config.model.path) and config.model.size == "full" else None,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="feature-extraction" if result.get("parts") else "text-generation",
         tags=["tpu_experiments", *(["lora"] if is_adapter else [])],
         datasets=hub_ids or None,
         model_name=result["name"] if results else None,
@@ -81,7 +82,9 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
 def _usage(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
     trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
-    if config.lora.r == 0:
+    if result.get("parts"):
+        code = [line for part in result["parts"].values() for line in part_code(part, dtype=dtype)]
+    elif config.lora.r == 0:
         code = whole_code(place, dtype=dtype, options=trust)
     else:
         code = adapter_code(
@@ -102,6 +105,8 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
 
 
 def _results(result: Mapping[str, Any], config: Config) -> str:
+    if result.get("parts"):
+        return _own_measures(result)
     before, after = result["eval_sources_before"], result["eval_sources"]
     rows = [(name, before.get(name), after[name]) for name in after]
     measures = {side: dict(result[f"eval_source_measures{side}"]) for side in ("_before", "")}
@@ -138,6 +143,14 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
         f"{table}\n\nMean loss per supervised token over {result['eval_tokens']:,} tokens of documents that were not "
         f"trained on (at most {config.trainer.max_eval_rows} rows); perplexity {_number(result['perplexity'], ',.2f')}."
     )
+
+
+def _own_measures(result: Mapping[str, Any]) -> str:
+    """Return the measures of an objective that has its own, over all held-out rows."""
+    sides = ({"loss": result[f"eval_loss{side}"]} | dict(result[f"eval_measures{side}"]) for side in ("_before", ""))
+    before, after = sides
+    rows = [(name.replace("_", " "), _number(before.get(name)), _number(value)) for name, value in after.items()]
+    return _table(("held-out documents", "start", "trained"), rows)
 
 
 def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:

@@ -28,6 +28,7 @@ from tpu_experiments.metrics.held_out import measures
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
 from tpu_experiments.models.loss import TokenScores
+from tpu_experiments.objectives.base import Measured
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import host_copy
@@ -50,9 +51,14 @@ class Evaluation:
     source_measures: dict[str, dict[str, float]] = field(default_factory=dict)
     """`DERIVED_MEASURES` of each source."""
 
+    has_perplexity: bool = True
+    """Whether the loss is the mean of -log p of tokens."""
+
     @property
     def perplexity(self) -> float:
-        """Return exp(loss); infinity where that overflows."""
+        """Return exp(loss); infinity where that overflows, NaN where it is no perplexity."""
+        if not self.has_perplexity:
+            return math.nan
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -72,15 +78,18 @@ class Evaluator:
         token_scores: TokenScores | None = None,
         widths: Widths | None = None,
         draws: bool = False,
+        measured: Measured | None = None,
     ) -> None:
-        """Create the evaluator; without `token_scores` it reports the loss alone.
+        """Create the evaluator; without `token_scores` and `measured` it reports the loss alone.
 
         Args:
             token_scores: has the held-out loss that is reported, instead of `row_loss`.
+            measured: has the held-out loss and measures of its own, instead of `token_scores` and `row_loss`.
             draws: whether batches have a random word for every row.
         """
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
         self.token_scores, self.widths, self.draws = token_scores, widths, draws
+        self.measured = measured
         self.program = runtime.program(self.sums, name="evaluate", held=lambda: held_of(parameters))
 
     @property
@@ -102,6 +111,14 @@ class Evaluator:
         self.module.train()
         totals = {source: torch.stack([s.cpu() for s in sums]).double().sum(0) for source, sums in queued.items()}
         overall = torch.stack(list(totals.values())).sum(0)
+        if self.measured is not None:
+            whole = self.measured.summary(overall.tolist())
+            parts = {source: self.measured.summary(t.tolist()) for source, t in totals.items()}
+            parts = {source: part for source, part in parts.items() if math.isfinite(part.loss)}
+            losses = {source: part.loss for source, part in parts.items()}
+            measures = {source: part.measures for source, part in parts.items()}
+            how = {"has_perplexity": getattr(self.measured, "has_perplexity", True)}
+            return Evaluation(whole.loss, whole.num_predictions, losses, whole.measures, measures, **how)
         losses = {source: float(t[0] / t[1]) for source, t in totals.items() if t[1] > 0}
         return Evaluation(
             float(overall[0] / overall[1]),
@@ -116,6 +133,9 @@ class Evaluator:
         self.module.eval()
         sums = self.program(self._send(batch))
         self.module.train()
+        if self.measured is not None:
+            found = self.measured.summary(sums.cpu().double().tolist())
+            return found.loss * found.num_predictions, float(found.num_predictions)
         loss, tokens = sums.cpu().tolist()[:2]
         return loss, tokens
 
@@ -137,15 +157,18 @@ class Evaluator:
         """Return the sums of one batch over all processes; the compiled program.
 
         Loss in nats and supervised tokens, shape (2,); with `token_scores` also hits, and the loss of tokens that are
-        text, shape (4,).
+        text, shape (4,). With `measured` its own, shape (K,).
         """
         with torch.no_grad():
             parameters = dict(self.parameters)  # averages are computed here, once
+            if self.measured is not None:
+                own_K = self.measured.sums(self.module, parameters, batch)
+                return torch.stack(self.runtime.sum_over_processes(list(own_K)))
             if self.token_scores is None:
                 sums_R, weights_R = self.row_loss(self.module, parameters, batch)
                 return torch.stack(self.runtime.sum_over_processes([sums_R.sum(), weights_R.sum()]))
             found = self.token_scores(self.module, parameters, batch)
-            weights_RT = target_weights(batch)[1]
+            weights_RT = target_weights(batch)[1] if found.weights_RT is None else found.weights_RT
             text_RT = torch.roll(batch[TEXT], -1, dims=1)
             more = [(found.hits_RT * weights_RT).sum(), (found.losses_RT * weights_RT * text_RT).sum()]
             return torch.stack(self.runtime.sum_over_processes([found.sums_R.sum(), found.weights_R.sum(), *more]))

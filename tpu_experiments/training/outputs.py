@@ -26,7 +26,9 @@ from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, comp
 from tpu_experiments.loggers.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import adapted_weights
+from tpu_experiments.objectives.base import has_perplexity
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
@@ -122,6 +124,8 @@ class RunOutputs:
         self.reopen_loggers = reopen_loggers
         self.adapter_path: str | None = None
         self.base_path: str | None = None
+        self.part_paths: dict[str, str] = {}
+        """Folders of the models that are finished by themselves, by name."""
         self.export_digests: dict[str, str] = {}
         self._steps: Counter[str] = Counter()
         self._tokens = 0
@@ -178,7 +182,7 @@ class RunOutputs:
             return
         values = {
             "train/loss": reading.mean_loss,
-            "train/perplexity": perplexity(reading.mean_loss),
+            **({"train/perplexity": perplexity(reading.mean_loss)} if has_perplexity(self.config) else {}),
             "train/lr": reading.lr,
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
@@ -206,7 +210,9 @@ class RunOutputs:
         if self.loggers is None:
             return
         values = {"train/epoch": float(record.epoch), "train/epoch_loss": record.loss}
-        self._scalars(step, values | {"train/epoch_perplexity": perplexity(record.loss)})
+        if has_perplexity(self.config):
+            values["train/epoch_perplexity"] = perplexity(record.loss)
+        self._scalars(step, values)
         log.info("step %d, epoch %d: mean train loss %.4f", step, record.epoch, record.loss)
 
     def rows(self, step: int, labels: list[str]) -> None:
@@ -218,7 +224,8 @@ class RunOutputs:
         """Log loss, perplexity, accuracy and bits per byte, over all sources and for each."""
         if self.loggers is None:
             return
-        values = {"eval/loss": evaluation.loss, "eval/perplexity": evaluation.perplexity}
+        values = {"eval/loss": evaluation.loss}
+        values |= {"eval/perplexity": evaluation.perplexity} if evaluation.has_perplexity else {}
         values |= {f"eval/loss_{source}": loss for source, loss in evaluation.sources.items()}
         values |= {f"eval/{name}": value for name, value in evaluation.measures.items()}
         for source, measured in evaluation.source_measures.items():
@@ -258,7 +265,7 @@ class RunOutputs:
             return
         source, config = model.source, self.config
         writing = {
-            "config": source.config,
+            "config": getattr(source, "export_config", source.config),
             "architecture": type(model.module).__name__,
             "dtype": source.dtype,
             "tokenizer": self.inputs.tokenizer,
@@ -271,6 +278,7 @@ class RunOutputs:
             if stored is not None:
                 tensors = ((name, stored[name]) for name in shapes)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
+            self._export_parts(model, writing)
             return
         self.base_path = source.reference
         if source.random:
@@ -291,6 +299,17 @@ class RunOutputs:
             tokenizer=self.inputs.tokenizer,
         )
 
+    def _export_parts(self, model: BuiltModel, writing: Mapping[str, Any]) -> None:
+        """Write the models that are finished by themselves, each in a folder of its own."""
+        if not isinstance(model.source, HuggingFaceModel) or type(model.source).parts is HuggingFaceModel.parts:
+            return
+        for part in model.source.parts(to_host(model.trainable)):
+            place = self.folder.path(part.name)
+            own = {"config": part.config, "architecture": part.architecture, "tensors": part.tensors}
+            write_model(place, **{**writing, **own})
+            self.part_paths[part.name] = place
+            log.info("%s of the trained model: %s", part.name, place)
+
     def result(self, ending: Ending) -> None:
         """Write result.json, last and atomically."""
         if self.loggers is None:
@@ -310,6 +329,7 @@ class RunOutputs:
         fields |= {
             "adapter_path": self.adapter_path,
             "base_path": self.base_path,
+            **({"parts": self.part_paths} if self.part_paths else {}),
             "expected_programs": expected_programs(self.inputs, config),
         }
         fields["tuned"] = self.estimates.tuned

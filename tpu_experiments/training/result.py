@@ -8,6 +8,7 @@ from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.result import peak_host_rss_gib
 from tpu_experiments.models.lora import ParameterReport
+from tpu_experiments.objectives.base import has_perplexity
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training.epochs import perplexity
 from tpu_experiments.training.evaluation import Evaluation
@@ -48,7 +49,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "data_audit": progress.data,
         "start": progress.start,
         "hw": config.hw.name,
-        "stages": [_stage(record) for record in progress.stages],
+        "stages": [_stage(record, is_perplexity=has_perplexity(config)) for record in progress.stages],
         **_quality(ending),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,
@@ -71,7 +72,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
     }
 
 
-def _stage(record: StageRecord) -> dict[str, Any]:
+def _stage(record: StageRecord, *, is_perplexity: bool) -> dict[str, Any]:
     """Return the results of a stage, with the mean loss of each pass over its rows."""
     epochs = None
     if record.epochs is not None:
@@ -82,7 +83,7 @@ def _stage(record: StageRecord) -> dict[str, Any]:
                 "steps": each.steps,
                 "supervised_tokens": each.supervised,
                 "train_loss": each.loss,
-                "train_perplexity": perplexity(each.loss),
+                "train_perplexity": perplexity(each.loss) if is_perplexity else None,
             }
             for each in record.epochs
         ]

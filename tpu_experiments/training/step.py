@@ -3,7 +3,8 @@
 The same object runs on the device in the trainer, is traced on placeholders by the plan, and runs eagerly in the tests.
 Per-stage trainable masks travel in the batch, so that every stage runs the same compiled program: 1 or 0 for each
 parameter (for each layer of a stack), in the order of the parameters.
-Legend: A accumulated micro-batches, R rows of a micro-batch, T tokens, N entries of the trainable mask.
+Legend: A accumulated micro-batches, R rows of a micro-batch, T tokens, G parts of a loss, N entries of the trainable
+mask.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.objectives.base import Computing, Rows
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
-from tpu_experiments.optim.base import Optimizer, State, clip, global_norm
+from tpu_experiments.optim.base import Optimizer, ParameterGroup, State, clip, global_norm
 from tpu_experiments.optim.loss_scale import adapted, scale_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, unconstrained
@@ -77,9 +78,9 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor]]
-"""(module, parameters, rows (R, T)) to per-row loss sums in nats (R,) and supervised tokens (R,)."""
+"""(module, parameters, rows (R, T)) to per-row loss sums in nats (R,) and supervised tokens (R,); with parts (R, G)."""
 Count = Callable[[Rows], Tensor]
-"""(rows (R, T)) to the number of predictions that their loss is the sum over, shape ()."""
+"""(rows (R, T)) to the number of predictions that their loss is the sum over, shape (); with parts (G,)."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
 ROW_TENSORS = ("ids", "learn", "positions", "segments")
 
@@ -89,13 +90,15 @@ class StepOutput:
     """Report of a step; every field stays on the device."""
 
     loss: Tensor
-    """Mean loss in nats per supervised token of the global batch, shape ()."""
+    """Mean loss in nats per supervised token of the global batch, shape (); of a loss with parts, the sum of means."""
     grad_norm: Tensor
     """Global gradient norm before clipping, shape (). If it or the loss is not finite, nothing was updated."""
     row_losses_AR: Tensor
-    """Loss sum in nats of every row of this process, shape (A, R); identifies the rows that are not finite."""
+    """Loss sum in nats of every row of this process, shape (A, R); identifies the rows that are not finite.
+
+    The sum over all rows, divided by `num_supervised`, is `loss`."""
     num_supervised: Tensor
-    """Supervised tokens of the global batch, shape ()."""
+    """Supervised tokens of the global batch, shape (); with parts, the sum of their counts."""
     norms: Tensor | None = None
     """Norms of gradient (before clipping) and update by group of parameters, shape (2, groups); None if not
     computed."""
@@ -130,7 +133,15 @@ class TrainStep:
         loop: Loop = python_loop,
         constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
+        groups: Sequence[ParameterGroup] = (),
     ) -> None:
+        """Take the parts of a step.
+
+        Args:
+            groups: parameters that are clipped apart, each with its own limit, in the place of `clip_norm`; together
+                they have all parameters.
+        """
+        self.groups = groups
         self.norm_groups = norm_groups
         self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
         self.sum_over_processes, self.row_loss, self.count = sum_over_processes, row_loss, count
@@ -150,11 +161,15 @@ class TrainStep:
         """
         names = row_tensors(batch)
         micro_batches = [{k: batch[k][i] for k in names} for i in range(batch["ids"].shape[0])]
-        supervised = torch.stack([self.count(rows) for rows in micro_batches]).sum()
+        supervised = torch.stack([self.count(rows) for rows in micro_batches]).sum(0)
         (total,) = self.sum_over_processes([supervised])
         total = total.clamp(min=1.0)  # a batch of padding only has a zero gradient, not 0 / 0
         scale = scale_of(state)
         grads, row_losses_AR = self.gradients(parameters, batch, total if scale is None else total / scale)
+        if total.ndim > 0:
+            # Rescaled, so that the rows' losses are one number each and their sum over one count is the loss.
+            count = total.sum()
+            row_losses_AR, total = (row_losses_AR / total).sum(-1) * count, count
         with torch.no_grad():
             *grads, loss = self.sum_over_processes([*grads, row_losses_AR.sum() / total])
             if scale is not None:  # a power of two: nothing is rounded
@@ -164,7 +179,7 @@ class TrainStep:
             named |= {name: torch.where(mask, named[name], 0.0) for name, mask in chosen.items()}
             norm = global_norm(named)
             new_parameters, new_state = self.optimizer.update(
-                parameters, clip(named, norm=norm, limit=self.clip_norm), state, lr=batch["lr"]
+                parameters, self.clipped(named, norm=norm), state, lr=batch["lr"]
             )
             # Loss and norm are sums over all processes and devices, so either all of them update or none does. XLA
             # fuses the `where` into the update's loops, so it costs no pass over memory.
@@ -182,10 +197,20 @@ class TrainStep:
             row_losses_AR = self.constrain(row_losses_AR, axes=())
         return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms, scale)
 
+    def clipped(self, grads: Mapping[str, Tensor], *, norm: Tensor) -> Mapping[str, Tensor]:
+        """Return the gradients scaled to at most the limit of all of them, or of each group; `norm` is that of all."""
+        if not self.groups:
+            return clip(grads, norm=norm, limit=self.clip_norm)
+        found: dict[str, Tensor] = {}
+        for group in self.groups:
+            own = {name: grads[name] for name in group.names}
+            found |= clip(own, norm=global_norm(own), limit=group.clip_norm)
+        return {name: found[name] for name in grads}
+
     def gradients(
         self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return gradients of this process's loss, in the order of `parameters`, and row losses (A, R).
+        """Return gradients of this process's loss, in the order of `parameters`, and row losses (A, R) or (A, R, G).
 
         Micro-batches run in a device loop, so that the program's size does not depend on their number.
         """
@@ -199,7 +224,7 @@ class TrainStep:
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 leaves = {n: w.detach().requires_grad_() for n, w in zip(parameters, weights, strict=True)}
                 sums_R, _ = self.row_loss(self.module, leaves, rows)
-                return list(torch.autograd.grad(sums_R.sum() / total, list(leaves.values()))), sums_R.detach()
+                return list(torch.autograd.grad(mean_loss(sums_R, total), list(leaves.values()))), sums_R.detach()
 
         def body(carry: Tensors, tensors: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
             grads, sums_R = micro(consts[1:], tensors, consts[0])
@@ -211,6 +236,11 @@ class TrainStep:
         zeros = tuple(torch.zeros_like(value) for value in values)
         summed, (row_losses_AR,) = self.loop(body, carry=zeros, xs=xs, consts=(total, *values))
         return list(summed), row_losses_AR
+
+
+def mean_loss(sums: Tensor, total: Tensor) -> Tensor:
+    """Return the rows' sums (R,) over the number of predictions (); of sums (R, G) over (G,) all parts' together."""
+    return sums.sum() / total if total.ndim == 0 else (sums.sum(0) / total).sum()
 
 
 def row_tensors(batch: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -33,7 +33,6 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.defaults import Intervals, intervals_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config, ProfileConfig
-from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.tokens.widths import widths_of
@@ -44,10 +43,19 @@ from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.objectives.base import Objective, objective_of
+from tpu_experiments.objectives.base import (
+    Objective,
+    groups_of,
+    measured_by,
+    model_source,
+    objective_of,
+    samples,
+    writes_text,
+)
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.ema import LAG, Averages
+from tpu_experiments.optim.group_rates import with_group_rates
 from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.ops import host_copy
@@ -187,7 +195,8 @@ class Trainer:
 
     def build_objective(self) -> Objective:
         """Create the objective named by `objective._target_`, for this trainer's runtime."""
-        return objective_of(self.config, computing_of(self.config, self.runtime))
+        how = computing_of(self.config, self.runtime)
+        return objective_of(self.config, how, tokenizer=self.inputs.tokenizer)
 
     def build_optimizer(self) -> Optimizer:
         """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
@@ -222,7 +231,8 @@ class Trainer:
         )
         self.model.module.train()
         self.parameters = self.model.trainable
-        self.optimizer = with_loss_scale(self.build_optimizer(), config)
+        groups = groups_of(self.objective, list(self.parameters), clip_norm=config.optim.clip_norm)
+        self.optimizer = with_loss_scale(with_group_rates(self.build_optimizer(), groups), config)
         self.state = self.fresh_state()
         self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
@@ -239,6 +249,7 @@ class Trainer:
             loop=runtime.loop,
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
+            groups=groups,
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.evaluated_parameters()}
@@ -257,7 +268,8 @@ class Trainer:
 
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
-        has_scores = type(self).row_loss is Trainer.row_loss and self.objective.has_scores
+        is_own = type(self).row_loss is not Trainer.row_loss
+        has_scores = self.objective.has_scores and not is_own
         tokenizer = self.inputs.tokenizer  # None in a plan
         return Evaluator(
             self.model.module,
@@ -266,7 +278,9 @@ class Trainer:
             parameters=self.evaluated_parameters(),
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
-            widths=widths_of(tokenizer) if tokenizer is not None else None,
+            measured=None if is_own else measured_by(self.objective),
+            # Bytes are those of the tokens that decoders predict.
+            widths=widths_of(tokenizer) if tokenizer is not None and writes_text(self.config) else None,
         )
 
     def build_saver(self) -> Saver:
@@ -324,10 +338,7 @@ class Trainer:
 
     def model_source(self) -> HuggingFaceModel:
         """Return the source of the model's config, module and weights."""
-        source: HuggingFaceModel = locate(self.config.model._target_, key="model")(
-            self.config.model, seed=self.config.seed
-        )
-        return source
+        return model_source(self.config)
 
     def fresh_state(self) -> State:
         """Return zero optimizer state, each slot placed as its parameter."""
@@ -347,10 +358,7 @@ class Trainer:
             return
         for name in self.model.order:
             lag = self.state[name][LAG]
-            if stored is None:
-                average = host_copy(self.parameters[name]) + host_copy(lag)
-            else:
-                average = stacked(stored, name)
+            average = host_copy(self.parameters[name]) + host_copy(lag) if stored is None else stacked(stored, name)
             self.parameters[name] = self.runtime.place(average, name=name)
             self.state[name][LAG] = self.runtime.zeros(lag.shape, name=f"{name}/{LAG}")
 
@@ -689,7 +697,7 @@ class Trainer:
     def write_sample(self, when: str) -> str | None:
         """Log a continuation of every prompt; return that of `sample.prompt`."""
         settings, inputs = self.config.sample, self.inputs
-        if not settings.max_new_tokens or (when == "during" and settings.at == "ends"):
+        if not samples(self.config) or (when == "during" and settings.at == "ends"):
             return None
         with self.watch.measure("eval"):
             prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]

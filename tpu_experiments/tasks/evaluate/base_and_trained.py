@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import fixed_batches
 from tpu_experiments.data.held_out import HeldOut, rows_of_documents
 from tpu_experiments.data.tokens.tokenizer import pad_id
@@ -22,6 +21,7 @@ from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.held_out import document_sums
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.loss import next_token_scores
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
@@ -57,7 +57,7 @@ class ModelAndBase:
         self.max_new_tokens = max_new_tokens
         # At most the rows scored at once on a device, so that generation fits where scoring does.
         self.num_written = max(1, min(MOST_ROWS, max_prompts, shape[0] // num_shards(config)))
-        source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+        source = model_source(config)
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
         self.parameters = model.trainable
         token_scores = partial(next_token_scores, **vars(computing_of(config, runtime)))

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.targets import locate
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 from tpu_experiments.tasks.setup import check_ids
@@ -75,7 +75,7 @@ def check_length(config: Config, seq_len: int) -> None:
     Raises:
         ConfigError: `task.seq_len` exceeds it.
     """
-    source = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    source = model_source(config)
     limit = getattr(source.config, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:
         raise ConfigError(

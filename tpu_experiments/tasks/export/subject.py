@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.export.weights import WholeModel, whole_model
 from tpu_experiments.models.huggingface import DTYPES, HuggingFaceModel
 from tpu_experiments.models.lora import adapter_weights, fingerprint
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
 from tpu_experiments.training.batches import load_run_tokenizer
@@ -104,9 +104,7 @@ def subject_of(config: Config, task: ExportTaskConfig) -> Subject:
     if task.run is None and task.adapter is None:
         raise ConfigError("task=export; it needs task.run=FOLDER of a run, or task.adapter=FOLDER with model=NAME.")
     origin = origin_of(config, task)
-    source: HuggingFaceModel = locate(origin.config.model._target_, key="model")(
-        origin.config.model, seed=origin.config.seed
-    )
+    source = model_source(origin.config)
     if not origin.trained:
         raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")
     if "peft" in task.forms and origin.lora.r == 0:

@@ -4,11 +4,11 @@ from torch import nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import AnswerTaskConfig
 from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.answers import Reader
 from tpu_experiments.tasks.generate.llama_cpp import LlamaCpp, gguf_file
@@ -29,7 +29,7 @@ def reader_of(origin: Origin, task: AnswerTaskConfig, *, format: str) -> tuple[R
     config = origin.config
     tokenizer = load_run_tokenizer(config)
     kind = kind_of(origin, tokenizer, format=format, system=task.system)
-    source: HuggingFaceModel = locate(config.model._target_, key="model")(config.model, seed=config.seed)
+    source = model_source(config)
     limit = getattr(source.config, "max_position_embeddings", None)
     vocab_size = int(source.config.vocab_size)
 

@@ -9,7 +9,9 @@ from tpu_experiments.config.curriculum import Stage, resolve_stages, uneven_rows
 from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.huggingface import ShapesOfModel
+from tpu_experiments.config.targets import locate
+from tpu_experiments.models.huggingface import HuggingFaceModel, shapes_only
+from tpu_experiments.objectives.base import model_source, samples
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiler import versions
@@ -39,7 +41,7 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
         stage_steps,
     )
 
-    num_parameters = parameters_of_lengths(stages, source=lambda: ShapesOfModel(config.model, seed=config.seed))
+    num_parameters = parameters_of_lengths(stages, source=lambda: shapes_source(config))
     try:
         tokenizer = load_run_tokenizer(config)
         sources = prepare_sources(config, tokenizer=tokenizer, stages=list(stages), is_lookup=True)
@@ -71,15 +73,20 @@ def with_run(
 def counted_only(config: Config) -> Iterator[Program]:
     """Yield evaluation, sample and questions as programs that are counted but not compiled."""
     yield Program("eval", (), "held-out rows", None)
-    if config.sample.max_new_tokens:
+    if samples(config):
         yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)
     if config.questions:
         yield Program("ask", (), f"{QUESTION_ROWS} x {config.sample.window}", None)
 
 
+def shapes_source(config: Config) -> HuggingFaceModel:
+    """Make the source of the model that the objective trains, with weights on the meta device."""
+    return model_source(config, kind=shapes_only(locate(config.model._target_, key="model")))
+
+
 def arch_of(config: Config) -> Any:
     """Return the model's transformers config, from a local checkpoint or else `model.arch`."""
-    return ShapesOfModel(config.model, seed=config.seed).config
+    return shapes_source(config).config
 
 
 def formula_plan(config: Config) -> Plan:

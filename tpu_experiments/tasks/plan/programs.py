@@ -14,9 +14,11 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.dropout import NOISE
-from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.objectives.base import samples
 from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
+from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.step import ROW_TENSORS, mask_tensors
 
@@ -50,7 +52,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
     programs = [lowered_step(trainer, shape=shape) for shape in dict.fromkeys(shapes.values())]
     if which == "all":
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
-    if which == "all" and config.sample.max_new_tokens:
+    if which == "all" and samples(config):
         programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts), window=config.sample.window))
     if which == "all" and config.questions:
         programs.append(lowered_sample(trainer, rows=QUESTION_ROWS, window=config.sample.window, name="ask"))
@@ -64,7 +66,7 @@ def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
 
     class PlannedTrainer(kind):
         def model_source(self) -> HuggingFaceModel:
-            return ShapesOfModel(config.model, seed=config.seed)
+            return shapes_source(config)
 
     nothing: Any = None  # no program needs the tokenizer
     inputs = RunInputs(nothing, {}, resolve_stages(config))

@@ -1,0 +1,120 @@
+"""Encoders: attention on both sides inside a document, masks ready on the device, and what does not go together."""
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from tests.models.encoders import ENCODERS, SMALL, Encoder, packed_rows, source_of
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.models.forward import attention_masks, logits_of
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.isolation import require_isolation
+
+pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(params=ENCODERS, ids=lambda one: one.model_type, scope="module")
+def encoder(request):
+    return request.param
+
+
+def plain(segments, window):
+    """The same rule, written as loops."""
+    rows, length = segments.shape
+    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+    for b in range(rows):
+        for i in range(length):
+            for j in range(length):
+                near = window is None or abs(i - j) <= window
+                mask[b, 0, i, j] = near and bool(segments[b, i] == segments[b, j])
+    return mask
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_mask_is_of_both_sides_and_of_one_document(window):
+    class Config:
+        sliding_window = window
+
+    segments = packed_rows()["segments"]
+    assert torch.equal(attention_masks(segments, config=Config(), causal=False), plain(segments, window))
+
+
+def test_encoders_pass_the_check_before_a_run(encoder, caplog):
+    require_isolation(source_of(encoder), is_packed=True)
+    assert "was not checked" not in caplog.text
+
+
+def test_packed_documents_have_the_logits_of_each_alone(encoder):
+    source = source_of(encoder)
+    torch.manual_seed(0)
+    config = source.config
+    module = source.built(config, dtype=torch.float32).eval()
+    rows = packed_rows()
+    with torch.no_grad():
+        ours = logits_of(module, dict(module.named_parameters()), rows, causal=False)
+        for number in (1, 2):
+            here = rows["segments"][0] == number
+            theirs = module(input_ids=rows["ids"][:, here].long()).logits
+            torch.testing.assert_close(ours[:, here], theirs, atol=2e-5, rtol=2e-5)
+
+
+def test_modernberts_local_layers_see_half_the_window_on_each_side():
+    source = source_of(ENCODERS[0])
+    masks = attention_masks(packed_rows()["segments"], config=source.config, causal=False)
+    assert torch.equal(masks["sliding_attention"], plain(packed_rows()["segments"], 4))
+    assert torch.equal(masks["full_attention"], plain(packed_rows()["segments"], None))
+
+
+def test_a_decoder_attends_on_both_sides_where_the_objective_says_so(caplog):
+    arch = {"model_type": "llama", **SMALL, "num_key_value_heads": 2}
+    model = ModelConfig(name="x", path="", init="random", dtype="float32", arch=arch)
+    require_isolation(HuggingFaceModel(model, seed=0, causal=False), is_packed=True)
+    assert "was not checked" not in caplog.text
+
+
+def test_a_decoder_that_stays_causal_is_refused(monkeypatch):
+    arch = {"model_type": "llama", **SMALL, "num_key_value_heads": 2}
+    model = ModelConfig(name="x", path="", init="random", dtype="float32", arch=arch)
+    source = HuggingFaceModel(model, seed=0, causal=False)
+    monkeypatch.setattr(
+        "tpu_experiments.models.forward.bidirectional_mask",
+        lambda segments, window: attention_masks(segments, config=None),
+    )
+    with pytest.raises(ConfigError, match="no token changes the logits of those before it"):
+        require_isolation(source, is_packed=True)
+
+
+@pytest.mark.parametrize(
+    ("head", "model_type", "says"),
+    [
+        ("masked_lm", "mistral", "no masked language model of type 'mistral'; give an encoder"),
+        ("causal_lm", "modernbert", "no causal language model of type 'modernbert'; .* objective=mlm"),
+        ("own", "llama", "makes its models itself"),
+    ],
+)
+def test_a_model_without_the_objectives_head_is_refused(head, model_type, says):
+    model = ModelConfig(name="x", path="", init="random", arch={"model_type": model_type, **SMALL})
+    with pytest.raises(ConfigError, match=says):
+        HuggingFaceModel(model, seed=0, head=head, causal=head == "causal_lm")
+
+
+def test_the_kernel_of_decoders_is_refused_for_attention_on_both_sides():
+    with pytest.raises(ConfigError, match=r"model\.attention=flash; .* use model.attention=sdpa"):
+        source_of(ENCODERS[0], attention="flash")
+
+
+def test_the_class_is_that_of_masked_language_modelling(encoder):
+    source = source_of(encoder)
+    kind = type(AutoModelForMaskedLM.from_config(source.config))
+    assert type(source.empty()) is kind
+
+
+def test_longformer_is_refused():
+    with pytest.raises(ConfigError, match=r"'longformer' are not built here: .* reads it on the host"):
+        source_of(Encoder("longformer", "eager", {"attention_window": 8}))

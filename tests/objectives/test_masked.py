@@ -1,0 +1,187 @@
+"""Masked language modelling: its loss is that of transformers' classes, its draws those of transformers' collator."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+
+from tests.models.encoders import ENCODERS, packed_rows, source_of
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.batches import Batch
+from tpu_experiments.models.dropout import token_words
+from tpu_experiments.objectives.base import Computing
+from tpu_experiments.objectives.masked import Masked, Vocabulary, num_places, ranges
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.training.batches import with_noise
+
+pytestmark = pytest.mark.xla
+TOKENIZER = "tpu_experiments/samples/tokenizer"
+MASK_ID = 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+def objective(*, chunk_tokens=None, vocabulary=None, **settings) -> Masked:
+    made = Masked(**settings, computing=Computing(chunk_tokens))
+    made.vocabulary = vocabulary or Vocabulary(MASK_ID, 512, ((0, 7),))
+    return made
+
+
+def drawn_rows(*, rows=2, seed=0, index=0, **sizes):
+    """Rows with random words, as a step makes them."""
+    found = packed_rows(rows=rows, **sizes)
+    batch = with_noise(
+        Batch(*(found[n].numpy() for n in ("ids", "learn", "positions", "segments")), labels=[""] * rows),
+        seed=seed,
+        index=index,
+    )
+    return found | {"noise": torch.from_numpy(batch.noise_G)}
+
+
+def theirs(module, masking, rows):
+    """The class's own loss, mean over the masked tokens, of every document alone."""
+    losses = []
+    for row in range(len(rows["ids"])):
+        for number in (1, 2):
+            here = rows["segments"][row] == number
+            labels = torch.full_like(rows["ids"][row], -100)
+            chosen = masking.picks_RKT[row].sum(0) > 0
+            labels[chosen] = rows["ids"][row][chosen]
+            out = module(input_ids=masking.rows["ids"][row][here][None].long(), labels=labels[here][None].long())
+            count = int((labels[here] != -100).sum())
+            losses.append(out.loss * count if count else torch.zeros(()))
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 9])
+@pytest.mark.parametrize("encoder", ENCODERS, ids=lambda one: one.model_type)
+def test_loss_and_gradient_are_those_of_the_class(encoder, chunk_tokens):
+    torch.manual_seed(0)
+    module = source_of(encoder).built(source_of(encoder).config, dtype=torch.float32).eval()
+    own, rows = objective(chunk_tokens=chunk_tokens, mask_rate=0.3), drawn_rows()
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    sums_R, counts_R = own.row_loss(module, parameters, rows)
+    assert counts_R.sum() == own.count(rows) > 10
+    expected = theirs(module, own.masking(rows), rows)
+    torch.testing.assert_close(sums_R.sum(), expected, rtol=1e-5, atol=0)
+    found = torch.autograd.grad(sums_R.sum(), list(parameters.values()), allow_unused=True)
+    wanted = torch.autograd.grad(expected, list(module.parameters()), allow_unused=True)
+    for name, ours, other in zip(parameters, found, wanted, strict=True):
+        if other is None:  # DeBERTa's and BERT's heads keep a part that they do not use
+            assert ours is None, name
+        else:
+            torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_scores_are_the_losses_and_hits_of_the_masked_tokens():
+    module = source_of(ENCODERS[0]).built(source_of(ENCODERS[0]).config, dtype=torch.float32).eval()
+    own, rows = objective(mask_rate=0.3, chunk_tokens=9), drawn_rows()
+    parameters = dict(module.named_parameters())
+    scores = own.scores(module, parameters, rows)
+    with torch.no_grad():
+        sums_R, counts_R = own.row_loss(module, parameters, rows)
+    torch.testing.assert_close(scores.sums_R, sums_R)
+    assert torch.equal(torch.roll(scores.weights_RT, 1, dims=1) > 0, own.chosen(rows))
+    torch.testing.assert_close((scores.losses_RT * scores.weights_RT).sum(1), sums_R)
+    assert torch.equal(scores.weights_RT.sum(1), counts_R)
+    assert (scores.hits_RT <= scores.weights_RT).all()
+
+
+def test_counts_are_those_of_transformers_collator(tokenizer):
+    """Both are binomial: of n tokens a share p, within 4 standard deviations of it, each against the expectation."""
+    ids = torch.randint(8, 4000, (64, 256), generator=torch.Generator().manual_seed(0))
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.mask_token = "<|im_end|>"
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=0)
+    inputs, labels = collator.torch_mask_tokens(ids.clone())
+    own = Masked(tokenizer=tokenizer)
+    assert own.vocabulary == Vocabulary(4, 4096, ((0, 4),))
+    rows = {"ids": ids.int(), "learn": torch.ones_like(ids), "segments": torch.ones_like(ids)}
+    rows["noise"] = torch.randint(-(2**31), 2**31, (64,), generator=torch.Generator().manual_seed(1)).int()
+    masking = own.masking(rows)
+    for read, chosen in ((inputs, labels != -100), (masking.rows["ids"], own.chosen(rows))):
+        count = int(chosen.sum())
+        kept = int((read == ids)[chosen].sum())
+        masked = int((read == tokenizer.mask_token_id)[chosen].sum())
+        for found, total, share in ((count, ids.numel(), 0.15), (masked, count, 0.8), (kept, count, 0.1)):
+            assert abs(found - total * share) < 4 * math.sqrt(total * share * (1 - share))
+        assert torch.equal(read[~chosen].long(), ids[~chosen])
+        others = read[chosen & (read != ids) & (read != tokenizer.mask_token_id)].double()
+        # the mean of n uniform numbers below 4096 has standard deviation 4096 / sqrt(12 n)
+        assert abs(others.mean() - 2048) < 4 * 4096 / math.sqrt(12 * len(others))
+
+
+def test_special_unlearnt_and_padding_tokens_are_never_chosen():
+    own, rows = objective(mask_rate=0.9), drawn_rows(rows=16)
+    rows["ids"][:, 5] = 3
+    rows["learn"][:, 6:9] = 0
+    chosen = own.chosen(rows)
+    assert not chosen[:, 5].any()
+    assert not chosen[:, 6:9].any()
+    assert not chosen[:, 37:].any()
+    assert chosen[:, 10].float().mean() > 0.5
+
+
+def test_a_row_without_a_masked_token_has_no_loss():
+    module = source_of(ENCODERS[0]).built(source_of(ENCODERS[0]).config, dtype=torch.float32).eval()
+    own, rows = objective(), drawn_rows()
+    rows["learn"][0] = 0
+    with torch.no_grad():
+        sums_R, counts_R = own.row_loss(module, dict(module.named_parameters()), rows)
+    assert (float(sums_R[0]), float(counts_R[0])) == (0.0, 0.0)
+    assert float(sums_R[1]) > 0
+
+
+def test_more_chosen_tokens_than_places_are_cut():
+    own = objective(mask_rate=0.1)
+    rows = drawn_rows(rows=512)
+    places = num_places(40, rate=0.1)
+    rows["noise"] = torch.arange(512, dtype=torch.int32)
+    assert own.masking(rows).picks_RKT.shape[1] == places
+    assert torch.equal(own.masking(rows).weights_RK.sum(1), own.chosen(rows).sum(1).float())
+    assert num_places(1024, rate=0.3) == 400
+    assert num_places(8, rate=0.5) == 8
+
+
+def test_draws_are_the_same_on_torch_xla(make_config):
+    device = make_runtime(make_config("hw.runtime=xla"))
+    own, rows = objective(mask_rate=0.3), drawn_rows(rows=8)
+    here = own.masking(rows)
+    there = own.masking({name: device.place(tensor, name=name) for name, tensor in rows.items()})
+    assert torch.equal(here.rows["ids"], there.rows["ids"].cpu())
+    assert torch.equal(here.picks_RKT, there.picks_RKT.cpu())
+    assert torch.equal(here.targets_RK, there.targets_RK.cpu())
+
+
+def test_words_of_tokens_are_independent():
+    words = token_words(torch.arange(4096, dtype=torch.int32), length=64, site=0)
+    bits = (words < 0).double().numpy()
+    seen = np.corrcoef(bits.T) - np.eye(64)  # a correlation of 4,096 pairs of bits has standard deviation 1/64
+    assert np.abs(seen).max() < 5.5 / 64
+    assert abs(bits.mean() - 0.5) < 5 * 0.5 / math.sqrt(bits.size)
+    other = (token_words(torch.arange(4096, dtype=torch.int32), length=64, site=1) < 0).double().numpy()
+    assert abs(np.corrcoef(bits.ravel(), other.ravel())[0, 1]) < 5 / math.sqrt(bits.size)
+
+
+def test_a_tokenizer_without_a_mask_token_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"has no mask token; name one .* objective\.mask_token=TOKEN"):
+        Masked(tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match=r"objective\.mask_token=\[MASK\]; the tokenizer .* does not know it"):
+        Masked(tokenizer=tokenizer, mask_token="[MASK]")
+    assert Masked(tokenizer=tokenizer, mask_token="<|im_end|>").vocabulary.mask_id == 4
+
+
+def test_shares_above_one_are_refused():
+    with pytest.raises(ConfigError, match="together they exceed 1"):
+        Masked(replace_mask=0.9, replace_random=0.2)
+
+
+def test_ranges_of_ids():
+    assert ranges([3, 4, 9]) == ((3, 4), (9, 9))
+    assert ranges([]) == ()

@@ -1,0 +1,236 @@
+"""The objective of encoders: hidden tokens from the rest of their document (BERT, arXiv 1810.04805).
+
+Legend: R rows, T tokens, K places of a row for its masked tokens, H hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.models.dropout import NOISE, token_words
+from tpu_experiments.models.forward import masked_features
+from tpu_experiments.models.loss import Scores, chunked_losses, chunked_scores
+from tpu_experiments.objectives.base import Computing, Rows
+
+CHOSEN, REPLACED, RANDOM = range(3)
+"""Sites of the draws of a token: whether it is masked, what with, and the random token."""
+SPARE = 6.0
+"""Standard deviations of a row's number of masked tokens above its mean for which there are places. A row that draws
+more, once in 10^9, masks the first ones."""
+LANES = 8
+"""The number of places of a row is a multiple of this, the rows of a tile of a TPU's registers."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What masking takes from the tokenizer."""
+
+    mask_id: int
+    size: int
+    """Random tokens are drawn from the ids below this, as transformers' collator does."""
+    special: tuple[tuple[int, int], ...]
+    """Special tokens, which are never masked, as ranges (first, last) of ids: two comparisons each."""
+
+
+class Masking(NamedTuple):
+    """Rows with masked tokens, and these tokens gathered."""
+
+    rows: dict[str, Tensor]
+    picks_RKT: Tensor
+    """1 where a place holds a token, float32: a one-hot matrix for each row."""
+    targets_RK: Tensor
+    """The masked tokens, int32; 0 at empty places."""
+    weights_RK: Tensor
+    """1 where a place is filled, float32."""
+
+
+class Masked:
+    """Cross-entropy of masked tokens in nats.
+
+    Of the tokens to be learnt (`learn`) that are not special, each is chosen with `mask_rate` and predicted. The chosen
+    are replaced by the mask token, by a random token, or left as they are.
+
+    Logits are computed for the chosen tokens alone: a fixed number of places of every row, filled by a product with a
+    one-hot matrix. GSPMD splits that by rows, and its gradient is a product too; a gather's would be a scatter. Of rows
+    of 1,024 tokens at a rate of 0.3 it is 39 % of the head's products, and the memory of its logits, for K / V of them
+    more.
+    """
+
+    draws = True
+    has_scores = True
+    causal = False
+    head = "masked_lm"
+    takes_tokenizer = True
+
+    def __init__(
+        self,
+        *,
+        mask_rate: float = 0.15,
+        replace_mask: float = 0.8,
+        replace_random: float = 0.1,
+        mask_token: str | None = None,
+        computing: Computing | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Read what masking needs from the tokenizer; a plan has none, and its programs have other constants.
+
+        Raises:
+            ConfigError: the shares of replacements exceed 1, or the tokenizer has no mask token.
+        """
+        if replace_mask + replace_random > 1:
+            raise ConfigError(
+                f"objective.replace_mask={replace_mask} and objective.replace_random={replace_random}; together they "
+                "exceed 1; the rest of the chosen tokens stays as it is: use 0.8 and 0.1, for example."
+            )
+        self.mask_rate, self.replace_mask, self.replace_random = mask_rate, replace_mask, replace_random
+        self.computing = computing or Computing()
+        self.vocabulary = Vocabulary(0, 2, ()) if tokenizer is None else vocabulary_of(tokenizer, mask_token=mask_token)
+
+    def count(self, rows: Rows) -> Tensor:
+        """Return the number of masked tokens."""
+        return self.chosen(rows).to(torch.float32).sum()
+
+    def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return loss sum in nats and number of masked tokens of every row."""
+        masking = self.masking(rows)
+        features_RKH, head_VH = self._features(module, parameters, masking)
+        how = self.computing
+        losses_R = chunked_losses(
+            features_RKH,
+            head_VH,
+            masking.targets_RK,
+            masking.weights_RK,
+            chunk_positions=self._positions(features_RKH),
+            loop=how.loop,
+            constrain=how.constrain,
+        )
+        return losses_R, masking.weights_RK.sum(1)
+
+    def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return loss in nats and hit of the masked tokens, at the position before each; 0 at the others."""
+        masking, how = self.masking(rows), self.computing
+        with torch.no_grad():
+            features_RKH, head_VH = self._features(module, parameters, masking)
+            sums_R, losses_RK, hits_RK = chunked_scores(
+                features_RKH,
+                head_VH,
+                masking.targets_RK,
+                masking.weights_RK,
+                chunk_positions=self._positions(features_RKH),
+                loop=how.loop,
+                constrain=how.constrain,
+            )
+            spread = [
+                torch.roll((masking.picks_RKT * each_RK[..., None]).sum(1), -1, dims=1)
+                for each_RK in (losses_RK, hits_RK, masking.weights_RK)
+            ]
+        return Scores(sums_R, masking.weights_RK.sum(1), *spread)
+
+    def chosen(self, rows: Rows) -> Tensor:
+        """Return which tokens are predicted, (R, T) boolean."""
+        ids_RT = rows["ids"]
+        may_RT = (rows["learn"] > 0) & (rows["segments"] > 0)
+        for first, last in self.vocabulary.special:
+            may_RT = may_RT & ((ids_RT < first) | (ids_RT > last))
+        drawn_RT = may_RT & (self._words(rows, CHOSEN) < below(self.mask_rate))
+        places = num_places(ids_RT.shape[1], rate=self.mask_rate)
+        return drawn_RT & (drawn_RT.cumsum(1, dtype=torch.int32) <= places)
+
+    def masking(self, rows: Rows) -> Masking:
+        """Return the rows as the model reads them, and what it is to predict."""
+        ids_RT, chosen_RT = rows["ids"], self.chosen(rows)
+        words_RT = self._words(rows, REPLACED)
+        is_mask_RT = chosen_RT & (words_RT < below(self.replace_mask))
+        is_changed_RT = chosen_RT & (words_RT < below(self.replace_mask + self.replace_random))
+        random_RT = torch.remainder(self._words(rows, RANDOM) & 0x7FFFFFFF, self.vocabulary.size)
+        read_RT = torch.where(is_changed_RT, random_RT, ids_RT)
+        read_RT = torch.where(is_mask_RT, self.vocabulary.mask_id, read_RT).to(ids_RT.dtype)
+        places = num_places(ids_RT.shape[1], rate=self.mask_rate)
+        number_K = torch.arange(1, places + 1, dtype=torch.int32, device=ids_RT.device)
+        rank_RT = chosen_RT.cumsum(1, dtype=torch.int32)
+        picks_RKT = (rank_RT[:, None] == number_K[:, None]) & chosen_RT[:, None]
+        return Masking(
+            {**rows, "ids": read_RT},
+            picks_RKT.to(torch.float32),
+            torch.where(picks_RKT, ids_RT[:, None], 0).sum(-1, dtype=torch.int32),
+            picks_RKT.any(-1).to(torch.float32),
+        )
+
+    def _features(self, module: nn.Module, parameters: Mapping[str, Tensor], masking: Masking) -> tuple[Tensor, Tensor]:
+        """Return what the vocabulary's matrix multiplies (R, K, H), and that matrix, with a bias as one more feature.
+
+        The feature of the bias is 1, so that the loss in chunks needs no case of its own for it.
+        """
+        features_RKH, head_VH, bias_V = masked_features(module, parameters, masking.rows, picks_RKT=masking.picks_RKT)
+        if bias_V is None:
+            return features_RKH, head_VH
+        ones = torch.ones_like(features_RKH[..., :1])
+        return torch.cat((features_RKH, ones), -1), torch.cat((head_VH, bias_V[:, None].to(head_VH.dtype)), 1)
+
+    def _positions(self, features_RKH: Tensor) -> int:
+        rows, places = features_RKH.shape[:2]
+        chunk = self.computing.chunk_tokens
+        return places if chunk is None else max(1, chunk * self.computing.num_shards // rows)
+
+    def _words(self, rows: Rows, site: int) -> Tensor:
+        return token_words(rows[NOISE], length=rows["ids"].shape[1], site=site)
+
+
+def num_places(length: int, *, rate: float) -> int:
+    """Return the places of a row for masked tokens, enough for `SPARE` standard deviations above their mean."""
+    needed = rate * length + SPARE * math.sqrt(length * rate * (1 - rate))
+    return min(length, math.ceil(needed / LANES) * LANES)
+
+
+def below(probability: float) -> int:
+    """Return the int32 that a random word is below with this probability."""
+    return min(round(probability * 2**32) - 2**31, 2**31 - 1)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, mask_token: str | None) -> Vocabulary:
+    """Return what masking needs from a tokenizer.
+
+    Args:
+        mask_token: stands for a masked token where the tokenizer has no mask token of its own.
+
+    Raises:
+        ConfigError: there is neither, or the tokenizer does not know `mask_token`.
+    """
+    mask_id = tokenizer.mask_token_id
+    if mask_id is None and mask_token is None:
+        raise ConfigError(
+            f"objective=mlm; the tokenizer {tokenizer.name_or_path} has no mask token; name one that no text has by "
+            "objective.mask_token=TOKEN (a reserved one), or make a tokenizer that has one: task=tokenizer."
+        )
+    if mask_id is None:
+        known = tokenizer.get_vocab()
+        if mask_token not in known:
+            raise ConfigError(
+                f"objective.mask_token={mask_token}; the tokenizer {tokenizer.name_or_path} does not know it. "
+                f"{suggest(str(mask_token), tokenizer.all_special_tokens)}"
+            )
+        mask_id = known[mask_token]
+    added = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+    special = sorted({int(mask_id), *map(int, tokenizer.all_special_ids), *map(int, added)})
+    return Vocabulary(int(mask_id), len(tokenizer), ranges(special))
+
+
+def ranges(numbers: list[int]) -> tuple[tuple[int, int], ...]:
+    """Return sorted numbers as ranges (first, last).
+
+    >>> ranges([0, 1, 2, 7])
+    ((0, 2), (7, 7))
+    """
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return tuple(found)

@@ -1,0 +1,52 @@
+"""A learning rate of its own for each group of parameters, around any optimizer."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from tpu_experiments.optim.base import Named, Optimizer, ParameterGroup, State
+
+
+class GroupRates:
+    """An optimizer that updates each group with its multiple of the learning rate.
+
+    Weight decay is per unit of that learning rate. The groups have all parameters together.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[ParameterGroup]) -> None:
+        self.optimizer, self.groups = optimizer, groups
+
+    def init(self, parameters: Named) -> State:
+        return self.optimizer.init(parameters)
+
+    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
+        groups = [(group.names, lr * group.rate) for group in self.groups]
+        return update_in_groups(self.optimizer, parameters, grads, state, groups=groups)
+
+
+def with_group_rates(optimizer: Optimizer, groups: Sequence[ParameterGroup]) -> Optimizer:
+    """Return the optimizer, with rates by group where one is not 1."""
+    return GroupRates(optimizer, groups) if any(group.rate != 1 for group in groups) else optimizer
+
+
+def update_in_groups(
+    optimizer: Optimizer,
+    parameters: Named,
+    grads: Named,
+    state: State,
+    *,
+    groups: Iterable[tuple[Sequence[str], Tensor]],
+) -> tuple[dict[str, Tensor], State]:
+    """Return new parameters and state, updated group by group, each with its learning rate (1,)."""
+    new_parameters: dict[str, Tensor] = {}
+    new_state: State = {}
+    for names, rate in groups:
+        moved, made = optimizer.update(
+            {name: parameters[name] for name in names},
+            {name: grads[name] for name in names},
+            {"": state[""]} | {name: state[name] for name in names},
+            lr=rate,
+        )
+        new_parameters |= moved
+        new_state |= made
+    return new_parameters, new_state
