@@ -171,7 +171,7 @@ def test_words_of_tokens_are_independent():
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"has no mask token; .* objective\.mask_token="):
+    with pytest.raises(ConfigError, match=r"has no mask token; .*objective\.mask_token="):
         Masked(tokenizer=tokenizer)
     with pytest.raises(ConfigError, match=r"objective\.mask_token=\[MASK\]; the tokenizer .* does not know it"):
         Masked(tokenizer=tokenizer, mask_token="[MASK]")
