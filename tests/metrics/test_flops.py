@@ -5,6 +5,7 @@ import pytest
 from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.metrics import flops
+from tpu_experiments.metrics import flops as flops_module
 from tpu_experiments.metrics.flops import read_decoder, trained_flops, utilisation
 from tpu_experiments.models import layer_graph
 
@@ -69,3 +70,42 @@ def test_unrolled_layers_are_computed_once() -> None:
 def test_utilisation_is_the_share_of_all_chips_peak() -> None:
     # 8 x 918 TFLOP/s for half a second are 3.672e15 FLOPs.
     assert utilisation(0.918e15, seconds=0.5, peak_tflops=918.0, num_devices=8) == pytest.approx(0.25)
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("model", "attention"), [("modernbert_base", "sdpa"), ("eurobert_210m", "sdpa"), ("deberta_v3_base", "eager")]
+)
+def test_encoders_have_the_products_that_are_counted(model: str, attention: str) -> None:
+    import torch
+
+    from tpu_experiments.config.masking import num_places
+    from tpu_experiments.models.loss import NUM_FIRST
+    from tpu_experiments.objectives.base import Computing
+    from tpu_experiments.objectives.masked import Masked
+    from tpu_experiments.planning.hlo.program import read_program
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+    from tpu_experiments.runtime.xla.programs import hlo_of
+
+    config = composed(
+        f"model={model}", "objective=mlm", "model.size=tiny", "model.dtype=float32", f"model.attention={attention}",
+        "lora=none", "sharding=replicated", "model.stack=unrolled",
+    )  # fmt: skip
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    objective = Masked(computing=Computing(loop=runtime.loop))
+    run = Run(config, runtime, row_loss=objective.row_loss, count=objective.count)
+    host = random_batch(0, rows=ROWS, seq_len=SEQ_LEN) | {"noise": torch.zeros(1, ROWS, dtype=torch.int32)}
+    batch = runtime.put(host, rows_dim=1)
+    found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops / (ROWS * SEQ_LEN)
+    arch = run.model.source.config
+    flops = trained_flops(config, arch, seq_len=SEQ_LEN)
+    # Plain attention computes all T x T scores, not the window's; the backward pass computes the logits again, and the
+    # forward pass those of the first tokens; a bias is a feature more of the head.
+    layers, hidden, vocab = arch.num_hidden_layers, arch.hidden_size, arch.vocab_size
+    outside = 3 * 4.0 * hidden * sum(SEQ_LEN - keys for keys in flops_module.keys_of_encoder(arch, seq_len=SEQ_LEN))
+    share, bias = num_places(SEQ_LEN, rate=0.15) / SEQ_LEN, 0 if model == "eurobert_210m" else 1
+    head = 2.0 * share * ((hidden + bias) * (vocab + min(NUM_FIRST, vocab)) + 3 * bias * vocab)
+    distances = 0.0
+    if model == "deberta_v3_base":  # embeddings of distances by queries' and keys' weights, once a micro-batch
+        distances = 3 * 2.0 * 2 * layers * 2 * arch.position_buckets * hidden**2 / (ROWS * SEQ_LEN)
+    assert found == pytest.approx(flops.total + outside + head + distances, rel=1e-9)

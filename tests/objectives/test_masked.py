@@ -10,10 +10,11 @@ from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
 from tests.models.encoders import ENCODERS, packed_rows, source_of
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.masking import num_places
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.models.dropout import token_words
 from tpu_experiments.objectives.base import Computing
-from tpu_experiments.objectives.masked import Masked, Vocabulary, num_places, ranges
+from tpu_experiments.objectives.masked import Masked, Vocabulary, ranges
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.training.batches import with_noise
 
@@ -170,7 +171,7 @@ def test_words_of_tokens_are_independent():
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"has no mask token; name one .* objective\.mask_token=TOKEN"):
+    with pytest.raises(ConfigError, match=r"has no mask token; .*objective\.mask_token="):
         Masked(tokenizer=tokenizer)
     with pytest.raises(ConfigError, match=r"objective\.mask_token=\[MASK\]; the tokenizer .* does not know it"):
         Masked(tokenizer=tokenizer, mask_token="[MASK]")

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.flops import read_decoder
+from tpu_experiments.models.huggingface import config_from_arch
 
 SMALL = {
     "hidden_size": 64,
@@ -95,3 +96,20 @@ def test_an_unknown_model_is_refused() -> None:
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ConfigError, match=r"model\.arch\.num_key_value_heads is not set"):
         read_decoder({k: v for k, v in MISTRAL.items() if k != "num_key_value_heads"})
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("modernbert_base", 149_655_232),
+        ("eurobert_210m", 310_266_624),
+        ("deberta_v3_base", 184_551_780),
+        ("roberta_base", 124_697_433),
+    ],
+)
+def test_encoders_count_to_the_digit(model: str, parameters: int) -> None:
+    arch = composed(f"model={model}").model.arch
+    with torch.device("meta"):
+        module = AutoModelForMaskedLM.from_config(config_from_arch(dict(arch)))
+    assert sum(p.numel() for p in module.parameters()) == parameters
+    assert read_decoder(arch).parameters == read_decoder(module.config).parameters == parameters

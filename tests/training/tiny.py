@@ -12,18 +12,18 @@ from tpu_experiments.checkpoint.state import flat
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.dropout import NOISE
-from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.training.step import RowLoss, TrainStep, commit
+from tpu_experiments.training.step import Count, RowLoss, TrainStep, commit
 
 ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
 
 
 def built(config: Config, runtime: Any) -> BuiltModel:
     """The configured model on the runtime's device."""
-    source = HuggingFaceModel(config.model, seed=config.seed)
+    source = model_source(config)
     return build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
 
 
@@ -71,6 +71,7 @@ class Run:
         clip_norm: float | None = 1.0,
         row_loss: RowLoss = next_token_loss,
         optimizer: Optimizer | None = None,
+        count: Count = count_next_tokens,
     ) -> None:
         self.runtime, self.model = runtime, built(config, runtime)
         optimizer = optimizer or AdamW(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -85,6 +86,7 @@ class Run:
             clip_norm=clip_norm,
             sum_over_processes=runtime.sum_over_processes,
             row_loss=row_loss,
+            count=count,
             loop=runtime.loop,
         )
         self.program = runtime.program(self._in_place, name="train", held=self._held)

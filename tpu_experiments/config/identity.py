@@ -31,6 +31,8 @@ from tpu_experiments.config.schema import (
     Config,
     MaskedConfig,
     NextTokenConfig,
+    ObjectiveConfig,
+    OwnObjectiveConfig,
     ReplacedTokenConfig,
     TrainerConfig,
 )
@@ -234,16 +236,20 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     require_bounded(text, place=place)
     try:
         stored: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-        chosen = {key: stored[key] for key in keys}
+        # Runs from before objectives existed have none; the command's own then holds, the next token by default.
+        chosen = {key: stored[key] for key in keys if key != "objective" or key in stored}
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, *OF_VALUES) as error:
         raise _not_ours(place, error) from error  # OSError: the text is a single value
     problems = list(_unsafe_values(stored, config))
     if problems:
         raise ConfigError("\n".join(f"{place}; {problem}" for problem in problems[:8]))
     chosen = _with_secrets_of(chosen, config, place=place)
+    objective = chosen.pop("objective", None)
     try:
         merged: Any = OmegaConf.merge(OmegaConf.structured(Config), chosen)
-        values = {key: _plain(merged[key]) for key in keys}
+        values = {key: _plain(merged[key]) for key in chosen}
+        if objective is not None:
+            values["objective"] = _plain(OmegaConf.merge(OmegaConf.structured(_objective_kind(objective)), objective))
     except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
         raise _not_ours(place, error) from error
     if "plugins" in values:
@@ -251,6 +257,12 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
     if "prepare" in values:
         values["prepare"] = _with_places_of(values["prepare"], config.prepare, place=place)
     return values
+
+
+def _objective_kind(stored: Mapping[str, Any]) -> type[ObjectiveConfig]:
+    """Return the schema of a stored objective, by its class."""
+    own = {kind._target_: kind for kind in (NextTokenConfig, MaskedConfig)}
+    return own.get(stored["_target_"], OwnObjectiveConfig)
 
 
 def _unsafe_values(stored: Mapping[str, Any], config: Config) -> Iterator[str]:

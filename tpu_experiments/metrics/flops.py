@@ -1,4 +1,4 @@
-"""Sizes of a decoder read from its transformers config, FLOPs of training per token, and the share of the chip's peak.
+"""Sizes of a model read from its transformers config, FLOPs of training per token, and the share of the chip's peak.
 
 Known are dense decoders with grouped-query attention and a gated MLP, whose seven projections carry the names q, k,
 v, o, gate, up and down; any other model type is refused rather than counted wrongly.
@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.masking import num_places
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
-from tpu_experiments.config.schema import Config, ReplacedTokenConfig
+from tpu_experiments.config.schema import Config, MaskedConfig, ReplacedTokenConfig
 
 REQUIRED = (
     "hidden_size",
@@ -49,6 +50,7 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True, window="late"),
     "qwen3": Family(head_norms=2, window="late"),
     "gemma3_text": Family(norms=4, head_norms=2, tied=True, window="period"),
+    "eurobert": Family(),
 }
 
 
@@ -125,13 +127,103 @@ class Decoder:
         yield "lm_head", (self.hidden, self.vocab_size)
 
 
+@dataclass(frozen=True)
+class EncoderFamily:
+    """What an encoder's layer and head multiply with, beside four square matrices of attention."""
+
+    gated: bool = False
+    """Whether the MLP has three matrices (GLU, arXiv 2002.05202) and not two."""
+    head_dense: bool = True
+    """Whether the head has a square matrix before that of the vocabulary."""
+    relative: bool = False
+    """Whether scores have products of queries and keys with embeddings of distances (arXiv 2006.03654)."""
+
+
+ENCODERS = {
+    "modernbert": EncoderFamily(gated=True),
+    "eurobert": EncoderFamily(gated=True, head_dense=False),
+    "roberta": EncoderFamily(),
+    "bert": EncoderFamily(),
+    "deberta-v2": EncoderFamily(relative=True),
+}
+
+
+@dataclass(frozen=True)
+class Encoder(Decoder):
+    """Sizes of an encoder with the head of masked language modelling."""
+
+    kind: EncoderFamily
+    fused: bool
+    """Whether query, key and value are one matrix, and so are the two that the MLP multiplies its input with."""
+    tables: int
+    """Rows of the embeddings of positions, distances and types."""
+    num_vectors: int
+    """Elements of norms and biases."""
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of the matrices of one layer."""
+        hidden, inner, wide = self.hidden, self.intermediate, self.num_heads * self.head_dim
+        inputs = 2 if self.kind.gated else 1
+        if self.fused:
+            found = {"Wqkv": (hidden, 3 * wide), "Wo": (wide, hidden), "Wi": (hidden, inputs * inner)}
+            return found | {"mlp.Wo": (inner, hidden)}
+        found = dict.fromkeys(("query", "key", "value", "dense"), (hidden, wide))
+        return found | {"intermediate": (hidden, inner), "output": (inner, hidden)}
+
+    @property
+    def matrices(self) -> int:
+        """Elements of all matrices, a tied head once."""
+        more = self.tables * self.hidden + (self.hidden**2 if self.kind.head_dense else 0)
+        return super().matrices + more
+
+    @property
+    def vectors(self) -> int:
+        """Elements of norms and biases."""
+        return self.num_vectors
+
+
+def _read_encoder(arch: Any, *, kind: str) -> Encoder:
+    """Read an encoder's sizes, as transformers 5.23 builds it; EuroBERT's are a decoder's."""
+    hidden, inner, layers = (int(_value(arch, n)) for n in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    heads, vocab = int(_value(arch, "num_attention_heads")), int(_value(arch, "vocab_size"))
+    positions = int(_value(arch, "max_position_embeddings"))
+    if kind == "modernbert":  # norms without bias, none before the first layer's attention; embedding, last and head
+        tables, vectors = 0, (2 * layers - 1 + 3) * hidden + vocab
+    else:  # biases of six matrices, two norms with bias; norms of embedding and head, the head's matrix, its bias
+        vectors = layers * (9 * hidden + inner) + 5 * hidden + vocab
+        types = _value(arch, "type_vocab_size")
+        types = {"bert": 2, "roberta": 2}.get(kind, 0) if types is None else int(types)
+        span = int(_value(arch, "position_buckets") or positions)
+        tables = types + (2 * span if kind == "deberta-v2" else positions)
+        vectors += 2 * hidden if "layer_norm" in str(_value(arch, "norm_rel_ebd") or "") else 0
+    return Encoder(
+        hidden=hidden,
+        intermediate=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab_size=vocab,
+        tied=True,
+        windows=(None,) * layers,
+        family=Family(),
+        kind=ENCODERS[kind],
+        fused=kind == "modernbert",
+        tables=tables,
+        num_vectors=vectors,
+    )
+
+
 def read_decoder(arch: Any) -> Decoder:
-    """Read the sizes from `model.arch` or from a transformers config.
+    """Read the sizes from `model.arch` or from a transformers config, of an encoder too.
 
     Raises:
         ConfigError: the model type is not supported here, or a size is missing.
     """
     kind = _value(arch, "model_type")
+    if kind in ENCODERS and kind not in FAMILIES:
+        return _read_encoder(arch, kind=kind)
     family = FAMILIES.get(kind)
     if family is None:
         raise ConfigError(
@@ -237,10 +329,13 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
     """Return the FLOPs per token of the configured training.
 
     Raises:
-        ConfigError: a model that decoder.py does not support.
+        ConfigError: a model that is not counted here.
     """
     if isinstance(config.objective, ReplacedTokenConfig):
         return replaced_token_flops(arch, seq_len=seq_len, masked=config.objective.mask_rate)
+    if isinstance(config.objective, MaskedConfig):
+        places = num_places(seq_len, rate=config.objective.mask_rate)
+        return encoder_flops(arch, seq_len=seq_len, places=places, config=config)
     return flops_of_token(
         arch,
         seq_len=seq_len,
@@ -253,6 +348,59 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
         saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
         kernel=config.model.attention == "flash",
     )
+
+
+def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> FlopsPerToken:
+    """Return FLOPs per token of masked language modelling with full training.
+
+    Attention is over the whole row, or the window on both sides: no causal half. The head is of the places for masked
+    tokens alone. DeBERTa's embeddings of distances are projected once a micro-batch, which is not counted.
+
+    Args:
+        places: places of a row for masked tokens, which the head computes whether they are filled or not.
+
+    Raises:
+        ConfigError: a model type that is not in `ENCODERS`, or adapters.
+    """
+    kind = _value(arch, "model_type")
+    family = ENCODERS.get(str(kind))
+    if family is None or config.lora.r:
+        what = f"model.arch.model_type={kind}" if family is None else f"lora.r={config.lora.r} with objective=mlm"
+        raise ConfigError(f"{what}; its FLOPs are not counted; counted are {', '.join(ENCODERS)} with lora=none.")
+    hidden, layers = int(_value(arch, "hidden_size")), int(_value(arch, "num_hidden_layers"))
+    heads = int(_value(arch, "num_attention_heads"))
+    shared = int(_value(arch, "num_key_value_heads") or heads) / heads
+    matrices: float = (3 if family.gated else 2) * hidden * int(_value(arch, "intermediate_size"))
+    matrices += (2 + 2 * shared) * hidden * hidden
+    attention = 4.0 * hidden * sum(keys_of_encoder(arch, seq_len=seq_len))
+    if family.relative:
+        span = int(_value(arch, "position_buckets") or _value(arch, "max_position_embeddings"))
+        attention += layers * len(_value(arch, "pos_att_type") or ()) * 2.0 * hidden * 2 * span
+    columns = int(_value(arch, "vocab_size")) + (hidden if family.head_dense else 0)
+    head = 2.0 * hidden * (places / seq_len * columns + places)  # and the product that gathers the places
+    forward = 2.0 * layers * matrices
+    return FlopsPerToken(
+        forward=forward,
+        activation_gradient=forward,
+        weight_gradient=forward,
+        recomputation=forward + attention if recomputes(config) else 0.0,
+        attention=3 * attention,
+        head=3 * head - 2.0 * hidden * places,  # no gradient of the places
+        lora=0.0,
+    )
+
+
+def keys_of_encoder(arch: Any, *, seq_len: int) -> list[float]:
+    """Return the mean keys of a query, for every layer."""
+    layers, window = int(_value(arch, "num_hidden_layers")), _value(arch, "local_attention")
+    if window is None:
+        return [float(seq_len)] * layers
+    every = int(_value(arch, "global_attn_every_n_layers") or 3)
+    kinds = _value(arch, "layer_types") or [
+        "sliding_attention" if layer % every else "full_attention" for layer in range(layers)
+    ]
+    local = 2 * mean_keys(seq_len, window=int(window) // 2 + 1) - 1
+    return [local if kind == "sliding_attention" else float(seq_len) for kind in kinds]
 
 
 def replaced_token_flops(arch: Any, *, seq_len: int, masked: float) -> FlopsPerToken:

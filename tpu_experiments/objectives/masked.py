@@ -3,7 +3,6 @@
 Legend: R rows, T tokens, K places of a row for its masked tokens, H hidden, V vocabulary.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.masking import num_places
 from tpu_experiments.models.dropout import NOISE, token_words
 from tpu_experiments.models.forward import masked_features
 from tpu_experiments.models.loss import Scores, chunked_losses, chunked_scores
@@ -20,11 +20,6 @@ from tpu_experiments.objectives.base import Computing, Rows
 
 CHOSEN, REPLACED, RANDOM = range(3)
 """Sites of the draws of a token: whether it is masked, what with, and the random token."""
-SPARE = 6.0
-"""Standard deviations of a row's number of masked tokens above its mean for which there are places. A row that draws
-more, once in 10^9, masks the first ones."""
-LANES = 8
-"""The number of places of a row is a multiple of this, the rows of a tile of a TPU's registers."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +177,6 @@ class Masked:
         return token_words(rows[NOISE], length=rows["ids"].shape[1], site=site)
 
 
-def num_places(length: int, *, rate: float) -> int:
-    """Return the places of a row for masked tokens, enough for `SPARE` standard deviations above their mean."""
-    needed = rate * length + SPARE * math.sqrt(length * rate * (1 - rate))
-    return min(length, math.ceil(needed / LANES) * LANES)
-
-
 def below(probability: float) -> int:
     """Return the int32 that a random word is below with this probability."""
     return min(round(probability * 2**32) - 2**31, 2**31 - 1)
@@ -206,7 +195,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, mask_token: str | None)
     if mask_id is None and mask_token is None:
         raise ConfigError(
             f"objective=mlm; the tokenizer {tokenizer.name_or_path} has no mask token; name one that no text has by "
-            "objective.mask_token=TOKEN (a reserved one), or make a tokenizer that has one: task=tokenizer."
+            "'objective.mask_token=\"TOKEN\"' (a reserved one), or make a tokenizer that has one: task=tokenizer."
         )
     if mask_id is None:
         known = tokenizer.get_vocab()

@@ -386,7 +386,7 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
     global_rows = evaluation_rows(inputs.stages)
     held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
     return {
-        name: _with_held_out_noise(
+        name: with_held_out_noise(
             name,
             (
                 trim_padding(b, config=config)
@@ -399,7 +399,7 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
     }
 
 
-def _with_held_out_noise(name: str, batches: Iterable[Batch], *, config: Config) -> Iterable[Batch]:
+def with_held_out_noise(name: str, batches: Iterable[Batch], *, config: Config) -> Iterable[Batch]:
     """Yield batches with the same random words in every evaluation, where the objective draws."""
     if not has_draws(config):
         return batches

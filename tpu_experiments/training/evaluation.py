@@ -309,8 +309,10 @@ class Scorer:
         self.module, self.runtime, self.token_scores, self.parameters = module, runtime, token_scores, parameters
         self.program = runtime.program(self.scores, name="score", held=lambda: parameters)
 
-    def run(self, batches: Iterable[Batch]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return losses in nats and hits, (N, T) each, of all rows in order.
+    def run(self, batches: Iterable[Batch]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+        """Return losses in nats, hits and weights, (N, T) each, of all rows in order.
+
+        Weights are 1 where every token is predicted; then the caller knows the tokens.
 
         Every process takes part and gets all.
         """
@@ -323,18 +325,19 @@ class Scorer:
             if len(queued) > AHEAD:
                 found.append(host_copy(queued.pop(0)).numpy())
         found += [host_copy(scores).numpy() for scores in queued]
-        losses, hits = np.concatenate(found, axis=1)
-        return losses, hits
+        losses, hits, *weights = np.concatenate(found, axis=1)
+        return losses, hits, weights[0] if weights else np.ones_like(losses)
 
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return losses and hits of the global batch, (2, G, T); the compiled program.
+        """Return losses and hits of the global batch, and weights where it has some, (2 or 3, G, T); the program.
 
         Each process adds its rows to zeros.
         """
         rank, world_size = self.runtime.share
         with torch.no_grad():
             found = self.token_scores(self.module, self.parameters, batch)
-            both = torch.stack([found.losses_RT, found.hits_RT])
+            weights = [] if found.weights_RT is None else [found.weights_RT]
+            both = torch.stack([found.losses_RT, found.hits_RT, *weights])
             rows = both.shape[1]
             both = F.pad(both, (0, 0, rank * rows, (world_size - 1 - rank) * rows))
             (summed,) = self.runtime.sum_over_processes([both])

@@ -28,7 +28,7 @@ from tpu_experiments.metrics.goodput import parts_text
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import adapted_weights
-from tpu_experiments.objectives.base import has_perplexity
+from tpu_experiments.objectives.base import has_perplexity, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
@@ -224,8 +224,9 @@ class RunOutputs:
         """Log loss, perplexity, accuracy and bits per byte, over all sources and for each."""
         if self.loggers is None:
             return
+        kind = "perplexity" if writes_text(self.config) else "masked_perplexity"
         values = {"eval/loss": evaluation.loss}
-        values |= {"eval/perplexity": evaluation.perplexity} if evaluation.has_perplexity else {}
+        values |= {f"eval/{kind}": evaluation.perplexity} if evaluation.has_perplexity else {}
         values |= {f"eval/loss_{source}": loss for source, loss in evaluation.sources.items()}
         values |= {f"eval/{name}": value for name, value in evaluation.measures.items()}
         for source, measured in evaluation.source_measures.items():

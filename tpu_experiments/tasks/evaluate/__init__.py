@@ -20,6 +20,7 @@ from tpu_experiments.metrics.held_out import (
     compared_by_source,
     compared_by_value,
 )
+from tpu_experiments.objectives.base import writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
@@ -66,8 +67,9 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
             max_new_tokens=task.max_new_tokens,
             max_prompts=max(map(len, inputs.exchanges.values()), default=0),
         )
-    widths = widths_of(inputs.tokenizer)
-    if widths is None:
+    writes = writes_text(config)
+    widths = widths_of(inputs.tokenizer) if writes else None
+    if widths is None and writes:
         log.warning(
             "bits per byte is not reported: this tokenizer is neither byte-level nor has SentencePiece's blanks"
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,12 +19,12 @@ from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.held_out import document_sums
 from tpu_experiments.models.build import build_model
-from tpu_experiments.models.loss import next_token_scores
-from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.base import model_source, objective_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
 from tpu_experiments.tasks.evaluate.subject import Subject
+from tpu_experiments.training.batches import with_held_out_noise
 from tpu_experiments.training.evaluation import Sampler, Scorer
 from tpu_experiments.training.step import computing_of
 
@@ -60,8 +59,9 @@ class ModelAndBase:
         source = model_source(config)
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
         self.parameters = model.trainable
-        token_scores = partial(next_token_scores, **vars(computing_of(config, runtime)))
-        self.scorer = Scorer(model.module, runtime=runtime, token_scores=token_scores, parameters=self.parameters)
+        self.config = config
+        objective = objective_of(config, computing_of(config, runtime), tokenizer=tokenizer)
+        self.scorer = Scorer(model.module, runtime=runtime, token_scores=objective.scores, parameters=self.parameters)
         self.sampler = Sampler(
             model.module,
             runtime=runtime,
@@ -91,12 +91,10 @@ class ModelAndBase:
         """Return the sums (D, K) of every document (metrics/held_out.py); every process takes part."""
         rows_at_once, seq_len = self.shape
         laid_out = rows_of_documents(held_out, seq_len=seq_len, pad_id=pad_id(self.tokenizer))
-        found = self.scorer.run(fixed_batches(laid_out.rows, global_rows=rows_at_once, name=held_out.name))
+        batches = fixed_batches(laid_out.rows, global_rows=rows_at_once, name=held_out.name)
+        found = self.scorer.run(with_held_out_noise(held_out.name, batches, config=self.config))
         num_rows, num_tokens = laid_out.rows.num_rows, len(held_out.flat.ids_L)
-        ones_NT = np.ones((num_rows, seq_len), np.float32)
-        nats_L, hits_L, predicted_L = (
-            laid_out.per_token(values[:num_rows], num_tokens=num_tokens) for values in (*found, ones_NT)
-        )
+        nats_L, hits_L, predicted_L = (laid_out.per_token(values[:num_rows], num_tokens=num_tokens) for values in found)
         bytes_L = predicted_L * bytes_of(held_out, widths=widths)
         columns = {
             "tokens": predicted_L,

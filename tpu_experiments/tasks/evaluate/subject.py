@@ -14,7 +14,7 @@ from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
-from tpu_experiments.config.schema import Config, NextTokenConfig
+from tpu_experiments.config.schema import Config, MaskedConfig, NextTokenConfig
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.runtime.processes.env import compile_cache_root
@@ -108,7 +108,7 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
     Raises:
         ConfigError: the run was found by this command's name, and its config differs.
     """
-    keys = MODEL_KEYS if task.data == "selected" else MODEL_KEYS + DATA_KEYS
+    keys = (*MODEL_KEYS, "objective", *(() if task.data == "selected" else DATA_KEYS))
     found = config_of_run(config, text=_config_text(folder), place=folder.config_path, keys=keys)
     if task.run is None:
         then, now = ({k: v for k, v in identity(c).items() if k.startswith(keys)} for c in (found, config))
@@ -120,24 +120,24 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
                 f"name={config.name}; {folder.path()} was made with {'; '.join(changed[:8])}; restore the values, or "
                 f"take the run's own with task.run={folder.path()}."
             )
-    _require_next_token(folder)
+    _require_scored(folder)
     # Row geometry is this command's, and so is the compile cache, since compiled programs are machine code.
     own = replace(config.trainer, seq_len=found.trainer.seq_len, options=found.trainer.options)
     hw = replace(config.hw, compile_cache=compile_cache_root(config) or "none")
     return dataclasses.replace(found, trainer=own, hw=hw, output_dir=folder.output_dir, name=folder.name)
 
 
-def _require_next_token(folder: RunFolder) -> None:
-    """Require a run to have learnt next tokens, which is what is scored.
+def _require_scored(folder: RunFolder) -> None:
+    """Require a run to have learnt next or masked tokens, which is what is scored.
 
     Raises:
         ConfigError: it has another objective.
     """
     target = (folder.stored_identity() or {}).get("objective._target_", NextTokenConfig._target_)
-    if target != NextTokenConfig._target_:
+    if target not in (NextTokenConfig._target_, MaskedConfig._target_):
         raise ConfigError(
-            f"{folder.path()}; its objective is {target}, and task=evaluate scores next tokens; the run's own held-out "
-            "losses are in its metrics.jsonl and result.json."
+            f"{folder.path()}; its objective is {target}, and task=evaluate scores next tokens, or masked ones; the "
+            "run's own held-out losses are in its metrics.jsonl and result.json."
         )
 
 

@@ -13,7 +13,7 @@ from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.export.weights import WholeModel, whole_model
 from tpu_experiments.models.huggingface import DTYPES, HuggingFaceModel
 from tpu_experiments.models.lora import adapter_weights, fingerprint
-from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.base import model_source, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
 from tpu_experiments.training.batches import load_run_tokenizer
@@ -104,6 +104,11 @@ def subject_of(config: Config, task: ExportTaskConfig) -> Subject:
     if task.run is None and task.adapter is None:
         raise ConfigError("task=export; it needs task.run=FOLDER of a run, or task.adapter=FOLDER with model=NAME.")
     origin = origin_of(config, task)
+    if not writes_text(origin.config):
+        raise ConfigError(
+            f"{origin.text} was trained with objective={origin.config.objective.name}; task=export compares what "
+            "decoders write; the run's own model/ is what transformers' class for it loads, as it is."
+        )
     source = model_source(origin.config)
     if not origin.trained:
         raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")

@@ -8,7 +8,7 @@ from tpu_experiments.config.task_schema import AnswerTaskConfig
 from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.base import model_source, writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.answers import Reader
 from tpu_experiments.tasks.generate.llama_cpp import LlamaCpp, gguf_file
@@ -27,6 +27,11 @@ def reader_of(origin: Origin, task: AnswerTaskConfig, *, format: str) -> tuple[R
         ConfigError: the tokenizer has no chat template, or no bucket leaves room for an answer.
     """
     config = origin.config
+    if not writes_text(config):
+        raise ConfigError(
+            f"{origin.text} was trained with objective={config.objective.name}; such a model fills masked tokens or "
+            "gives a text a label, and writes none; score it with task=evaluate, or load its model/ with transformers."
+        )
     tokenizer = load_run_tokenizer(config)
     kind = kind_of(origin, tokenizer, format=format, system=task.system)
     source = model_source(config)

@@ -80,7 +80,7 @@ def _run_origin(config: Config, folder: str) -> Origin:
         raise ConfigError(f"task.run={folder}; there is no config.yaml there; name the folder of a run.") from error
     except (IsADirectoryError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place}; it is no text ({type(error).__name__}); restore it.") from error
-    values = values_of_run(config, text=text, place=place, keys=(*TAKEN, "data"))
+    values = values_of_run(config, text=text, place=place, keys=(*TAKEN, "objective", "data"))
     kinds = frozenset(source.kind for source in values.pop("data").values())
     changed = replace(config, **values)
     check(changed)
