@@ -10,12 +10,21 @@ from dataclasses import replace
 from tests.config.composing import CONF, composed, names
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.metrics.flops import FAMILIES
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import chip_limit_gib
 
 MANUAL = CONF / "README.md"
 TABLE = re.compile(r"(?<=<!-- pairs -->\n).*?(?=<!-- end of pairs -->)", re.DOTALL)
-MODELS = [name for name in names("model") if name not in ("tiny", "reader")]
+
+
+def is_fine_tuned(model: str) -> bool:
+    """Whether the model is a decoder with published weights: what `python run.py model=... data=...` fine-tunes."""
+    given = composed(f"model={model}", "data=sample_text", "task=plan").model
+    return given.arch["model_type"] in FAMILIES and not given.path.startswith("outputs/")
+
+
+MODELS = [name for name in names("model") if name not in ("tiny", "reader") and is_fine_tuned(name)]
 DATA = [name for name in names("data") if not name.startswith(("sample", "stories"))]
 HW = {"v5e1, colab": "v5e1", "v5e8": "v5e8", "v6e1": "v6e1", "v6e8": "v6e8"}
 

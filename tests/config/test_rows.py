@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.config.composing import composed, composed_as_typed, names
+from tests.config.pairs import MODELS
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import (
@@ -19,7 +20,6 @@ from tpu_experiments.config.defaults import (
 )
 from tpu_experiments.config.mesh import num_shards
 
-MODELS = [name for name in names("model") if name not in ("tiny", "reader")]
 DATA = [name for name in names("data") if not name.startswith(("sample", "stories"))]
 HW = [name for name in names("hw") if name not in ("cpu", "v5e256", "v6e256")]
 
