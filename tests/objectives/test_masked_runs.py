@@ -8,9 +8,11 @@ from transformers import AutoModelForMaskedLM
 
 from tests.models.encoders import packed_rows
 from tests.training.runs import finished, losses, run
+from tpu_experiments.loggers.closing_lines import summary
 from tpu_experiments.models.forward import logits_of
+from tpu_experiments.storage.run_folder import RunFolder
 
-pytestmark = [pytest.mark.xla, pytest.mark.slow]
+pytestmark = pytest.mark.xla
 MLM = ("model=modernbert_base", "objective=mlm", 'objective.mask_token="<|im_end|>"', "data=sample_text")
 WORDS = (
     *(*MLM, "debug=smoke", "lora=none", "sharding=replicated", "hw.runtime=eager", "name=mlm"),
@@ -25,6 +27,7 @@ def whole(tmp_path_factory):
     return folder, finished(*WORDS, output_dir=folder)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_left_alone(whole, tmp_path):
     folder, result = whole
     assert run(*WORDS, "trainer.max_stage_steps=2", output_dir=tmp_path).returncode == 0
@@ -51,6 +54,26 @@ def test_the_model_is_what_transformers_loads(whole):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_the_card_and_the_closing_lines_are_of_an_encoder(whole):
+    folder, result = whole
+    page = (folder / "mlm" / "model" / "README.md").read_text()
+    assert "AutoModelForMaskedLM.from_pretrained(" in page
+    assert "pipeline_tag: fill-mask" in page
+    assert "Mean loss per masked token" in page
+    assert "CausalLM" not in page
+    lines = summary(result, folder=RunFolder(str(folder), "mlm"), arguments=())
+    assert "(of masked tokens: perplexity" in lines
+    assert "task=evaluate" in lines
+    assert not [words for words in ("sample before", "task=generate", "task=export") if words in lines]
+
+
+def test_adapters_are_refused(tmp_path):
+    done = run(*WORDS, "lora=all_linear_r8", output_dir=tmp_path)
+    assert done.returncode == 2
+    assert "lora.r=8 with objective=mlm; adapters are for models that write text" in done.stderr
+
+
+@pytest.mark.slow
 def test_documents_of_the_test_split_are_scored(whole, tmp_path):
     place = f"task.run={whole[0] / 'mlm'}"
     done = run("task=evaluate", place, "hw.runtime=eager", output_dir=tmp_path)
@@ -63,6 +86,7 @@ def test_documents_of_the_test_split_are_scored(whole, tmp_path):
     assert source["trained"]["loss"]["value"] < source["base"]["loss"]["value"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["generate", "export", "serve"])
 def test_tasks_for_decoders_say_so(whole, tmp_path, task):
     done = run(f"task={task}", f"task.run={whole[0] / 'mlm'}", output_dir=tmp_path)

@@ -107,17 +107,18 @@ def is_hub_id(path: str) -> bool:
     return path.count("/") == 1 and suffixes_of(path)[0] not in DATA_SUFFIXES and not paths.exists(path)
 
 
-def whole_code(place: str, *, dtype: str | None, options: str = "") -> list[str]:
+def whole_code(place: str, *, dtype: str | None, options: str = "", auto: str = "AutoModelForCausalLM") -> list[str]:
     """Return the lines that load a whole model.
 
     Args:
         dtype: data type to load it in; None takes that of its files.
         options: further arguments, each with a comma before it.
+        auto: transformers' class that loads it.
     """
     chosen = f', dtype="{dtype}"' if dtype else ""
     return [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        f'model = AutoModelForCausalLM.from_pretrained("{place}"{chosen}{options})',
+        f"from transformers import {auto}, AutoTokenizer",
+        f'model = {auto}.from_pretrained("{place}"{chosen}{options})',
         f'tokenizer = AutoTokenizer.from_pretrained("{place}"{options})',
     ]
 

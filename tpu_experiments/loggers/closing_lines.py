@@ -61,8 +61,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
         *goodput_lines((result.get("goodput") or {}).get("run")),
         f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up"
         + _cache_text(result["compile_cache"]),
-        f"  sample before   {result['sample_before']!r}",
-        f"  sample after    {result['sample_after']!r}",
+        *(f"  sample {when:<8} {result[f'sample_{when}']!r}" for when in ("before", "after") if _writes_text(result)),
         f"  run folder      {folder.path()}",
         f"  {'adapter' if _is_adapter(result) else 'model  '}         {result['adapter_path']}",
         *(f"  {name:<15} {place}" for name, place in (result.get("parts") or {}).items()),
@@ -77,12 +76,13 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
     run, own = shlex.quote(f"task.run={folder.path()}"), [word for word in arguments if not OF_ONE_RUN.match(word)]
     several, one = _hardware(result["hw"])
     board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
-    if result.get("parts"):  # none of them writes text
-        return [board]
+    evaluate = f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base"
+    if not _writes_text(result):
+        return [board] if result.get("parts") else [board, evaluate]
     lines = [
         board,
         f"  python run.py task=generate {run}{one}   # type prompts to it",
-        f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base",
+        evaluate,
         f"  python run.py task=export {run}   # merged, and proven; task.forms=[gguf] too",
     ]
     if _is_adapter(result) and not result.get("start"):  # what it started from has one rank
@@ -92,8 +92,16 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
 
 
 def _perplexity_text(result: dict[str, Any]) -> str:
-    """Return the perplexity in brackets; empty where the loss is none of tokens."""
-    return "" if result.get("parts") else f"  (perplexity {_loss(result['perplexity'], digits=2)})"
+    """Return the perplexity in brackets, of masked tokens that of an encoder; empty where the loss is of no tokens."""
+    if result.get("parts"):
+        return ""
+    kind = "perplexity" if _writes_text(result) else "of masked tokens: perplexity"
+    return f"  ({kind} {_loss(result['perplexity'], digits=2)})"
+
+
+def _writes_text(result: dict[str, Any]) -> bool:
+    """Return whether the run trained a model that continues text; results before 2026-11-25 are of such alone."""
+    return bool(result.get("writes_text", True))
 
 
 def _is_adapter(result: dict[str, Any]) -> bool:

@@ -13,9 +13,18 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.export.card import CARD, adapter_code, fenced, is_hub_id, part_code, whole_code
+from tpu_experiments.models.huggingface import HEADS
+from tpu_experiments.objectives.base import head_of, writes_text
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.training.start import lineage_text
+
+PIPELINES = {
+    "causal_lm": "text-generation",
+    "masked_lm": "fill-mask",
+    "sequence_classification": "text-classification",
+}
+"""The Hub's names of what models with these heads do."""
 
 
 def write_card(folder: RunFolder, result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> None:
@@ -46,15 +55,16 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
     """Return the Hub's metadata, with held-out losses as results."""
     is_adapter = config.lora.r > 0
     hub_ids = [source.path for source in config.data.values() if is_hub_id(source.path) and config.data_size == "full"]
+    kind = "feature-extraction" if result.get("parts") else PIPELINES[head_of(config)]
     results = [
-        EvalResult("text-generation", name, name, "loss", loss, metric_name="held-out loss, nats per token")
+        EvalResult(kind, name, name, "loss", loss, metric_name="held-out loss, nats per token")
         for name, loss in result["eval_sources"].items()
         if not result.get("parts")
     ]
     data = ModelCardData(
         base_model=config.model.path if is_hub_id(config.model.path) and config.model.size == "full" else None,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="feature-extraction" if result.get("parts") else "text-generation",
+        pipeline_tag=kind,
         tags=["tpu_experiments", *(["lora"] if is_adapter else [])],
         datasets=hub_ids or None,
         model_name=result["name"] if results else None,
@@ -85,7 +95,7 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
     if result.get("parts"):
         code = [line for part in result["parts"].values() for line in part_code(part, dtype=dtype)]
     elif config.lora.r == 0:
-        code = whole_code(place, dtype=dtype, options=trust)
+        code = whole_code(place, dtype=dtype, options=trust, auto=HEADS[head_of(config)].auto.__name__)
     else:
         code = adapter_code(
             place,
@@ -139,9 +149,11 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
             for name, old, new in rows
         ],
     )
+    tokens, whose = ("supervised", "") if writes_text(config) else ("masked", " of masked tokens")
     return (
-        f"{table}\n\nMean loss per supervised token over {result['eval_tokens']:,} tokens of documents that were not "
-        f"trained on (at most {config.trainer.max_eval_rows} rows); perplexity {_number(result['perplexity'], ',.2f')}."
+        f"{table}\n\nMean loss per {tokens} token over {result['eval_tokens']:,} tokens of documents that were not "
+        f"trained on (at most {config.trainer.max_eval_rows} rows); perplexity{whose} "
+        f"{_number(result['perplexity'], ',.2f')}."
     )
 
 

@@ -8,7 +8,7 @@ from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.result import peak_host_rss_gib
 from tpu_experiments.models.lora import ParameterReport
-from tpu_experiments.objectives.base import has_perplexity
+from tpu_experiments.objectives.base import has_perplexity, writes_text
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training.epochs import perplexity
 from tpu_experiments.training.evaluation import Evaluation
@@ -51,6 +51,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "hw": config.hw.name,
         "stages": [_stage(record, is_perplexity=has_perplexity(config)) for record in progress.stages],
         **_quality(ending),
+        "writes_text": writes_text(config),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,
         "canary": progress.canary,
