@@ -371,12 +371,32 @@ def test_a_checkpoint_has_no_generator(make_config):
         ReplacedTokenModel(config.model, seed=0, head="own", causal=False)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    words = ("experiment=deberta_v3_rtd", "debug=smoke", "hw.runtime=eager", "data.wiki_ro.test_fraction=0.3")
+    return folder, finished(*words, output_dir=folder, as_typed=True)
+
+
 @pytest.mark.slow
-def test_a_run_exports_a_discriminator_that_auto_model_loads(tmp_path):
+def test_documents_of_the_test_split_are_scored(whole):
+    folder, result = whole
+    place = f"task.run={folder / result['name']}"
+    done = run("task=evaluate", place, "hw.runtime=eager", output_dir=folder, as_typed=True)
+    assert done.returncode == 0, done.stderr
+    assert "loss and accuracy are the discriminator's" in done.stdout
+    found = json.loads((folder / result["name"] / "test_results.json").read_text())
+    assert (found["objective"], "perplexity" in found) == ("rtd", False)
+    (source,) = found["sources"].values()
+    assert set(source["trained"]) == {"loss", "accuracy"}
+    assert source["trained"]["loss"]["value"] < source["base"]["loss"]["value"]
+    assert source["num_tokens"] > 100
+
+
+@pytest.mark.slow
+def test_a_run_exports_a_discriminator_that_auto_model_loads(whole):
     """Its states are those of the run's checkpoint, and the folder of all parameters is no model of that class."""
-    result = finished(
-        "experiment=deberta_v3_rtd", "debug=smoke", "hw.runtime=eager", output_dir=tmp_path, as_typed=True
-    )
+    tmp_path, result = whole
     place = result["parts"]["discriminator"]
     loaded = AutoModel.from_pretrained(place)
     stored = load_file(f"{result['adapter_path']}/model.safetensors")
@@ -395,8 +415,8 @@ def test_a_run_exports_a_discriminator_that_auto_model_loads(tmp_path):
     measured = result["eval_measures"]
     assert measured["rtd_majority"] > 0.5
     assert set(measured) >= {"generator_loss", "generator_accuracy", "rtd_loss", "rtd_accuracy", "rtd_majority"}
-    whole = measured["generator_loss"] + 50 * measured["rtd_loss"]
-    assert result["eval_loss"] == pytest.approx(whole, rel=1e-6)
+    both = measured["generator_loss"] + 50 * measured["rtd_loss"]
+    assert result["eval_loss"] == pytest.approx(both, rel=1e-6)
     assert result["perplexity"] is None
     assert result["proof"]["answer"]["equal_bits"]
     logged = records(tmp_path)

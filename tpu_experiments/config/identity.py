@@ -180,6 +180,8 @@ def require_same(stored: Mapping[str, Any], config: Config, *, folder: str) -> N
     )
 
 
+OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig)
+"""Schemas of the objectives of this project."""
 log = logging.getLogger(__name__)
 MODEL_KEYS = ("seed", "plugins", "model", "lora", "curriculum", "prepare", "trainer")
 """Groups that determine a run's model, rows and row lengths. Hardware, sharding and loader are the command's own."""
@@ -196,7 +198,7 @@ LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
 OWN_TARGETS: dict[str, frozenset[str]] = {
     "model": frozenset({ModelConfig._target_, REPLACED_TOKEN_MODEL}),
     "data.*": frozenset({DataSourceConfig._target_}),
-    "objective": frozenset({NextTokenConfig._target_, MaskedConfig._target_, ReplacedTokenConfig._target_}),
+    "objective": frozenset(kind._target_ for kind in OBJECTIVES),
     "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
@@ -261,7 +263,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
 
 def _objective_kind(stored: Mapping[str, Any]) -> type[ObjectiveConfig]:
     """Return the schema of a stored objective, by its class."""
-    own = {kind._target_: kind for kind in (NextTokenConfig, MaskedConfig)}
+    own = {kind._target_: kind for kind in OBJECTIVES}
     return own.get(stored["_target_"], OwnObjectiveConfig)
 
 

@@ -78,7 +78,7 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
     board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
     evaluate = f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base"
     if not _writes_text(result):
-        return [board] if result.get("parts") else [board, evaluate]
+        return [board, evaluate]
     lines = [
         board,
         f"  python run.py task=generate {run}{one}   # type prompts to it",

@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,16 @@ class Comparison:
     """Trained minus base, with the interval over the same resampled documents."""
     share_better: float | None
     """Share of the resamples in which the trained model has the lower loss."""
+
+
+def without(found: Comparison, measure: str) -> Comparison:
+    """Return the comparison without one of its measures."""
+
+    def left(values: dict[str, Estimate]) -> dict[str, Estimate]:
+        return {name: value for name, value in values.items() if name != measure}
+
+    sides = {name: getattr(found, name) for name in ("base", "trained", "difference")}
+    return replace(found, **{name: left(values) for name, values in sides.items() if values is not None})
 
 
 def document_sums(

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.models.dropout import NOISE, token_words
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.gumbel import sampled
+from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.replaced_token import GENERATOR, generator_hidden_of, replaced_logits_of
 from tpu_experiments.objectives.base import Computing, Rows, Summary
 from tpu_experiments.objectives.masked import RANDOM, Masked
@@ -123,6 +124,19 @@ class ReplacedToken:
                 said_RT * found.replaced_RT,
             ]
             return torch.stack([tensor.sum() for tensor in each])
+
+    def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return the discriminator's loss in nats and whether it is right, of every token, at the position before it.
+
+        task=evaluate asks for them; evaluations of a run have `sums`.
+        """
+        with torch.no_grad():
+            found = self.predictions(module, parameters, rows)
+            losses_RT = F.binary_cross_entropy_with_logits(found.logits_RT, found.replaced_RT, reduction="none")
+            right_RT = ((found.logits_RT > 0) == (found.replaced_RT > 0)).to(torch.float32)
+            weighed = [losses_RT * found.tokens_RT, right_RT * found.tokens_RT, found.tokens_RT]
+            spread = [torch.roll(each_RT, -1, dims=1) for each_RT in weighed]
+        return Scores(weighed[0].sum(1), found.tokens_RT.sum(1), *spread)
 
     def summary(self, sums: Sequence[float]) -> Summary:
         """Return the loss of both models together, and the measures of each.

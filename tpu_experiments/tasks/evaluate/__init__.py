@@ -19,8 +19,9 @@ from tpu_experiments.metrics.held_out import (
     compared_answers,
     compared_by_source,
     compared_by_value,
+    without,
 )
-from tpu_experiments.objectives.base import writes_text
+from tpu_experiments.objectives.base import has_perplexity, writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
@@ -88,6 +89,11 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
     }
     values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
     by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, resampling=how)
+    if not has_perplexity(config):
+        found = {name: without(each, "perplexity") for name, each in found.items()}
+        by_value = {
+            name: {value: without(each, "perplexity") for value, each in own.items()} for name, own in by_value.items()
+        }
     if runtime.rank == 0:
         in_split = {name: held_out.num_in_split for name, held_out in inputs.splits.items()}
         fields = facts(subject, found, answers, by_value=by_value, num_in_split=in_split) | {

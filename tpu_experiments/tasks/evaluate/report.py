@@ -6,7 +6,7 @@ from typing import Any
 
 from tpu_experiments.metrics.bootstrap import Estimate
 from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison
-from tpu_experiments.objectives.base import is_causal
+from tpu_experiments.objectives.base import has_perplexity, is_causal
 from tpu_experiments.pages.table import aligned
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 
@@ -55,7 +55,12 @@ def as_text(subject: Subject, found: Compared, answers: Answers, *, by_value: By
     each = {f"{name}, {value}": estimates for name, values in by_value.items() for value, estimates in values.items()}
     by = [table(each, first=f"by {task.by}")] if each else []
     tables = [title, table(found), *by, *([answers_table(answers)] if answers else [])]
-    if not is_causal(subject.config):
+    if not has_perplexity(subject.config):
+        tables.append(
+            "loss and accuracy are the discriminator's, of every token but a document's first; the rate of replaced "
+            "tokens and F1 are in the run's result.json (eval_measures)"
+        )
+    elif not is_causal(subject.config):
         tables.append("loss, perplexity and accuracy are of masked tokens, given the others on both sides")
     return "\n".join([*tables, f"[...]: {100 * task.confidence:g} % of {task.resamples} resamples", subject.results])
 

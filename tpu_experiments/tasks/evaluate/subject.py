@@ -14,7 +14,7 @@ from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
-from tpu_experiments.config.schema import Config, MaskedConfig, NextTokenConfig
+from tpu_experiments.config.schema import Config, MaskedConfig, NextTokenConfig, ReplacedTokenConfig
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.runtime.processes.env import compile_cache_root
@@ -128,16 +128,16 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
 
 
 def _require_scored(folder: RunFolder) -> None:
-    """Require a run to have learnt next or masked tokens, which is what is scored.
+    """Require a run to have learnt next, masked or replaced tokens, which is what is scored.
 
     Raises:
         ConfigError: it has another objective.
     """
     target = (folder.stored_identity() or {}).get("objective._target_", NextTokenConfig._target_)
-    if target not in (NextTokenConfig._target_, MaskedConfig._target_):
+    if target not in (NextTokenConfig._target_, MaskedConfig._target_, ReplacedTokenConfig._target_):
         raise ConfigError(
-            f"{folder.path()}; its objective is {target}, and task=evaluate scores next tokens, or masked ones; the "
-            "run's own held-out losses are in its metrics.jsonl and result.json."
+            f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens; "
+            "the run's own held-out losses are in its metrics.jsonl and result.json."
         )
 
 
