@@ -36,6 +36,15 @@ def test_a_resumed_run_is_the_run_left_alone(whole, tmp_path):
     assert losses(tmp_path) == losses(folder)
 
 
+@pytest.mark.slow
+def test_four_devices_mask_the_same_tokens_and_learn_the_same(whole, tmp_path):
+    words = [word for word in WORDS if word != "hw.runtime=eager"]
+    result = finished(*words, "hw.parallel=spmd", "hw.num_devices=4", output_dir=tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(whole[0]), abs=1e-5)
+    assert result["eval_loss"] == pytest.approx(whole[1]["eval_loss"], abs=1e-5)
+    assert (result["num_compiles"], result["compiles_after_warmup"]) == (2, 0)
+
+
 def test_measures_are_those_of_masked_tokens(whole):
     folder, result = whole
     assert set(result["eval_measures"]) == {"accuracy"}
