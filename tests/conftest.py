@@ -33,6 +33,11 @@ QUICK = ("logging", "metrics", "optim", "test_house_rules.py", "test_layers.py",
 """Files and folders of the inner loop (`pytest -m quick`), 65 s of CPU; tests on torch_xla are left out."""
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than cores, of which tests that wait for processes, sockets and locks use little."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the inner loop."""
     for item in items:

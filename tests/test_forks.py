@@ -58,6 +58,7 @@ def test_modules_of_pythonpath_are_found_and_those_of_the_server_are_not(tmp_pat
     assert done.stdout == "True False\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_first_test_is_not_that_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(forks, "_server", None)
     monkeypatch.setenv("HF_HOME", str(tmp_path))

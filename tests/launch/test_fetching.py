@@ -94,6 +94,7 @@ def test_every_point_of_a_sweep_comes_from_the_bucket(bucket: Path) -> None:
     assert not results.is_finished(record("none"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", only(["adapter"], ["adapter", "model"]))
 def test_an_adapter_or_a_model_comes_from_the_bucket(bucket: Path, trained: str) -> None:
     names = ["README.md", f"{trained}/a.safetensors", f"{trained}/config.json", "result.json"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpu_experiments.models.dropout import _hashed, _mixed, random_mask
+from tpu_experiments.models.dropout import _mixed, hashed, random_mask
 
 TOKENS, FEATURES, ROWS = 16384, 256, 16
 SITE = -123456789
@@ -78,17 +78,17 @@ def test_the_device_makes_the_words_and_masks_of_the_host():
     edges = torch.tensor([0, 1, -1, -5, 12345678, -(2**31), 2**31 - 1], dtype=torch.int32)
     x, place = torch.zeros(7, 24, 40), {"layer": 23, "site": SITE, "keep": 0.9}
     placed, placed_x = (tensor.to(torch_xla.device()) for tensor in (edges, x))
-    found = [_mixed(placed), _hashed(placed), random_mask(placed_x, placed, **place)]
+    found = [_mixed(placed), hashed(placed), random_mask(placed_x, placed, **place)]
     torch_xla.sync()
-    expected = [_mixed(edges), _hashed(edges), random_mask(x, edges, **place)]
+    expected = [_mixed(edges), hashed(edges), random_mask(x, edges, **place)]
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 
-def test_words_are_hashed_as_published():
+def test_words_arehashed_as_published():
     near = torch.arange(-50_000, 50_000, dtype=torch.int32)
-    assert [word % 2**32 for word in _hashed(near).tolist()] == [lowbias32(word % 2**32) for word in near.tolist()]
-    assert len(set(_hashed(near).tolist())) == len(near)
+    assert [word % 2**32 for word in hashed(near).tolist()] == [lowbias32(word % 2**32) for word in near.tolist()]
+    assert len(set(hashed(near).tolist())) == len(near)
 
 
 def lowbias32(x: int) -> int:

@@ -129,6 +129,7 @@ def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):
     assert {shape[-1] for shape in moved} == {ours[2].model.module.config.hidden_size}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", only(["gemma3_270m"], MODELS))
 def test_dropout_has_the_same_masks_forward_and_backward_folded_and_layer_by_layer(gradients_of, model):
     """Masks are a function of row, layer, projection and place: nothing of them is saved."""
@@ -161,6 +162,7 @@ def test_lengths_of_rows_folded_are_those_layer_by_layer(gradients_of, model, mo
         assert {node.args[1] for node in saved} == {"low"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", ["0", pytest.param("0.5", marks=pytest.mark.slow)])
 def test_lengths_of_rows_need_no_product_of_a_projection_again(gradients_of, dropout):
     """Saved is the output before it gets its length, which the length's gradient reads."""

@@ -182,7 +182,7 @@ def test_an_objective_of_your_own_is_one_file_and_one_yaml(lab, tmp_path, runtim
     assert resumed["eval_loss_before"] == whole["eval_loss_before"]
     assert resumed["eval_loss"] == whole["eval_loss"]
     assert locate("tpu_experiments.objectives.next_token.NextToken", key="objective").draws is False
-    for plugins, sentence in (((), "none of this project's classes"), (words[2:3], "scores next tokens")):
+    for plugins, sentence in (((), "none of this project's classes"), (words[2:3], "masked or replaced tokens")):
         refused = run("task=evaluate", f"task.run={again / 'own'}", *plugins, output_dir=tmp_path / "e")
         assert refused.returncode == 2
         assert "my_lab.objective.Half" in refused.stderr

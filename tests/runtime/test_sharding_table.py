@@ -10,6 +10,7 @@ from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.optim.adamw8bit import AdamW8bit
+from tpu_experiments.optim.build import OF_WRAPPERS
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 
 FOUR = Mesh(fsdp=4)
@@ -53,7 +54,7 @@ def test_a_bar_separates_alternatives(name):
 def test_optimizer_state_is_sharded_like_its_parameter(make_config, optimizer, name):
     settings = asdict(make_config(f"optim={optimizer}").optim)
     make = locate(settings.pop("_target_"), key="optim")
-    slots = make(**{key: value for key, value in settings.items() if key not in {"lr", "clip_norm", "b_lr_ratio"}})
+    slots = make(**{key: value for key, value in settings.items() if key not in OF_WRAPPERS})
     shape = {"l": (8, 16), "m": (2, 8, 16), "n": (16,)}[name[0]]
     sharding = table({"*q_proj.weight": ["fsdp", None], "*": ["fsdp"]})
     state = slots.init({name: torch.empty(shape, device="meta")})

@@ -245,6 +245,7 @@ def test_wrong_settings_are_refused(trained, words, sentence):
         configured(trained, *words)
 
 
+@pytest.mark.slow
 def test_a_fully_trained_model_has_no_adapter(tmp_path):
     """By default it is written whole; asked for, its adapter is refused."""
     folder = tmp_path / finished(*TRAINING, "lora=none", "optim.lr=0.002", output_dir=tmp_path)["name"]

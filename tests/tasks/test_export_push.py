@@ -106,6 +106,7 @@ def client(served):
     return served[1]
 
 
+@pytest.mark.slow
 def test_several_forms_have_folders_and_one_page(hub, client, tmp_path):
     folders = [complete(tmp_path / "export", form) for form in ("peft", "int8")]
     code, text = client.push(folders)

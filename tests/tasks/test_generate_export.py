@@ -89,6 +89,7 @@ def test_the_merged_form_is_a_model_of_its_own(run, answers, make_config):
     assert answers(f"model.path={elsewhere}", f"model.tokenizer_path={elsewhere}") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_a_merged_model_in_8_and_4_bits(run, answers, make_config, base):
     folder = write_form(run, make_config)

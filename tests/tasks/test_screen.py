@@ -27,6 +27,7 @@ with Screen() as screen:
 """
 
 
+@pytest.mark.slow
 def test_a_line_of_the_log_does_not_cut_an_answer():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True

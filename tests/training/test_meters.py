@@ -166,7 +166,7 @@ COMMON = (
 )
 
 
-@pytest.mark.parametrize("runtime", ["xla", "eager"])
+@pytest.mark.parametrize("runtime", [pytest.param("xla", marks=pytest.mark.slow), "eager"])
 @pytest.mark.xla
 def test_the_meters_of_a_run(tmp_path, runtime):
     result = finished(*COMMON, f"hw.runtime={runtime}", output_dir=tmp_path)

@@ -175,6 +175,7 @@ def test_several_devices_go_back_together(rolled_back, path_to_trainer, tmp_path
     assert one[3] is other[3] is None
 
 
+@pytest.mark.slow
 def test_a_loss_that_jumps_is_passed_over_and_too_many_rollbacks_end_the_run(trouble, path_to_trainer, tmp_path):
     spikes = (
         "trainer.guard={spike_factor:1.5,spike_window:3,spike_action:rollback,max_rollbacks:1}",

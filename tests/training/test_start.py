@@ -116,6 +116,7 @@ def test_its_own_checkpoint_wins_and_the_start_is_not_read_again(source, tmp_pat
     assert f"was made with start.run='{own}', now None" in changed.stderr
 
 
+@pytest.mark.slow
 def test_an_export_and_an_adapter_of_peft_give_the_same_start(source, tmp_path):
     first, before = source
     alone = tmp_path / "alone" / "first"

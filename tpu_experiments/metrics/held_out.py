@@ -80,11 +80,10 @@ class Comparison:
 def without(found: Comparison, measure: str) -> Comparison:
     """Return the comparison without one of its measures."""
 
-    def left(values: dict[str, Estimate]) -> dict[str, Estimate]:
-        return {name: value for name, value in values.items() if name != measure}
+    def rest(values: dict[str, Estimate] | None) -> dict[str, Estimate] | None:
+        return None if values is None else {name: value for name, value in values.items() if name != measure}
 
-    sides = {name: getattr(found, name) for name in ("base", "trained", "difference")}
-    return replace(found, **{name: left(values) for name, values in sides.items() if values is not None})
+    return replace(found, base=rest(found.base) or {}, trained=rest(found.trained), difference=rest(found.difference))
 
 
 def document_sums(

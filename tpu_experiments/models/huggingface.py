@@ -202,9 +202,16 @@ class HuggingFaceModel:
                 f"{head.advice}."
             )
 
-    def built(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-        """Build a module with random weights by transformers' class for the objective's head."""
-        return cast(PreTrainedModel, HEADS[self.head].auto.from_config(config, **options))
+    def built(
+        self, config: PretrainedConfig, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+    ) -> PreTrainedModel:
+        """Build a module with random weights by transformers' class for the objective's head.
+
+        Args:
+            dtype: data type of the weights; None is that of the config.
+        """
+        auto = HEADS[self.head].auto
+        return cast(PreTrainedModel, auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code))
 
     @property
     def runs_code(self) -> bool:

@@ -152,7 +152,8 @@ def differences(
     largest = expected.abs().max()
     pairs = {"past": (one[:-1], moved[:-1]), "alone": (one, expected[:first]), "other": (two, expected)}
     if source.head == "masked_lm":
-        pairs["head"] = (_by_features(module, ids[:first]), one)
+        with torch.no_grad():
+            pairs["head"] = (_by_features(module, ids[:first]), one)
     return {name: float((a - b).abs().max() / largest) for name, (a, b) in pairs.items()}
 
 

@@ -71,9 +71,11 @@ class ReplacedTokenModel(HuggingFaceModel):
                 "have no generator; set model.init=random."
             )
 
-    def built(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-        """Build generator and discriminator with random weights."""
-        return cast(PreTrainedModel, ReplacedTokenDetection._from_config(config, dtype=options["dtype"]))
+    def built(
+        self, config: PretrainedConfig, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+    ) -> PreTrainedModel:
+        """Build generator and discriminator with random weights; no code of a checkpoint is run."""
+        return cast(PreTrainedModel, ReplacedTokenDetection._from_config(config, dtype=dtype))
 
     @property
     def export_config(self) -> PretrainedConfig:

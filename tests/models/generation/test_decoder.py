@@ -77,6 +77,7 @@ def test_same_tokens_by_other_attention(make_config, more):
     assert last(decoder_of(config), prompts, bucket=SMALL) == expected
 
 
+@pytest.mark.slow
 def test_draws_are_the_same_whatever_else_is_in_the_batch(make_config):
     how = ChoiceConfig(do_sample=True, temperature=1.2, top_p=0.9)
     first, second, third = prompts_of(5, 40, 60)
