@@ -79,7 +79,7 @@ def test_the_card_and_the_closing_lines_are_of_an_encoder(whole):
 def test_adapters_are_refused(tmp_path):
     done = run(*WORDS, "lora=all_linear_r8", output_dir=tmp_path)
     assert done.returncode == 2
-    assert "lora.r=8 with objective=mlm; adapters are for models that write text" in done.stderr
+    assert "lora.r=8 with objective=mlm; adapters are for decoders" in done.stderr
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.models.forward import first_position
 from tpu_experiments.models.huggingface import HEADS, OWN_HEAD, HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
-from tpu_experiments.objectives.base import Computing, model_source, objective_of, writes_text
+from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
 from tpu_experiments.optim.decay_groups import require_decay_patterns
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
@@ -205,10 +205,10 @@ def check_model(config: Config) -> int:
     Raises:
         ConfigError: one of them does not fit the model.
     """
-    if config.lora.r and not writes_text(config):
+    if config.lora.r and head_of(config) != "causal_lm":
         raise ConfigError(
-            f"lora.r={config.lora.r} with objective={config.objective.name}; adapters are for models that write text, "
-            "and this one trains every weight; use lora=none."
+            f"lora.r={config.lora.r} with objective={config.objective.name}; adapters are for decoders, and this "
+            "objective trains every weight of its model; use lora=none."
         )
     source = model_source(config)
     module, report = describe(source, lora=config.lora)

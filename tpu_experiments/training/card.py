@@ -23,6 +23,7 @@ PIPELINES = {
     "causal_lm": "text-generation",
     "masked_lm": "fill-mask",
     "sequence_classification": "text-classification",
+    "own": "feature-extraction",
 }
 """The Hub's names of what models with these heads do."""
 
@@ -55,7 +56,7 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
     """Return the Hub's metadata, with held-out losses as results."""
     is_adapter = config.lora.r > 0
     hub_ids = [source.path for source in config.data.values() if is_hub_id(source.path) and config.data_size == "full"]
-    kind = "feature-extraction" if result.get("parts") else PIPELINES[head_of(config)]
+    kind = PIPELINES[head_of(config)]
     results = [
         EvalResult(kind, name, name, "loss", loss, metric_name="held-out loss, nats per token")
         for name, loss in result["eval_sources"].items()
@@ -95,7 +96,8 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
     if result.get("parts"):
         code = [line for part in result["parts"].values() for line in part_code(part, dtype=dtype)]
     elif config.lora.r == 0:
-        code = whole_code(place, dtype=dtype, options=trust, auto=HEADS[head_of(config)].auto.__name__)
+        head = HEADS.get(head_of(config))
+        code = whole_code(place, dtype=dtype, options=trust, auto=head.auto.__name__ if head else "AutoModel")
     else:
         code = adapter_code(
             place,

@@ -279,7 +279,7 @@ class RunOutputs:
             if stored is not None:
                 tensors = ((name, stored[name]) for name in shapes)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
-            self._export_parts(model, writing)
+            self._export_parts(model, writing, stored=stored)
             return
         self.base_path = source.reference
         if source.random:
@@ -300,11 +300,13 @@ class RunOutputs:
             tokenizer=self.inputs.tokenizer,
         )
 
-    def _export_parts(self, model: BuiltModel, writing: Mapping[str, Any]) -> None:
+    def _export_parts(
+        self, model: BuiltModel, writing: Mapping[str, Any], *, stored: Mapping[str, Tensor] | None
+    ) -> None:
         """Write the models that are finished by themselves, each in a folder of its own."""
         if not isinstance(model.source, HuggingFaceModel) or type(model.source).parts is HuggingFaceModel.parts:
             return
-        for part in model.source.parts(to_host(model.trainable)):
+        for part in model.source.parts(to_host(model.trainable) if stored is None else stored):
             place = self.folder.path(part.name)
             own = {"config": part.config, "architecture": part.architecture, "tensors": part.tensors}
             write_model(place, **{**writing, **own})
