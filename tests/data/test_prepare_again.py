@@ -10,13 +10,14 @@ import pytest
 
 from tests import forks
 from tests.data.preparing import REPOSITORY, digests, prepared, text_source, texts
+from tests.tiers import only
 from tpu_experiments.config.data_schema import DuplicatesConfig
 from tpu_experiments.data.steps import blocks as blocks_module
 
 SAMPLE = ("model=tiny", "data=sample_text")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", only(["2"], [1, 2]))
 def test_a_preparation_that_was_cut_short_resumes(tmp_path, tokenizer, monkeypatch, workers):
     monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 16)
     path = texts(tmp_path / "a.jsonl", 100)
@@ -60,6 +61,7 @@ def test_documents_are_kept_where_the_tokens_are_there_already(tmp_path, tokeniz
     assert {path: path.stat().st_mtime_ns for path in others} == others, "what is there is not written again"
 
 
+@pytest.mark.slow
 def test_the_data_of_a_tpu_run_is_prepared_without_a_tpu(tmp_path):
     """The same rows as on the machine with the chips: their folder is named by a hash of what makes them."""
     for hw in ("v6e8", "cpu"):

@@ -26,6 +26,7 @@ logger.finish()
 """
 
 
+@pytest.mark.slow
 def test_an_offline_run_leaves_its_files_in_the_run_folder(make_context: MakeContext, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     import pickle

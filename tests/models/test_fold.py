@@ -151,6 +151,7 @@ def test_dropout_has_the_same_masks_forward_and_backward_folded_and_layer_by_lay
         pytest.param("qwen05b", ["lora.init=pissa"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_lengths_of_rows_folded_are_those_layer_by_layer(gradients_of, model, more):
     """Saved are what adapters multiply by their A, of four tensors, and the norms of seven weights."""
     overrides = ("lora=all_linear_r8", "lora.dora=true", "model.remat=layer_inputs", *more)

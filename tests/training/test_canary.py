@@ -75,6 +75,7 @@ def test_the_right_layout_is_far_inside_the_bound(on_four_devices):
     assert on_four_devices["restored"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", only(["layer"], ["shards", "layer"]))
 def test_swapped_shards_are_found(on_four_devices, case):
     wrong = findings(on_four_devices[case])

@@ -64,6 +64,7 @@ def test_killed_parent_leaves_no_orphan(tmp_path, mode):
     assert wait_gone(children) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", only(["spawn"], ["inline", "spawn", "spmd_2", "eager_spawn_2"]))
 def test_sigterm_saves_at_the_next_step_and_ends_every_process(tmp_path, mode):
     """A second one, to all as a service manager sends it, changes nothing. Records are rare, so none is waited for."""
