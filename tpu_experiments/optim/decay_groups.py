@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.optim.base import Named, Optimizer, State
+from tpu_experiments.optim.group_rates import update_in_groups
 from tpu_experiments.runtime.stacked import hugging_face_names
 
 
@@ -23,19 +24,11 @@ class DecayGroups:
         return self.optimizer.init(parameters)
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
-        new_parameters: dict[str, Tensor] = {}
-        new_state: State = {}
-        for is_without, optimizer in ((False, self.optimizer), (True, self.without_decay)):
-            names = [name for name in parameters if is_matched(name, self.patterns) == is_without]
-            moved, made = optimizer.update(
-                {name: parameters[name] for name in names},
-                {name: grads[name] for name in names},
-                {"": state[""]} | {name: state[name] for name in names},
-                lr=lr,
-            )
-            new_parameters |= moved
-            new_state |= made
-        return new_parameters, new_state
+        groups = [
+            (optimizer, [name for name in parameters if is_matched(name, self.patterns) == is_without], lr)
+            for is_without, optimizer in ((False, self.optimizer), (True, self.without_decay))
+        ]
+        return update_in_groups(parameters, grads, state, groups=groups)
 
 
 def is_matched(name: str, patterns: Iterable[str]) -> bool:

@@ -20,8 +20,8 @@ class GroupRates:
         return self.optimizer.init(parameters)
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
-        groups = [(group.names, lr * group.rate) for group in self.groups]
-        return update_in_groups(self.optimizer, parameters, grads, state, groups=groups)
+        groups = [(self.optimizer, group.names, lr * group.rate) for group in self.groups]
+        return update_in_groups(parameters, grads, state, groups=groups)
 
 
 def with_group_rates(optimizer: Optimizer, groups: Sequence[ParameterGroup]) -> Optimizer:
@@ -30,17 +30,12 @@ def with_group_rates(optimizer: Optimizer, groups: Sequence[ParameterGroup]) -> 
 
 
 def update_in_groups(
-    optimizer: Optimizer,
-    parameters: Named,
-    grads: Named,
-    state: State,
-    *,
-    groups: Iterable[tuple[Sequence[str], Tensor]],
+    parameters: Named, grads: Named, state: State, *, groups: Iterable[tuple[Optimizer, Sequence[str], Tensor]]
 ) -> tuple[dict[str, Tensor], State]:
-    """Return new parameters and state, updated group by group, each with its learning rate (1,)."""
+    """Return new parameters and state, updated group by group, each by its optimizer with its learning rate (1,)."""
     new_parameters: dict[str, Tensor] = {}
     new_state: State = {}
-    for names, rate in groups:
+    for optimizer, names, rate in groups:
         moved, made = optimizer.update(
             {name: parameters[name] for name in names},
             {name: grads[name] for name in names},

@@ -22,7 +22,7 @@ class LoraPlus:
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
         groups = [
-            ([name for name in parameters if name.endswith(ADAPTER_PARTS[1:]) == is_b], rate)
+            (self.optimizer, [name for name in parameters if name.endswith(ADAPTER_PARTS[1:]) == is_b], rate)
             for is_b, rate in ((False, lr), (True, lr * self.ratio))
         ]
-        return update_in_groups(self.optimizer, parameters, grads, state, groups=groups)
+        return update_in_groups(parameters, grads, state, groups=groups)
