@@ -20,15 +20,7 @@ class UnprovenError(RuntimeError):
 
 def on_rank_zero(runtime: Runtime, action: Callable[[], Result]) -> Result | None:
     """Run an action on rank 0 and return its result, None on the others; an error stops all processes."""
-    error, result = None, None
-    if runtime.rank == 0:
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-    if runtime.any_process(error is not None):
-        raise as_training_stopped(error) from error
-    return result
+    return on_every_process(runtime, lambda: action() if runtime.rank == 0 else None)
 
 
 def on_every_process(runtime: Runtime, action: Callable[[], Result]) -> Result:

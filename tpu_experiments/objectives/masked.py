@@ -5,7 +5,7 @@ Legend: R rows, T tokens, K places of a row for its masked tokens, H hidden, V v
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,31 +95,17 @@ class Masked:
         """Return loss sum in nats and number of masked tokens of every row."""
         masking = self.masking(rows)
         features_RKH, head_VH = self._features(module, parameters, masking)
-        how = self.computing
-        losses_R = chunked_losses(
-            features_RKH,
-            head_VH,
-            masking.targets_RK,
-            masking.weights_RK,
-            chunk_positions=self._positions(features_RKH),
-            loop=how.loop,
-            constrain=how.constrain,
-        )
+        how = self._chunks(features_RKH)
+        losses_R = chunked_losses(features_RKH, head_VH, masking.targets_RK, masking.weights_RK, **how)
         return losses_R, masking.weights_RK.sum(1)
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return loss in nats and hit of the masked tokens, at the position before each; 0 at the others."""
-        masking, how = self.masking(rows), self.computing
+        masking = self.masking(rows)
         with torch.no_grad():
             features_RKH, head_VH = self._features(module, parameters, masking)
             sums_R, losses_RK, hits_RK = chunked_scores(
-                features_RKH,
-                head_VH,
-                masking.targets_RK,
-                masking.weights_RK,
-                chunk_positions=self._positions(features_RKH),
-                loop=how.loop,
-                constrain=how.constrain,
+                features_RKH, head_VH, masking.targets_RK, masking.weights_RK, **self._chunks(features_RKH)
             )
             spread = [
                 torch.roll((masking.picks_RKT * each_RK[..., None]).sum(1), -1, dims=1)
@@ -168,10 +154,11 @@ class Masked:
         ones = torch.ones_like(features_RKH[..., :1])
         return torch.cat((features_RKH, ones), -1), torch.cat((head_VH, bias_V[:, None].to(head_VH.dtype)), 1)
 
-    def _positions(self, features_RKH: Tensor) -> int:
-        rows, places = features_RKH.shape[:2]
-        chunk = self.computing.chunk_tokens
-        return places if chunk is None else max(1, chunk * self.computing.num_shards // rows)
+    def _chunks(self, features_RKH: Tensor) -> dict[str, Any]:
+        """Return how the head is computed in chunks of the places."""
+        (rows, places), how = features_RKH.shape[:2], self.computing
+        positions = places if how.chunk_tokens is None else max(1, how.chunk_tokens * how.num_shards // rows)
+        return {"chunk_positions": positions, "loop": how.loop, "constrain": how.constrain}
 
     def _words(self, rows: Rows, site: int) -> Tensor:
         return token_words(rows[NOISE], length=rows["ids"].shape[1], site=site)
@@ -194,8 +181,9 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, mask_token: str | None)
     mask_id = tokenizer.mask_token_id
     if mask_id is None and mask_token is None:
         raise ConfigError(
-            f"objective=mlm; the tokenizer {tokenizer.name_or_path} has no mask token; name one that no text has by "
-            "'objective.mask_token=\"TOKEN\"' (a reserved one), or make a tokenizer that has one: task=tokenizer."
+            f"objective.mask_token=null; the tokenizer {tokenizer.name_or_path} has no mask token; name one that no "
+            "text has by 'objective.mask_token=\"TOKEN\"' (a reserved one), or make a tokenizer that has one: "
+            "task=tokenizer."
         )
     if mask_id is None:
         known = tokenizer.get_vocab()
