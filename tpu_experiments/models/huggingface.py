@@ -213,6 +213,11 @@ class HuggingFaceModel:
                 f"model={self.model.name}; the objective makes its models itself (head={self.head!r}); take a model "
                 "whose model._target_ is made for it."
             )
+        if self.head == CLASSIFIER and not self.causal and config.model_type not in HEADS["masked_lm"].model_types:
+            raise ConfigError(
+                f"model={self.model.name}; a {config.model_type!r} is a decoder, and the objective classifies with "
+                "attention on both sides; give an encoder (modernbert, eurobert, deberta-v2, roberta)."
+            )
         has_own_class = self.runs_code and head.auto.__name__ in (getattr(config, "auto_map", None) or {})
         if config.model_type not in head.model_types and not has_own_class:
             raise ConfigError(
@@ -426,9 +431,13 @@ def set_labels(config: PretrainedConfig, labels: Sequence[str]) -> None:
 
 
 def head_parameters(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the parameters outside of the base model."""
-    inner = f"{module.base_model_prefix}."
-    return {name: tuple(p.shape) for name, p in module.named_parameters() if not name.startswith(inner)}
+    """Return names and shapes of the parameters of a classifier's head: those outside of the base model, and its pooler.
+
+    BERT's pooler is in its base model, and lacks in checkpoints of masked language models.
+    """
+    inner, pooler = f"{module.base_model_prefix}.", f"{module.base_model_prefix}.pooler."
+    named = ((name, tuple(p.shape)) for name, p in module.named_parameters())
+    return {name: shape for name, shape in named if not name.startswith(inner) or name.startswith(pooler)}
 
 
 def logit_layer(module: PreTrainedModel) -> str:
