@@ -294,7 +294,8 @@ def _known_labels(
     return {split: {label: own.get(label, 0) for label in preparation.labels} for split, own in counts.items()}
 
 
-def _labelling(preparation: Preparation) -> Labelling | None:
+def labelling_of(preparation: Preparation) -> Labelling | None:
+    """Return the labels of texts with what a text ends with; None where they have none."""
     if preparation.labels is None:
         return None
     return Labelling(preparation.labels, num_closing=len(own_ends(preparation.tokenizer)[1]))
@@ -352,7 +353,7 @@ def _pack_windows(
     folder: str,
 ) -> list[dict[str, Any]]:
     """Pack all windows; return the record of each, with its `split`."""
-    size, labelling = preparation.settings.window_tokens, _labelling(preparation)
+    size, labelling = preparation.settings.window_tokens, labelling_of(preparation)
     windows = (
         window
         for split in SPLITS

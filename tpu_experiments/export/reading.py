@@ -105,7 +105,7 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _more_among(layout: Mapping[str, Tensor], *, r: int, dora: bool, head: tuple[str, ...]) -> Iterator[str]:
-    """Yield the first tensor, if any, that is neither A (r, in) nor B (out, r), DoRA's lengths (out,), nor of a head."""
+    """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor of a head."""
     for name, tensor in sorted(layout.items()):
         if head and name.startswith(head):
             continue

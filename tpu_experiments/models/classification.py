@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.masking import num_texts
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.forward import in_module_dtype, mask_in_layers_alone, model_inputs, with_base
 
-FEWEST_TOKENS = 2
-"""Tokens of the shortest text with its label."""
 POOLINGS = {"cls": "first", "bos": "first", "mean": "mean", "late": "late"}
 """Values of a config's `classifier_pooling`; a class without it reads the first token."""
 
@@ -37,11 +36,6 @@ class Texts(NamedTuple):
     """Whether a token is the label of the text at a place, boolean."""
 
 
-def num_places(length: int) -> int:
-    """Return the places of a row for texts: as many as could be in it."""
-    return max(1, length // FEWEST_TOKENS)
-
-
 def texts_of(rows: Mapping[str, Tensor], *, num_labels: int) -> Texts:
     """Take the labels out of rows: each is the last token of its text, and learnt.
 
@@ -53,7 +47,7 @@ def texts_of(rows: Mapping[str, Tensor], *, num_labels: int) -> Texts:
     index_T = torch.arange(ids_RT.shape[1], dtype=torch.int32, device=ids_RT.device)
     is_last_RT = is_last_RT | (index_T == ids_RT.shape[1] - 1)
     is_label_RT = is_last_RT & (segments_RT > 0) & (rows["learn"] > 0)
-    place_K = torch.arange(1, num_places(ids_RT.shape[1]) + 1, dtype=torch.int32, device=ids_RT.device)
+    place_K = torch.arange(1, num_texts(ids_RT.shape[1]) + 1, dtype=torch.int32, device=ids_RT.device)
     rank_RT = is_label_RT.cumsum(1, dtype=torch.int32)
     at_RKT = is_label_RT[:, None] & (rank_RT[:, None] == place_K[:, None])
     own_RK = torch.where(at_RKT, segments_RT[:, None], 0).sum(-1, dtype=torch.int32)
@@ -69,9 +63,7 @@ def texts_of(rows: Mapping[str, Tensor], *, num_labels: int) -> Texts:
     )
 
 
-def class_logits(
-    module: nn.Module, parameters: Mapping[str, Tensor], texts: Texts, *, causal: bool = False
-) -> Tensor:
+def class_logits(module: nn.Module, parameters: Mapping[str, Tensor], texts: Texts, *, causal: bool = False) -> Tensor:
     """Return the logits (R, K, C) of the texts, float32; those of empty places mean nothing.
 
     Args:

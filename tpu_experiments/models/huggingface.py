@@ -431,9 +431,9 @@ def set_labels(config: PretrainedConfig, labels: Sequence[str]) -> None:
 
 
 def head_parameters(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the parameters of a classifier's head: those outside of the base model, and its pooler.
+    """Return names and shapes of the parameters of a classifier's head: all outside of the base model, and its pooler.
 
-    BERT's pooler is in its base model, and lacks in checkpoints of masked language models.
+    BERT's pooler is in its base model; checkpoints of masked language models may lack it.
     """
     inner, pooler = f"{module.base_model_prefix}.", f"{module.base_model_prefix}.pooler."
     named = ((name, tuple(p.shape)) for name, p in module.named_parameters())

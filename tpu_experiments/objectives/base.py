@@ -96,6 +96,7 @@ class Objective(Protocol):
         """Return loss and hit of every token, without a gradient, for evaluations; left out without `has_scores`."""
         ...
 
+
 ASSUMED_LABELS = ("0", "1")
 """Labels of a plan whose data is not prepared."""
 

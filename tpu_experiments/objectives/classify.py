@@ -54,7 +54,8 @@ class Classify:
             is_label_RKC = texts.labels_RK[..., None] == number_C
             weights_RK1 = texts.weights_RK[..., None]
             counts = [
-                (each_RKC * weights_RK1).sum((0, 1)) for each_RKC in (chosen_RKC & is_label_RKC, chosen_RKC, is_label_RKC)
+                (each_RKC * weights_RK1).sum((0, 1))
+                for each_RKC in (chosen_RKC & is_label_RKC, chosen_RKC, is_label_RKC)
             ]
         return torch.cat([loss[None], *counts])
 

@@ -168,8 +168,8 @@ def _literal(value: Any) -> Any:
 def with_settings_of_run(config: Config) -> Config:
     """Return the config with open settings filled in from the run that it continues, if there is one.
 
-    These are the rows and labels that the config leaves open and, with `tuned=auto`, the tuned speed settings that belong to the
-    run's identity and that the command does not set.
+    These are the rows and labels that the config leaves open and, with `tuned=auto`, the tuned speed settings that
+    belong to the run's identity and that the command does not set.
 
     Raises:
         ConfigError: the identity of that run is damaged.

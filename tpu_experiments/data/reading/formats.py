@@ -295,7 +295,9 @@ def _label(fields: Fields, spec: SourceSpec) -> str | None:
         return _encodable(value, name=name)
     if value is None or value == "":
         raise BadRow("no_label", f"has no label: its {name} is {json.dumps(value)}; label or remove the row.")
-    kind = f"the number {value}" if isinstance(value, float) else "blank" if isinstance(value, str) else "no single value"
+    kind = (
+        f"the number {value}" if isinstance(value, float) else "blank" if isinstance(value, str) else "no single value"
+    )
     raise BadRow("bad_label", f"has a label that is {kind} ({name}); a label is a string or an integer; mend the row.")
 
 
