@@ -109,3 +109,29 @@ def test_encoders_have_the_products_that_are_counted(model: str, attention: str)
     if model == "deberta_v3_base":  # embeddings of distances by queries' and keys' weights, once a micro-batch
         distances = 3 * 2.0 * 2 * layers * 2 * arch.position_buckets * hidden**2 / (ROWS * SEQ_LEN)
     assert found == pytest.approx(flops.total + outside + head + distances, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+@pytest.mark.parametrize("model", ["modernbert_base", "eurobert_210m"])
+def test_classifiers_have_the_products_that_are_counted(model: str) -> None:
+    """ModernBERT's head reads one state of a text, EuroBERT's every token."""
+    from tpu_experiments.objectives.classify import Classify
+    from tpu_experiments.planning.hlo.program import read_program
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+    from tpu_experiments.runtime.xla.programs import hlo_of
+
+    config = composed(
+        f"model={model}", "objective=classify", "objective.labels=[a,b,c]", "model.size=tiny", "model.dtype=float32",
+        "model.attention=eager", "lora=none", "sharding=replicated", "model.stack=unrolled",
+    )  # fmt: skip
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    objective = Classify(labels=("a", "b", "c"))
+    run = Run(config, runtime, row_loss=objective.row_loss, count=objective.count)
+    batch = runtime.put(random_batch(0, rows=ROWS, seq_len=SEQ_LEN), rows_dim=1)
+    found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops / (ROWS * SEQ_LEN)
+    arch = run.model.source.config
+    flops = trained_flops(config, arch, seq_len=SEQ_LEN)
+    keys = flops_module.keys_of_encoder(arch, seq_len=SEQ_LEN)
+    outside = 3 * 4.0 * arch.hidden_size * sum(SEQ_LEN - each for each in keys)
+    assert found == pytest.approx(flops.total + outside, rel=1e-9)

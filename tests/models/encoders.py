@@ -1,5 +1,6 @@
 """Small encoders of transformers, and rows of two documents for them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel
 
 SMALL = {
     "hidden_size": 64,
@@ -52,13 +53,16 @@ ENCODERS = (
 )
 
 
-def source_of(encoder: Encoder, *, attention: str | None = None, **values: Any) -> HuggingFaceModel:
-    """A source of random weights in float32 with the head of masked language modelling."""
+def source_of(
+    encoder: Encoder, *, attention: str | None = None, labels: Sequence[str] = (), **values: Any
+) -> HuggingFaceModel:
+    """A source of random weights in float32 with the head of masked language modelling, or that of these labels."""
     arch = {"model_type": encoder.model_type, **SMALL, **encoder.values, **values}
     model = ModelConfig(
         name="x", path="", init="random", dtype="float32", attention=attention or encoder.attention, arch=arch
     )
-    return HuggingFaceModel(model, seed=0, head="masked_lm", causal=False)
+    head = CLASSIFIER if labels else "masked_lm"
+    return HuggingFaceModel(model, seed=0, head=head, causal=False, labels=labels)
 
 
 def packed_rows(*, rows: int = 2, lengths: tuple[int, int] = (21, 16), total: int = 40) -> dict[str, Tensor]:

@@ -133,6 +133,9 @@ class DataSourceConfig:
     ### Assistant marks."""
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the format's fields in the file, where they differ: `{text: body}`."""
+    label_field: str | None = None
+    """Field of the rows, by its name in the file, that holds the label of a text: a string, an integer, true or false.
+    Only `objective=classify` reads it."""
     quoting: str = choice("auto", "minimal", "none", default="auto")
     """Quotation marks in .csv and .tsv. `minimal`: they may enclose a field, which may then contain separators and line
     ends. `none`: they are plain characters, and each line is a record. `auto`: for each file, the one with which more

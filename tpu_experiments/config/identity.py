@@ -28,6 +28,7 @@ from tpu_experiments.config.schema import (
     AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
+    ClassifyConfig,
     Config,
     MaskedConfig,
     NextTokenConfig,
@@ -77,6 +78,7 @@ UNSET: dict[str, Any] = {
     **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
     "tokens_per_parameter": None,
+    "label_field": None,
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
 """Values of keys of a source or stage that have the same effect as leaving the key out."""
@@ -180,7 +182,7 @@ def require_same(stored: Mapping[str, Any], config: Config, *, folder: str) -> N
     )
 
 
-OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig)
+OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig)
 """Schemas of the objectives of this project."""
 log = logging.getLogger(__name__)
 MODEL_KEYS = ("seed", "plugins", "model", "lora", "curriculum", "prepare", "trainer")

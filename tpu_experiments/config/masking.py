@@ -1,4 +1,4 @@
-"""Places of a row for masked tokens: static, so that the program of every step is the same."""
+"""Places of a row for masked tokens, or for texts: static, so that the program of every step is the same."""
 
 import math
 
@@ -13,3 +13,12 @@ def num_places(length: int, *, rate: float) -> int:
     """Return the places of a row for masked tokens, enough for `SPARE` standard deviations above their mean."""
     needed = rate * length + SPARE * math.sqrt(length * rate * (1 - rate))
     return min(length, math.ceil(needed / LANES) * LANES)
+
+
+FEWEST_TOKENS = 2
+"""Tokens of the shortest text with its label."""
+
+
+def num_texts(length: int) -> int:
+    """Return the places of a row for texts: as many as could be in it."""
+    return max(1, length // FEWEST_TOKENS)

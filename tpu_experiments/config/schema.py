@@ -307,6 +307,15 @@ class ReplacedTokenConfig(ObjectiveConfig):
 
 
 @dataclass
+class ClassifyConfig(ObjectiveConfig):
+    """The label of a text, by an encoder with a head on top (BERT, arXiv 1810.04805)."""
+
+    _target_: str = "tpu_experiments.objectives.classify.Classify"
+    labels: list[str] | None = None
+    """Labels in the order of the logits; null takes those of the training rows (`data.<name>.label_field`), sorted."""
+
+
+@dataclass
 class OwnObjectiveConfig(ObjectiveConfig):
     """An objective of the user's own."""
 
@@ -551,6 +560,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_next_token": NextTokenConfig,
         "base_mlm": MaskedConfig,
         "base_rtd": ReplacedTokenConfig,
+        "base_classify": ClassifyConfig,
         "base": OwnObjectiveConfig,
     },
     "optim": {

@@ -28,6 +28,8 @@ class Document:
     where no turn has any."""
     tools: str = ""
     """The tools offered to the assistant, as a JSON list."""
+    label: str | None = None
+    """What a text is classified as; None where it is not."""
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
@@ -110,6 +112,8 @@ class SourceSpec:
     max_documents: int | None = None
     group_field: str | None = None
     """Row field that `Document.group` is read from."""
+    label_field: str | None = None
+    """Row field that `Document.label` is read from; None where texts have no labels."""
     keep: dict[str, list[Any]] = field(default_factory=dict)
     """Allowed values by row field (under the file's own names); rows with other values are left out."""
     eval_path: str | None = None
@@ -131,12 +135,26 @@ class SourceSpec:
         return f"data.{self.name}.{self.path_key}="
 
 
-def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpec:
+def spec_of(name: str, source: DataSourceConfig, *, data_size: str, is_labelled: bool = False) -> SourceSpec:
     """Resolve the path of a configured source; `data_size` is `full` or `sample`.
 
+    Args:
+        is_labelled: the texts are read with their labels.
+
     Raises:
-        ConfigError: the sample is requested and there is none, or `kind` and `format` do not agree.
+        ConfigError: the sample is requested and there is none, `kind` and `format` do not agree, or labels are wanted
+            of conversations or without a field.
     """
+    if is_labelled and source.kind != "text":
+        raise ConfigError(
+            f"data.{name}.kind={source.kind} with objective=classify; it classifies texts; write data.{name}.kind=text "
+            f"data.{name}.format=text, and the field of the text as +data.{name}.fields.text=FIELD."
+        )
+    if is_labelled and source.label_field is None:
+        raise ConfigError(
+            f"data.{name}.label_field=null with objective=classify; a text's label is read from a field of its row; "
+            f"write data.{name}.label_field=FIELD."
+        )
     path = source.sample_path if data_size == "sample" else source.path
     if path is None:
         raise ConfigError(f"data_size=sample but data.{name}.sample_path is not set; set it, or use data_size=full.")
@@ -160,6 +178,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpe
         quoting=source.quoting,
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
+        label_field=source.label_field if is_labelled else None,
         keep={name: list(values) for name, values in source.keep.items()},
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
         named_splits=source.named_splits,

@@ -8,7 +8,7 @@ all of them, concatenated, N rows of T tokens.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.data.documents import spec_of
-from tpu_experiments.data.prepare import Preparation
+from tpu_experiments.data.prepare import Preparation, labelling_of
 from tpu_experiments.data.reading.parts import list_parts
 from tpu_experiments.data.reading.sources import field_values
 from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_report, read_tokens
+from tpu_experiments.data.steps.labels import Labelling, cut_texts
 from tpu_experiments.data.steps.pack import FlatTokens, best_fit
 from tpu_experiments.data.steps.selection import select
 from tpu_experiments.data.steps.tokenized import TokenizedSource, tokenize_source
@@ -42,6 +43,18 @@ class HeldOut:
     num_in_split: int
     values: tuple[str, ...] | None = None
     """Each document's value of the field `by`; None where the source's rows do not have it."""
+    labelling: Labelling | None = None
+    """Labels of the texts; None where they have none."""
+
+    def cut(self, seq_len: int) -> "HeldOut":
+        """Return labelled texts as training reads them, cut to a row; other documents become windows."""
+        if self.labelling is None:
+            return self
+        flat, counts = cut_texts(self.flat, max_tokens=seq_len, num_closing=self.labelling.num_closing)
+        if counts["documents_truncated"]:
+            log.info("data.%s: %d of %d texts are cut to %d tokens", self.name, counts["documents_truncated"],
+                     flat.num_documents, seq_len)  # fmt: skip
+        return replace(self, flat=flat)
 
     def token_documents(self) -> NDArray[np.int64]:
         """Return the document index of each token, shape (L,)."""
@@ -98,7 +111,7 @@ def held_out_documents(
         ConfigError: the field has more than `MAX_VALUES` values, or the source has a reader of the user's own.
     """
     tokens = tokenize_source(
-        spec_of(name, source, data_size=data_size),
+        spec_of(name, source, data_size=data_size, is_labelled=preparation.is_labelled),
         source=source,
         tokenizer=preparation.tokenizer,
         settings=preparation.settings,
@@ -114,7 +127,9 @@ def held_out_documents(
         generator = np.random.Generator(np.random.Philox(key=seed))
         members = np.sort(generator.choice(members, max_documents, replace=False))
     values = None if by is None else _values(tokens, members, by=by, is_own=name in preparation.readers)
-    return HeldOut(name, tokens.spec.kind, _read(tokens, members, blocks=blocks), num_in_split, values)
+    labelling = labelling_of(preparation)
+    flat = _read(tokens, members, blocks=blocks, labelling=labelling)
+    return HeldOut(name, tokens.spec.kind, flat, num_in_split, values, labelling)
 
 
 def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_own: bool) -> tuple[str, ...] | None:
@@ -143,7 +158,9 @@ def _values(tokens: TokenizedSource, members: NDArray[np.int64], *, by: str, is_
     return values
 
 
-def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[BlockIndex]) -> FlatTokens:
+def _read(
+    tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[BlockIndex], labelling: Labelling | None
+) -> FlatTokens:
     """Read the tokens of the documents with these indices in the source; blocks without one are skipped."""
     ids, flags, chosen = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
     first = 0
@@ -155,6 +172,9 @@ def _read(tokens: TokenizedSource, members: NDArray[np.int64], *, blocks: list[B
             continue
         ids_L, flags_L = read_tokens(tokens.folder, block.name, sha256=block.sha256["tokens"])
         ends_D = np.cumsum(lengths_D)
+        if labelling is not None:
+            ids_L = ids_L.copy()
+            ids_L[ends_D - 1] = labelling.numbers(block)
         for index in inside.tolist():
             part = slice(int(ends_D[index] - lengths_D[index]), int(ends_D[index]))
             ids.append(ids_L[part])

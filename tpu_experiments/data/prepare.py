@@ -29,6 +29,7 @@ from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource,
 from tpu_experiments.data.steps.across import add_overlaps_across_sources, write_groups
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index
 from tpu_experiments.data.steps.keys import rows_key
+from tpu_experiments.data.steps.labels import Counts, Labelling, label_counts, label_text, require_known
 from tpu_experiments.data.steps.report import write_report
 from tpu_experiments.data.steps.selection import Selection, select
 from tpu_experiments.data.steps.tokenized import Found, Read, TokenizedSource, tokenize_source
@@ -36,6 +37,7 @@ from tpu_experiments.data.steps.windows import WindowMaker, WindowSettings, cut_
 from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.data.store.shards import damaged_shards
 from tpu_experiments.data.store.stream import CacheSettings, Check
+from tpu_experiments.data.tokens.tokenize import own_ends
 from tpu_experiments.data.tokens.tokenizer import pad_id, require_chat_template, template_hash, tokenizer_hash
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import shown_path
@@ -62,6 +64,10 @@ class Preparation:
     verify: Literal["rows", "all"] = "rows"
     """Which existing files are verified by checksum. `rows`: the shards; those of a source and row length with more
     than `START_BYTES` only when they are opened. `all`: every shard, and every block of tokens too."""
+    is_labelled: bool = False
+    """Whether texts are read with their labels."""
+    labels: tuple[str, ...] | None = None
+    """All labels, in the order of their numbers; None while they are to be found."""
 
 
 def prepare(
@@ -75,7 +81,7 @@ def prepare(
     """
     paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
     lengths = sorted(set(seq_lens))
-    specs = {name: spec_of(name, source, data_size=data_size) for name, source in sources.items()}
+    specs = _specs(sources, data_size=data_size, preparation=preparation)
     for name, spec in specs.items():
         check_rules(sources[name].clean, source=name, kind=spec.kind)
         if spec.kind == "chat":
@@ -112,8 +118,8 @@ def lengths_of(
     """
     paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
     found = {}
-    for name, source in sources.items():
-        spec = spec_of(name, source, data_size=data_size)
+    for name, spec in _specs(sources, data_size=data_size, preparation=preparation).items():
+        source = sources[name]
         check_rules(source.clean, source=name, kind=spec.kind)
         if spec.kind == "chat":
             require_chat_template(preparation.tokenizer, source=name)
@@ -122,6 +128,26 @@ def lengths_of(
         p95 = int(np.percentile(lengths_D, 95, method="inverted_cdf")) if len(lengths_D) else None
         found[name] = Lengths(p95, int(lengths_D.sum()))
     return found
+
+
+def labels_of(
+    sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
+) -> dict[str, Counts]:
+    """Return the label counts of every source, tokenising where needed; arguments and errors as of `lengths_of`."""
+    paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
+    found: dict[str, Counts] = {}
+    for name, spec in _specs(sources, data_size=data_size, preparation=preparation).items():
+        check_rules(sources[name].clean, source=name, kind=spec.kind)
+        tokens = _tokenized(spec, source=sources[name], preparation=preparation, found="taken")
+        found[name] = label_counts(tokens, source=sources[name])
+    return found
+
+
+def _specs(
+    sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
+) -> dict[str, SourceSpec]:
+    labelled = {"is_labelled": preparation.is_labelled}
+    return {name: spec_of(name, source, data_size=data_size, **labelled) for name, source in sources.items()}
 
 
 def _tokenized(
@@ -150,7 +176,14 @@ def _rows_of_length(
 ) -> tuple[str, dict[str, Any]]:
     """Return folder and manifest of the rows of one length."""
     pad = pad_id(preparation.tokenizer)
-    key = rows_key(tokens.key, source=source, settings=preparation.settings, seq_len=seq_len, pad_id=pad)
+    key = rows_key(
+        tokens.key,
+        source=source,
+        settings=preparation.settings,
+        seq_len=seq_len,
+        pad_id=pad,
+        labels=preparation.labels,
+    )
     folder = paths.join(preparation.folder, f"{tokens.spec.name}-rows-{seq_len}-{key}")
     manifest = read_manifest(folder, expected={"key": key}, is_lookup=preparation.is_lookup)
     if manifest is None and preparation.is_lookup:
@@ -208,6 +241,7 @@ def _make_rows(
     paths.make_dirs(folder)
     blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
     selection = select(blocks, source=source, tokens=tokens)
+    labels = _known_labels(tokens, source=source, preparation=preparation)
     records = _pack_windows(
         blocks, selection=selection, tokens=tokens, seq_len=seq_len, preparation=preparation, folder=folder
     )
@@ -237,9 +271,34 @@ def _make_rows(
         },
         "config": _settings_of(source, tokens=tokens),
         **({"origins": tokens.origins} if tokens.origins else {}),
+        **({} if labels is None else {"labels": labels}),
     }
     assert manifest["documents_in"] == manifest["documents_out"] + sum(reported.values()), "a document was lost"
     return manifest | {"audit_hash": audit_hash(manifest)}
+
+
+def _known_labels(
+    tokens: TokenizedSource, *, source: DataSourceConfig, preparation: Preparation
+) -> dict[str, dict[str, int]] | None:
+    """Return the number of documents of every label by split; None where texts have no labels.
+
+    Raises:
+        ConfigError: a document has a label that is none of the run's.
+    """
+    if not preparation.is_labelled:
+        return None
+    assert preparation.labels is not None, "they are found before rows are made"
+    counts = label_counts(tokens, source=source)
+    size = len(preparation.tokenizer)
+    require_known(counts, labels=preparation.labels, name=tokens.spec.name, vocab_size=size)
+    return {split: {label: own.get(label, 0) for label in preparation.labels} for split, own in counts.items()}
+
+
+def labelling_of(preparation: Preparation) -> Labelling | None:
+    """Return the labels of texts with what a text ends with; None where they have none."""
+    if preparation.labels is None:
+        return None
+    return Labelling(preparation.labels, num_closing=len(own_ends(preparation.tokenizer)[1]))
 
 
 def _described(tokens: TokenizedSource, *, seq_len: int, preparation: Preparation) -> dict[str, Any]:
@@ -294,8 +353,14 @@ def _pack_windows(
     folder: str,
 ) -> list[dict[str, Any]]:
     """Pack all windows; return the record of each, with its `split`."""
-    size = preparation.settings.window_tokens
-    windows = (w for s in SPLITS for w in cut_windows(blocks, split=s, chosen_D=selection.chosen(s), tokens=size))
+    size, labelling = preparation.settings.window_tokens, labelling_of(preparation)
+    windows = (
+        window
+        for split in SPLITS
+        for window in cut_windows(
+            blocks, split=split, chosen_D=selection.chosen(split), tokens=size, labelling=labelling
+        )
+    )
     settings = WindowSettings(
         tokens_folder=tokens.folder,
         folder=folder,
@@ -305,6 +370,7 @@ def _pack_windows(
         pad_id=pad_id(preparation.tokenizer),
         vocab_size=1 + max(preparation.tokenizer.get_vocab().values()),
         is_chat=tokens.spec.kind == "chat",
+        labelling=labelling,
     )
     records = []
     with tqdm(desc=f"{tokens.spec.name}: rows", unit=" rows", mininterval=0.5, leave=False, disable=None) as bar:
@@ -347,6 +413,10 @@ def _log_source(manifest: Mapping[str, Any], *, folder: str) -> None:
     train, evaluation, test = (manifest["splits"][split] for split in SPLITS)
     if manifest.get("origins"):
         log.info("data.%s: %s", manifest["source"], origins_text(manifest))
+    if manifest.get("labels"):
+        names = list(manifest["labels"]["train"])
+        texts = (f"{split}: {label_text(counts, labels=names)}" for split, counts in manifest["labels"].items())
+        log.info("data.%s: labels in %s", manifest["source"], "; ".join(texts))
     log.info(
         "data.%s: %d documents in, %d out -> %d rows of %d (%d to evaluate, %d to test), %d tokens, %.1f%% of the rows "
         "filled, %.1f%% supervised; %s",

@@ -142,6 +142,7 @@ def adapter_code(
     of_base: str = "",
     of_adapter: str = "",
     trust: str = "",
+    auto: str = "AutoModelForCausalLM",
 ) -> list[str]:
     """Return the lines that load an adapter over its base, of NF4 as it was held in training.
 
@@ -149,13 +150,14 @@ def adapter_code(
         held: how the base was held in training: `dense`, `int8` or `nf4`.
         of_base: further arguments for the base, each with a comma before it; `of_adapter` likewise.
         trust: the argument that has the model's own code run, likewise.
+        auto: class of the base.
     """
     is_nf4 = held == "nf4"
     return [
         "from peft import PeftModel",
-        f"from transformers import AutoModelForCausalLM, AutoTokenizer{', BitsAndBytesConfig' if is_nf4 else ''}",
+        f"from transformers import {auto}, AutoTokenizer{', BitsAndBytesConfig' if is_nf4 else ''}",
         *([NF4_CONFIG.format(double=double_quant, dtype=dtype)] if is_nf4 else []),
-        f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{dtype}"'
+        f'base = {auto}.from_pretrained("{base}", dtype="{dtype}"'
         f"{', quantization_config=nf4' if is_nf4 else ''}{of_base}{trust})",
         f'model = PeftModel.from_pretrained(base, "{place}"{of_adapter})',
         f'tokenizer = AutoTokenizer.from_pretrained("{place}"{of_adapter}{trust})',

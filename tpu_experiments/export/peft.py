@@ -17,12 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.tokenizer import write_tokenizer
-from tpu_experiments.runtime.stacked import is_magnitude
+from tpu_experiments.runtime.stacked import is_adapter_part
 from tpu_experiments.storage import paths
 
 PREFIX = "base_model.model."
 DECODER = "model.language_model."
 """Prefix of a decoder's names in a vision-language model (Gemma 3 4B); in a pure decoder it is `model.`."""
+LOW_RANK = ("lora_A", "lora_B")
+CLASSIFIER = "SEQ_CLS"
+"""PEFT's `task_type` of adapters of a classifier."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 """File of the adapter's settings, written after the tensors, so its presence means that they are complete."""
@@ -40,6 +43,8 @@ def write_adapter(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `.lora_B`, `.lora_magnitude_vector`).
+
+    Tensors of other names are a classifier's head, which is trained whole; PEFT calls its modules `modules_to_save`.
 
     Args:
         initial: PiSSA's A and B before training. The adapter is for the original base weights, not the reduced ones, so
@@ -60,6 +65,8 @@ def write_adapter(
     config = adapter_config(
         lora, r=whole.r, alpha=whole.alpha, modules=_modules(parameters), base_path=base_path, revision=revision
     ) | {"fan_in_fan_out": is_transposed}
+    head = _head_modules(parameters)
+    config |= {"task_type": CLASSIFIER, "modules_to_save": head} if head else {}
     paths.write_text_atomic(paths.join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2))
     return {ADAPTER_FILE: hashlib.sha256(content).hexdigest()}
 
@@ -97,11 +104,13 @@ def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) 
 
 
 def _outer_name(name: str) -> str:
-    return f"{PREFIX}{name}" if is_magnitude(name) else f"{PREFIX}{name}.weight"
+    return f"{PREFIX}{name}.weight" if name.endswith(LOW_RANK) else f"{PREFIX}{name}"
 
 
 def _inner_name(key: str) -> str:
-    name = key.removeprefix(PREFIX).removesuffix(".weight")
+    name = key.removeprefix(PREFIX)
+    short = name.removesuffix(".weight")
+    name = short if is_adapter_part(short) else name
     return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name
 
 
@@ -128,7 +137,13 @@ def adapter_config(
 
 def _modules(parameters: Mapping[str, Tensor]) -> list[str]:
     """Return the full names of the adapted modules, which are exact also where targets are globs."""
-    return sorted({name.rpartition(".")[0] for name in parameters})
+    return sorted({name.rpartition(".")[0] for name in parameters if is_adapter_part(name)})
+
+
+def _head_modules(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the modules that are trained whole, by the first part of their names; a base model's pooler by two."""
+    names = [name.split(".") for name in parameters if not is_adapter_part(name)]
+    return sorted({".".join(parts[:2]) if parts[1] == "pooler" else parts[0] for parts in names})
 
 
 def _with_initial(name: str, tensor: Tensor, start: Tensor) -> Tensor:

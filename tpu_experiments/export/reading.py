@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, read_layout
-from tpu_experiments.runtime.stacked import MAGNITUDE
+from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIER, PREFIX, read_layout
+from tpu_experiments.runtime.stacked import MAGNITUDE, is_adapter_part
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import require_finite
 
@@ -39,13 +39,16 @@ class Adapter:
     lora: LoraConfig
     """Rank, scale and targets; the targets are the full names of the modules that have tensors."""
     tensors: dict[str, Tensor]
-    """A and B of every adapted module, and with DoRA the lengths of its rows."""
+    """A and B of every adapted module, with DoRA the lengths of its rows, and of a classifier its head."""
     base: str
     """Name or path of its base model as in adapter_config.json; may be empty."""
 
 
-def read_adapter(folder: str) -> Adapter:
+def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     """Read the adapter in a local or remote folder.
+
+    Args:
+        has_head: it is a classifier's, with the tensors of a head.
 
     Raises:
         ConfigError: there is no adapter, it is neither LoRA nor DoRA, or it has no tensors, or NaN or infinite values.
@@ -62,7 +65,11 @@ def read_adapter(folder: str) -> Adapter:
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
     dora = bool(config.get("use_dora"))
-    more = [*_more_in(config), *_more_among(layout, r=r, dora=dora)]
+    head = tuple(config.get("modules_to_save") or ()) if has_head and config.get("task_type") == CLASSIFIER else ()
+    more = [
+        *_more_in(config | ({"modules_to_save": None} if head else {})),
+        *_more_among(layout, r=r, dora=dora, head=tuple(f"{PREFIX}{name}." for name in head)),
+    ]
     if more:
         raise ConfigError(
             f"{folder}; it is more than a LoRA or DoRA adapter ({', '.join(more)}); merge it into its base with PEFT's "
@@ -74,7 +81,7 @@ def read_adapter(folder: str) -> Adapter:
     for name, tensor in sorted(layout.items()):
         require_finite(tensor, name=name, place=place)
     tensors = read_layout(layout, initial={})
-    targets = sorted({name.rpartition(".")[0] for name in tensors})
+    targets = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name)})
     scaling = "alpha_over_sqrt_r" if config.get("use_rslora") else "alpha_over_r"
     lacking = [name for name in targets if dora and f"{name}.{MAGNITUDE}" not in tensors]
     if lacking:
@@ -97,9 +104,11 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}={config[name]}" for name in REFUSED if config.get(name))
 
 
-def _more_among(layout: Mapping[str, Tensor], *, r: int, dora: bool) -> Iterator[str]:
-    """Yield the first tensor, if any, that is neither A (r, in) nor B (out, r), nor DoRA's lengths (out,)."""
+def _more_among(layout: Mapping[str, Tensor], *, r: int, dora: bool, head: tuple[str, ...]) -> Iterator[str]:
+    """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor of a head."""
     for name, tensor in sorted(layout.items()):
+        if head and name.startswith(head):
+            continue
         if dora and name.removesuffix(".weight").endswith(f".{MAGNITUDE}") and tensor.ndim == 1:
             continue
         rank_dim = 0 if name.endswith(A) else 1

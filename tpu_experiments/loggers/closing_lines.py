@@ -93,7 +93,7 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
 
 def _perplexity_text(result: dict[str, Any]) -> str:
     """Return the perplexity in brackets, of masked tokens that of an encoder; empty where the loss is of no tokens."""
-    if result.get("parts"):
+    if not result.get("has_perplexity", not result.get("parts")):
         return ""
     kind = "perplexity" if _writes_text(result) else "of masked tokens: perplexity"
     return f"  ({kind} {_loss(result['perplexity'], digits=2)})"

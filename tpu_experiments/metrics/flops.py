@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.masking import num_places
+from tpu_experiments.config.masking import num_places, num_texts
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
-from tpu_experiments.config.schema import Config, MaskedConfig, ReplacedTokenConfig
+from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedConfig, ReplacedTokenConfig
 
 REQUIRED = (
     "hidden_size",
@@ -336,6 +336,8 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
     if isinstance(config.objective, MaskedConfig):
         places = num_places(seq_len, rate=config.objective.mask_rate)
         return encoder_flops(arch, seq_len=seq_len, places=places, config=config)
+    if isinstance(config.objective, ClassifyConfig):
+        return classifier_flops(arch, seq_len=seq_len, config=config)
     return flops_of_token(
         arch,
         seq_len=seq_len,
@@ -365,7 +367,7 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
     kind = _value(arch, "model_type")
     family = ENCODERS.get(str(kind))
     if family is None or config.lora.r:
-        what = f"model.arch.model_type={kind}" if family is None else f"lora.r={config.lora.r} with objective=mlm"
+        what = f"model.arch.model_type={kind}" if family is None else f"lora.r={config.lora.r} with an encoder"
         raise ConfigError(f"{what}; its FLOPs are not counted; counted are {', '.join(ENCODERS)} with lora=none.")
     hidden, layers = int(_value(arch, "hidden_size")), int(_value(arch, "num_hidden_layers"))
     heads = int(_value(arch, "num_attention_heads"))
@@ -388,6 +390,25 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
         head=3 * head - 2.0 * hidden * places,  # no gradient of the places
         lora=0.0,
     )
+
+
+def classifier_flops(arch: Any, *, seq_len: int, config: Config) -> FlopsPerToken:
+    """Return FLOPs per token of a classifier with full training: those of its encoder, and of its head.
+
+    The head is a square matrix and that of the labels. It is computed at every place where a text could be in a row,
+    or at every token where a class takes the mean of the tokens' logits (EuroBERT), and the states are gathered by a
+    product.
+
+    Raises:
+        ConfigError: as of `encoder_flops`.
+    """
+    encoder = encoder_flops(arch, seq_len=seq_len, places=0, config=config)
+    hidden, is_late = int(_value(arch, "hidden_size")), _value(arch, "classifier_pooling") == "late"
+    labels = len(config.objective.labels or ()) if isinstance(config.objective, ClassifyConfig) else 0
+    places, columns = num_texts(seq_len), hidden + max(2, labels)
+    matrices = 2.0 * hidden * columns * (1.0 if is_late else places / seq_len)
+    gathering = 2.0 * places * (max(2, labels) if is_late else hidden)
+    return replace(encoder, head=3 * matrices + 2 * gathering)  # no gradient of the places
 
 
 def keys_of_encoder(arch: Any, *, seq_len: int) -> list[float]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.metrics.bootstrap import Estimate, Sums, estimate, resampled_over
+from tpu_experiments.metrics.labels import accuracy, f1_of_labels, macro_f1, majority_rate
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 SCORES = (*ROUGE, "exact_match")
@@ -164,6 +165,78 @@ def compared_answers(base: Sums, trained: Sums | None, *, resampling: Resampling
         found["trained"] = pair.estimates(lambda sums: by_name(sums[1]))
         found["difference"] = pair.estimates(lambda sums: by_name(sums[1] - sums[0]))
     return found
+
+
+@dataclass(frozen=True)
+class LabelComparison:
+    """Measures of a classifier on some held-out texts, before and after training."""
+
+    num_texts: int
+    majority: float
+    """Accuracy of giving every text the most frequent label."""
+    labelled: dict[str, int]
+    """Texts of every label."""
+    base: dict[str, Estimate]
+    """`accuracy` and `macro_f1`."""
+    trained: dict[str, Estimate] | None
+    difference: dict[str, Estimate] | None
+    """Trained minus base, with the interval over the same resampled texts."""
+    f1: dict[str, dict[str, float | None]]
+    """F1 of every label, by `base` and `trained`; None where the label is neither predicted nor present."""
+
+
+LabelPairs = NDArray[np.int64]
+"""Number of the label and of the predicted one of D texts, (D, 2)."""
+
+
+def compared_labels(
+    base: Mapping[str, LabelPairs],
+    trained: Mapping[str, LabelPairs] | None,
+    *,
+    labels: Sequence[str],
+    resampling: Resampling,
+) -> dict[str, LabelComparison]:
+    """Compare the predictions for every source, and under `ALL` for all sources where there are several."""
+
+    def compared(names: Sequence[str]) -> LabelComparison:
+        sides = {"base": base} if trained is None else {"base": base, "trained": trained}
+        parts = [np.concatenate([_label_sums(side[name], len(labels)) for side in sides.values()], 1) for name in names]
+        pair = _Pair(parts, width=3 * len(labels), resampling=resampling)
+        labelled_C = np.split(pair.total_1K[0, : 3 * len(labels)], 3)[2]
+        scores = {
+            side: f1_of_labels(*np.split(sums, 3))
+            for side, sums in zip(sides, np.split(pair.total_1K[0], len(sides)), strict=True)
+        }
+        has_two = trained is not None
+        return LabelComparison(
+            pair.num_documents,
+            float(majority_rate(labelled_C)),
+            {label: int(count) for label, count in zip(labels, labelled_C, strict=True)},
+            pair.estimates(lambda sums: _of_labels(sums[0])),
+            pair.estimates(lambda sums: _of_labels(sums[1])) if has_two else None,
+            pair.estimates(lambda sums: _differences(_of_labels(sums[1]), _of_labels(sums[0]))) if has_two else None,
+            {
+                side: {label: float(v) if np.isfinite(v) else None for label, v in zip(labels, values, strict=True)}
+                for side, values in scores.items()
+            },
+        )
+
+    found = {name: compared([name]) for name in base}
+    return found if len(found) == 1 else found | {ALL: compared(list(base))}
+
+
+def _label_sums(pairs_D2: LabelPairs, count: int) -> Sums:
+    """Return the texts predicted rightly, predicted and labelled so, for every label: (D, 3 C) of 0 and 1."""
+    labelled_DC, predicted_DC = (pairs_D2[:, side, None] == np.arange(count) for side in range(2))
+    return np.concatenate([labelled_DC & predicted_DC, predicted_DC, labelled_DC], axis=1).astype(np.float64)
+
+
+def _of_labels(sums_RK: Sums) -> dict[str, NDArray[np.float64]]:
+    right_RC, predicted_RC, labelled_RC = np.split(sums_RK, 3, axis=1)
+    return {
+        "accuracy": accuracy(right_RC, labelled_RC),
+        "macro_f1": macro_f1(f1_of_labels(right_RC, predicted_RC, labelled_RC)),
+    }
 
 
 class _Pair:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.fold import fold
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
 from tpu_experiments.models.lora import A, B, ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
@@ -126,7 +127,8 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
     """
     module = source.empty()
     quantise_linears(module, source.model)
-    report = inject(module, lora)
+    head = head_parameters(module) if isinstance(module, PreTrainedModel) and source.head == CLASSIFIER else {}
+    report = inject(module, lora, head=head)
     named = {name for name, _ in module.named_parameters()}
     shared = [name.removesuffix(".weight") for name in adapted_weights(module) if name not in named]
     if shared:

@@ -7,7 +7,7 @@ together, is found on the meta device without weights. Legend: B rows, T tokens,
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -67,7 +67,7 @@ def logits_of(
         causal: whether a token attends to those before it alone, or to its whole document.
     """
     inputs = model_inputs(module, batch, causal=causal)
-    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+    with noise(batch.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         return with_rope_in_kernel(
             module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
         )
@@ -83,7 +83,7 @@ def hidden_of(
     `parameters`: cast it to the data type of the hidden states for the product.
     """
     inputs, without_head = model_inputs(module, batch, causal=causal), _WithoutHead(module)
-    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+    with noise(batch.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         hidden_BTH, head_VH = with_rope_in_kernel(
             module, lambda: functional_call(without_head, own, kwargs=inputs, tie_weights=True)
@@ -105,7 +105,7 @@ def masked_features(
         picks_RKT: one-hot rows that choose a token for each of K places; a place of zeros has no token.
     """
     inputs, up_to_head = model_inputs(module, batch, causal=False), _UpToHead(module)
-    with noise(batch.get(NOISE)), _in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+    with noise(batch.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         features_RKH, *head = functional_call(up_to_head, own, kwargs={"picks_RKT": picks_RKT, **inputs})
     weight_VH, bias_V = (
@@ -151,7 +151,7 @@ def _before(matrix: nn.Module, whole: Any, hidden: Tensor) -> Tensor:
 
 
 @contextmanager
-def _in_module_dtype(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def in_module_dtype(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the parameters in the data type in which the module is called.
 
     Stacks and the weights of recomputed layers are left as they are and cast where the layers run (models/fold.py and
@@ -314,25 +314,31 @@ def has_plain_head(module: nn.Module) -> bool:
 class _Outputs:
     """Output of the stand-in base model: hidden states, and None for all else (caches, router logits)."""
 
-    def __init__(self, hidden_11H: Tensor) -> None:
-        self.last_hidden_state = hidden_11H
+    def __init__(self, hidden_11H: Tensor, pooled: Sequence[Tensor] = ()) -> None:
+        self.last_hidden_state, self.pooled = hidden_11H, tuple(pooled)
 
     def __getattr__(self, name: str) -> None:
         return None
 
     def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
+        return (self.last_hidden_state, *self.pooled)[index]
 
 
 class _Base(nn.Module):
     """Stand-in for the layers, which returns given hidden states."""
 
-    def __init__(self, hidden_11H: Tensor) -> None:
+    def __init__(self, hidden_11H: Tensor, pooled: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.hidden_11H = hidden_11H
+        self.hidden_11H, self.pooled = hidden_11H, pooled
 
     def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
-        return _Outputs(self.hidden_11H)
+        return _Outputs(self.hidden_11H, self.pooled)
+
+
+def with_base(hidden: Tensor, base: nn.Module) -> nn.Module:
+    """Return a stand-in for a base model whose output are these hidden states, and what its pooler makes of them."""
+    pooler = getattr(base, "pooler", None)
+    return _Base(hidden, () if pooler is None else (pooler(hidden),))
 
 
 def _is_product(module: nn.Module) -> bool:

@@ -4,7 +4,9 @@ Nothing here holds a second copy of the model: the module is built on the meta d
 tensor at a time. Of a model that sees or hears as well (Gemma 3 from 4B on) the decoder of text alone is loaded and
 trained."""
 
-from collections.abc import Collection, Iterator, Mapping
+import hashlib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +38,8 @@ from tpu_experiments.models.experts import EVERY_EXPERT
 from tpu_experiments.models.forward import CAUSAL_ALONE, rehearse
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
+
+log = logging.getLogger(__name__)
 
 
 def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -91,6 +95,8 @@ HEADS = {
     ),
 }
 """Values of an objective's `head` (objectives/base.py)."""
+CLASSIFIER = "sequence_classification"
+"""Key of `HEADS` of classifiers."""
 OWN_HEAD = "own"
 """Value of an objective's `head` whose models have a source of their own, named by `model._target_`."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -141,12 +147,21 @@ class ModelPart:
 class HuggingFaceModel:
     """Source of a checkpoint's or of random weights; the `model._target_` of every stock model."""
 
-    def __init__(self, model: ModelConfig, *, seed: int, head: str = "causal_lm", causal: bool = True) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        seed: int,
+        head: str = "causal_lm",
+        causal: bool = True,
+        labels: Sequence[str] = (),
+    ) -> None:
         """Read the model's config.
 
         Args:
             head: key of `HEADS`, or `OWN_HEAD`.
             causal: whether the model is called with causal masks.
+            labels: what a classifier tells apart, in the order of its logits; empty for other models.
 
         Raises:
             ConfigError: the config cannot be used, or does not go with the head or with attention on both sides.
@@ -161,6 +176,9 @@ class HuggingFaceModel:
         self.config = decoder_config(self.whole_config)
         self.config._attn_implementation = FLASH if model.attention == "flash" else model.attention
         self.config._experts_implementation = EVERY_EXPERT
+        self.labels_of_checkpoint = None if self.folder is None else own_labels(self.config)
+        if labels:
+            set_labels(self.config, labels)
 
     def find_folder(self) -> Path | None:
         """Return the checkpoint's folder; a Hub id is downloaded."""
@@ -194,6 +212,11 @@ class HuggingFaceModel:
             raise ConfigError(
                 f"model={self.model.name}; the objective makes its models itself (head={self.head!r}); take a model "
                 "whose model._target_ is made for it."
+            )
+        if self.head == CLASSIFIER and not self.causal and config.model_type not in HEADS["masked_lm"].model_types:
+            raise ConfigError(
+                f"model={self.model.name}; a {config.model_type!r} is a decoder, and the objective classifies with "
+                "attention on both sides; give an encoder (modernbert, eurobert, deberta-v2, roberta)."
             )
         has_own_class = self.runs_code and head.auto.__name__ in (getattr(config, "auto_map", None) or {})
         if config.model_type not in head.model_types and not has_own_class:
@@ -234,7 +257,8 @@ class HuggingFaceModel:
             module = self._on_meta(self.config)
             module.tie_weights()
             _fill_buffers(module)
-            rehearse(module, causal=self.causal)
+            # A classifier's own forward pass pools with masks of padding alone.
+            rehearse(module.base_model if self.head == CLASSIFIER else module, causal=self.causal)
         except ConfigError:
             raise
         except UNFIT as error:
@@ -272,7 +296,7 @@ class HuggingFaceModel:
         """
         if self.random:
             return
-        for name, stored in self._stored(list(shapes)).items():
+        for name, stored in self._stored([name for name in shapes if name not in self.new_head]).items():
             if stored.shape != shapes[name]:
                 raise ConfigError(
                     f"model.path={self.model.path}; the checkpoint has {name} as {stored.shape}, its config.json says "
@@ -303,9 +327,42 @@ class HuggingFaceModel:
             yield Named(name, parameters[name].detach().to(self.dtype))
 
     def _checkpoint_weights(self, names: list[str]) -> Iterator[Named]:
-        found = self._stored(names)
+        found = self._stored([name for name in names if name not in self.new_head])
         for name in names:
-            yield Named(name, found[name].read().to(self.dtype))
+            if name in self.new_head:
+                yield Named(name, self._drawn(name, self.new_head[name]).to(self.dtype))
+            else:
+                yield Named(name, found[name].read().to(self.dtype))
+
+    @cached_property
+    def new_head(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a classifier's parameters that the checkpoint does not give, which are drawn.
+
+        They are those of its head that the checkpoint lacks, and, if the checkpoint is not a classifier of the same
+        labels, the matrix and bias of the logits.
+        """
+        if self.head != CLASSIFIER or self.random:
+            return {}
+        module = self._on_meta_once
+        own = head_parameters(module)
+        is_same = self.labels_of_checkpoint == own_labels(self.config)
+        last = () if is_same else tuple(f"{logit_layer(module)}.{leaf}" for leaf in ("weight", "bias"))
+        outer = {name: self.outer_name(name) for name in own}
+        new = {n: shape for n, shape in own.items() if n in last or outer[n] not in self._tensors_by_name}
+        if new:
+            log.info("the head is new: %s are drawn by seed=%d", ", ".join(new), self.seed)
+        return new
+
+    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Draw a parameter of a new head from a hash of the seed and its name, as BERT's (arXiv 1810.04805).
+
+        Matrices are normal with the config's `initializer_range`, norms are 1 and biases 0.
+        """
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.randn(shape, generator=generator) * float(getattr(self.config, "initializer_range", 0.02))
 
     def _refusal_of(self, name: str, bad: str) -> ConfigError:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -333,7 +390,7 @@ class HuggingFaceModel:
         return prefixes(self._on_meta(self.config), self._on_meta(self.whole_config))
 
     def _stored(self, names: list[str]) -> dict[str, StoredTensor | ConvertedTensor]:
-        found, outer = self._tensors_by_name, [self.outer_name(name) for name in names]
+        found, outer = self._tensors_by_name, [self._stored_name(name) for name in names]
         absent = [name for name in outer if name not in found]
         if absent:
             raise ConfigError(
@@ -342,11 +399,65 @@ class HuggingFaceModel:
             )
         return {name: found[whole] for name, whole in zip(names, outer, strict=True)}
 
+    def _stored_name(self, name: str) -> str:
+        """Return a parameter's name in the checkpoint; one of an encoder alone (AutoModel) lacks the first part."""
+        whole = self.outer_name(name)
+        if self.head != CLASSIFIER or whole in self._tensors_by_name:
+            return whole
+        inner = whole.removeprefix(f"{self._on_meta_once.base_model_prefix}.")
+        return inner if inner in self._tensors_by_name else whole
+
+    @cached_property
+    def _on_meta_once(self) -> PreTrainedModel:
+        return self._on_meta(self.config)
+
     @cached_property
     def _tensors_by_name(self) -> dict[str, StoredTensor | ConvertedTensor]:
         """Every tensor of the checkpoint under its name in the model; cached, so that files are indexed once."""
         assert self.folder is not None
         return converted_tensors(stored_tensors(self.folder), self._on_meta(self.whole_config))
+
+
+def own_labels(config: PretrainedConfig) -> list[str]:
+    """Return the labels that a config names, in the order of the logits; transformers' own two where it names none."""
+    return [str(config.id2label[number]) for number in sorted(config.id2label)] if config.id2label else []
+
+
+def set_labels(config: PretrainedConfig, labels: Sequence[str]) -> None:
+    """Make the config that of a classifier of these labels."""
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: number for number, label in enumerate(labels)}
+    config.problem_type = "single_label_classification"
+
+
+def head_parameters(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the parameters of a classifier's head: all outside of the base model, and its pooler.
+
+    BERT's pooler is in its base model; checkpoints of masked language models may lack it.
+    """
+    inner, pooler = f"{module.base_model_prefix}.", f"{module.base_model_prefix}.pooler."
+    named = ((name, tuple(p.shape)) for name, p in module.named_parameters())
+    return {name: shape for name, shape in named if not name.startswith(inner) or name.startswith(pooler)}
+
+
+def logit_layer(module: PreTrainedModel) -> str:
+    """Return the name of a classifier's last linear layer, whose output are the logits.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    count, inner = module.config.num_labels, f"{module.base_model_prefix}."
+    found = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and part.out_features == count and not name.startswith(inner)
+    ]
+    if not found:
+        raise ConfigError(
+            f"model.arch.model_type={module.config.model_type}; transformers' classifier of it has no linear layer for "
+            f"its {count} labels; take another encoder."
+        )
+    return found[-1]
 
 
 def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:

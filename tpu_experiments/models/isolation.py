@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models import attention, experts, forward
-from tpu_experiments.models.huggingface import UNFIT, HuggingFaceModel
+from tpu_experiments.models import attention, classification, experts, forward
+from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
 from tpu_experiments.storage.cache import default_folder
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ PADDING = 4
 WIDTH = 64
 """Width of a head; xLSTM rounds up to multiples of it."""
 HEADS = ("num_attention_heads", "num_heads")
-WIDTHS = ("hidden_size", "embedding_dim")
+WIDTHS = ("hidden_size", "embedding_dim", "pooler_hidden_size")
 DEPTHS = ("num_hidden_layers", "num_blocks")
 AT_MOST = {
     "intermediate_size": 128,
@@ -119,7 +119,8 @@ def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
     digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {is_packed}".encode())
     digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
-    for file in (__file__, forward.__file__, attention.__file__, experts.__file__):
+    modules = (forward, attention, experts, *([classification] if source.head == CLASSIFIER else []))
+    for file in (__file__, *(str(module.__file__) for module in modules)):
         digest.update(Path(file).read_bytes())
     return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
 
@@ -141,6 +142,8 @@ def differences(
     """
     first, second = LENGTHS
     ids = _random_ids(first + second)
+    if source.head == CLASSIFIER:
+        return _classifier_differences(module, reference, ids=ids, source=source, is_packed=is_packed)
     changed = ids.clone()
     changed[first - 1] = ids[first - 1] % (AT_MOST["vocab_size"] - len(IDS)) + len(IDS)
     with torch.no_grad():
@@ -155,6 +158,49 @@ def differences(
         with torch.no_grad():
             pairs["head"] = (_by_features(module, ids[:first]), one)
     return {name: float((a - b).abs().max() / largest) for name, (a, b) in pairs.items()}
+
+
+def _classifier_differences(
+    module: nn.Module, reference: nn.Module, *, ids: Tensor, source: HuggingFaceModel, is_packed: bool
+) -> dict[str, float]:
+    """Return `differences` of a classifier: `past` of hidden states, the others of the logits of each text."""
+    first, _ = LENGTHS
+    changed = ids[:first].clone()
+    changed[-1] = ids[0]
+    with torch.no_grad():
+        one, moved = (_hidden(module, part, causal=source.causal)[:-1] for part in (ids[:first], changed))
+        expected = torch.cat([reference(input_ids=part[None]).logits for part in ids.split(LENGTHS)])
+        alone = _of_texts(module, ids[:first], lengths=(first,), causal=source.causal)
+        two = _of_texts(module, ids, lengths=LENGTHS, causal=source.causal) if is_packed else expected
+    pairs = {"past": (one, moved), "alone": (alone, expected[:1]), "other": (two, expected)}
+    scales = {name: (one if name == "past" else expected).abs().max() for name in pairs}
+    return {name: float((a - b).abs().max() / scales[name]) for name, (a, b) in pairs.items()}
+
+
+def _hidden(module: nn.Module, ids: Tensor, *, causal: bool) -> Tensor:
+    """Return the hidden states (T, H) of one document under its head."""
+    whole: Any = module
+    ones = torch.ones(1, len(ids), dtype=torch.int64)
+    batch = {"ids": ids[None], "positions": torch.arange(len(ids))[None], "segments": ones}
+    with forward.mask_in_layers_alone(module):
+        found: Tensor = whole.base_model(**forward.model_inputs(module, batch, causal=causal)).last_hidden_state[0]
+    return found
+
+
+def _of_texts(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causal: bool) -> Tensor:
+    """Return the logits (texts, C) of texts in one row with padding behind them, as training computes them."""
+    parts = [torch.cat([part, torch.zeros(1, dtype=torch.int64)]) for part in ids.split(lengths)]
+    padding = torch.zeros(PADDING, dtype=torch.int64)
+    segments = torch.cat([torch.full((len(part),), number) for number, part in enumerate(parts, start=1)] + [padding])
+    rows = {
+        "ids": torch.cat([*parts, padding])[None],
+        "positions": torch.cat([*(torch.arange(len(part)) for part in parts), padding])[None],
+        "segments": segments[None],
+        "learn": torch.cat([*(part == 0 for part in parts), padding > 0])[None].int(),
+    }
+    texts = classification.texts_of(rows, num_labels=2)
+    parameters = dict(module.named_parameters())
+    return classification.class_logits(module, parameters, texts, causal=causal)[0, : len(parts)]
 
 
 def _by_features(module: nn.Module, ids: Tensor) -> Tensor:

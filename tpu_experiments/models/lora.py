@@ -7,7 +7,7 @@ base model is the loudest complaint of TPU users (huggingface/transformers#36004
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,8 +179,11 @@ def scale_of(lora: LoraConfig) -> float:
     return lora.alpha / (lora.r if lora.scaling == "alpha_over_r" else math.sqrt(lora.r))
 
 
-def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
+def inject(module: nn.Module, lora: LoraConfig, *, head: Collection[str] = ()) -> ParameterReport:
     """Freeze `module` and give every matching Linear an adapter; `r: 0` leaves every weight trainable.
+
+    Args:
+        head: parameters that are trained whole, as those of a classifier's head; their modules get no adapter.
 
     Raises:
         ConfigError: a target matches no Linear; the names that exist are listed.
@@ -190,6 +193,9 @@ def inject(module: nn.Module, lora: LoraConfig) -> ParameterReport:
     if lora.r == 0:
         return report(module, adapters=0)
     module.requires_grad_(False)
+    for name in head:
+        module.get_parameter(name).requires_grad_(True)
+    linears = {name: part for name, part in linears.items() if f"{name}.weight" not in head}
     matched = _matched(linears, lora.targets)
     for name in matched:
         parent, _, leaf = name.rpartition(".")

@@ -8,12 +8,12 @@ Legend: R rows, T tokens, G parts of a loss.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
@@ -97,6 +97,10 @@ class Objective(Protocol):
         ...
 
 
+ASSUMED_LABELS = ("0", "1")
+"""Labels of a plan whose data is not prepared."""
+
+
 def objective_of(
     config: Config, computing: Computing, *, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Objective:
@@ -177,5 +181,7 @@ def model_source(config: Config, *, kind: Callable[..., HuggingFaceModel] | None
     """
     make: Callable[..., HuggingFaceModel] = kind or locate(config.model._target_, key="model")
     head, causal = head_of(config), is_causal(config)
-    more = {} if (head, causal) == ("causal_lm", True) else {"head": head, "causal": causal}
+    more: dict[str, Any] = {} if (head, causal) == ("causal_lm", True) else {"head": head, "causal": causal}
+    if isinstance(config.objective, ClassifyConfig):
+        more["labels"] = config.objective.labels or ASSUMED_LABELS
     return make(config.model, seed=config.seed, **more)

@@ -21,7 +21,7 @@ from tpu_experiments.config.defaults import AUTO, OPEN, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, is_of_other_length, require_same
 from tpu_experiments.config.redaction import redacted
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.config.tuned import KEPT, given, value_of, with_values
 from tpu_experiments.storage import paths, strict_json
 
@@ -168,14 +168,15 @@ def _literal(value: Any) -> Any:
 def with_settings_of_run(config: Config) -> Config:
     """Return the config with open settings filled in from the run that it continues, if there is one.
 
-    These are the rows that the config leaves open and, with `tuned=auto`, the tuned speed settings that belong to the
-    run's identity and that the command does not set.
+    These are the rows and labels that the config leaves open and, with `tuned=auto`, the tuned speed settings that
+    belong to the run's identity and that the command does not set.
 
     Raises:
         ConfigError: the identity of that run is damaged.
     """
     assert config.name is not None, "to_config names the run"
-    may_differ = is_open(config) or config.tuned == "auto"
+    has_open_labels = isinstance(config.objective, ClassifyConfig) and config.objective.labels is None
+    may_differ = is_open(config) or config.tuned == "auto" or has_open_labels
     stored = RunFolder(config.output_dir, config.name).stored_identity() if may_differ else None
     if stored is None:
         return config
@@ -183,6 +184,9 @@ def with_settings_of_run(config: Config) -> Config:
         changed = {key: stored[key] for key in KEPT if key in stored and stored[key] != value_of(config, key)}
         config = with_values(config, {key: changed[key] for key in changed.keys() - given(config)} if changed else {})
     found = {key: stored.get(f"trainer.{key}") for key in OPEN if getattr(config.trainer, key) in (None, AUTO)}
+    labels = stored.get("objective.labels")
+    if has_open_labels and isinstance(labels, list):
+        config = with_values(config, {"objective.labels": [str(label) for label in labels]})
     taken: dict[str, Any] = {key: value for key, value in found.items() if isinstance(value, int) and value > 0}
     return replace(config, trainer=replace(config.trainer, **taken))
 

@@ -20,7 +20,7 @@ from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.models.forward import first_position
-from tpu_experiments.models.huggingface import HEADS, OWN_HEAD, HuggingFaceModel
+from tpu_experiments.models.huggingface import CLASSIFIER, HEADS, OWN_HEAD, HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
 from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
 from tpu_experiments.optim.decay_groups import require_decay_patterns
@@ -205,7 +205,7 @@ def check_model(config: Config) -> int:
     Raises:
         ConfigError: one of them does not fit the model.
     """
-    if config.lora.r and head_of(config) != "causal_lm":
+    if config.lora.r and head_of(config) not in ("causal_lm", CLASSIFIER):
         raise ConfigError(
             f"lora.r={config.lora.r} with objective={config.objective.name}; adapters are for decoders, and this "
             "objective trains every weight of its model; use lora=none."

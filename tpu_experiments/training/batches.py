@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS, DataSourceConfig
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import (
     Batch,
@@ -35,7 +35,7 @@ from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
-from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.objectives.base import has_draws, samples
@@ -65,13 +65,14 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: there is none, or it does not match the settings.
     """
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         tokenizer_location(config),
         revision=config.model.revision,
         chat_template_path=config.model.chat_template_path,
         chat_format=config.model.chat_format,
         remote_code=config.model.remote_code,
     )
+    return closing_texts(tokenizer) if isinstance(config.objective, ClassifyConfig) else tokenizer
 
 
 def prepared_folder(config: Config) -> str:
@@ -110,8 +111,16 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
     cache = CacheSettings(
         folder=default_folder(), max_bytes=int(loader.cache_gib * GIB), read_ahead_bytes=loader.read_ahead_mib * MIB
     )
+    labels = config.objective.labels if isinstance(config.objective, ClassifyConfig) else None
     return Preparation(
-        config.prepare, folder, tokenizer, own_readers(config), cache if paths.is_remote(folder) else None, is_lookup
+        config.prepare,
+        folder,
+        tokenizer,
+        own_readers(config),
+        cache if paths.is_remote(folder) else None,
+        is_lookup,
+        is_labelled=isinstance(config.objective, ClassifyConfig),
+        labels=None if labels is None else tuple(labels),
     )
 
 

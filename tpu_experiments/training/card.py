@@ -11,10 +11,10 @@ from huggingface_hub.repocard_data import EvalResult
 
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.export.card import CARD, adapter_code, fenced, is_hub_id, part_code, whole_code
 from tpu_experiments.models.huggingface import HEADS
-from tpu_experiments.objectives.base import head_of, writes_text
+from tpu_experiments.objectives.base import has_perplexity, head_of, writes_text
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.training.start import lineage_text
@@ -60,8 +60,15 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
     results = [
         EvalResult(kind, name, name, "loss", loss, metric_name="held-out loss, nats per token")
         for name, loss in result["eval_sources"].items()
-        if not result.get("parts")
+        if has_perplexity(config)
     ]
+    if isinstance(config.objective, ClassifyConfig):
+        results = [
+            EvalResult(kind, name, name, metric, measured[measure], metric_name=f"held-out {words}")
+            for name, measured in result["eval_source_measures"].items()
+            for measure, metric, words in (("accuracy", "accuracy", "accuracy"), ("macro_f1", "f1", "macro F1"))
+            if measure in measured
+        ]
     data = ModelCardData(
         base_model=config.model.path if is_hub_id(config.model.path) and config.model.size == "full" else None,
         library_name="peft" if is_adapter else "transformers",
@@ -99,8 +106,11 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
         head = HEADS.get(head_of(config))
         code = whole_code(place, dtype=dtype, options=trust, auto=head.auto.__name__ if head else "AutoModel")
     else:
+        labels = config.objective.labels if isinstance(config.objective, ClassifyConfig) else None
         code = adapter_code(
             place,
+            auto=HEADS[head_of(config)].auto.__name__,
+            of_base="" if labels is None else f", id2label={dict(enumerate(labels))!r}",
             base=result.get("base_path") or config.model.path,
             dtype=dtype,
             held=config.model.base,
@@ -117,7 +127,11 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
 
 
 def _results(result: Mapping[str, Any], config: Config) -> str:
-    if result.get("parts"):
+    if isinstance(config.objective, ClassifyConfig):
+        return f"{_own_measures(result)}\n\nOver {result['eval_tokens']:,} texts that were not trained on. Labels: " + (
+            ", ".join(f"`{label}`" for label in config.objective.labels or ())
+        )
+    if not has_perplexity(config):
         return _own_measures(result)
     before, after = result["eval_sources_before"], result["eval_sources"]
     rows = [(name, before.get(name), after[name]) for name in after]

@@ -52,6 +52,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "stages": [_stage(record, is_perplexity=has_perplexity(config)) for record in progress.stages],
         **_quality(ending),
         "writes_text": writes_text(config),
+        **({} if has_perplexity(config) else {"has_perplexity": False}),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,
         "canary": progress.canary,

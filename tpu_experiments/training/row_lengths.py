@@ -1,12 +1,14 @@
-"""Row length and rows per step of a run, measured on the tokenised documents where they are not set."""
+"""Row length, rows per step and labels of a run, found in the tokenised documents where they are not set."""
 
 import logging
+from dataclasses import replace
 
 from tpu_experiments.config.defaults import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, is_open, rows_of, with_lengths
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config
-from tpu_experiments.data.prepare import lengths_of
+from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.data.prepare import labels_of, lengths_of
 from tpu_experiments.data.prepared import NotPrepared
+from tpu_experiments.data.steps.labels import LABELS_SHOWN, labels_of_training
 from tpu_experiments.training.batches import load_run_tokenizer, preparation_settings
 
 log = logging.getLogger(__name__)
@@ -25,7 +27,11 @@ def measure_rows(config: Config, *, is_lookup: bool = False) -> Config:
 
 
 def measure_rows_and_totals(config: Config, *, is_lookup: bool) -> tuple[Config, dict[str, int | None]]:
-    """Return the config with its rows (`measure_rows`), and the tokens of every source measured for it."""
+    """Return the config with its rows (`measure_rows`), and the tokens of every source measured for it.
+
+    With `objective=classify` also its labels, where they are left to the data.
+    """
+    config = with_labels(config, is_lookup=is_lookup)
     if not is_open(config):
         return config, {}
     if config.trainer.seq_len != AUTO and config.model.step_tokens <= SMALL_STEP_TOKENS:
@@ -48,6 +54,32 @@ def measure_rows_and_totals(config: Config, *, is_lookup: bool) -> tuple[Config,
         "%s: %s", rows_text(rows_of(found)), "; ".join(_length_words(name, known) for name, known in measured.items())
     )
     return found, {name: known.total for name, known in measured.items()}
+
+
+def with_labels(config: Config, *, is_lookup: bool) -> Config:
+    """Return the config with the labels of the training rows, where the objective has labels and none are set.
+
+    Raises:
+        ConfigError: a source cannot be read, or has less than two labels; never with `is_lookup`.
+    """
+    objective = config.objective
+    if not isinstance(objective, ClassifyConfig) or objective.labels is not None:
+        return config
+    try:
+        counts = labels_of(
+            config.data,
+            data_size=config.data_size,
+            preparation=preparation_settings(config, tokenizer=load_run_tokenizer(config), is_lookup=is_lookup),
+        )
+        labels = labels_of_training(counts)
+    except (NotPrepared, ConfigError) as error:
+        if not is_lookup:
+            raise
+        why = f"data.{error} is not prepared (task=prepare)" if isinstance(error, NotPrepared) else str(error)
+        log.warning("two labels, assumed until the data is prepared: %s", why)
+        return config
+    log.info("%d labels: %s", len(labels), ", ".join(labels[:LABELS_SHOWN]))
+    return replace(config, objective=replace(objective, labels=labels))
 
 
 def rows_text(rows: Rows) -> str:

@@ -160,7 +160,7 @@ def load_start(
             parent = point.place.rpartition("/")[0]
             read_step(parent, point.step, lambda _, groups: restore(groups), max_held_bytes=max_held_bytes)
         elif point.kind == "adapter":
-            restore({PARAMETERS: read_adapter(point.place).tensors})
+            restore({PARAMETERS: read_adapter(point.place, has_head=True).tensors})
         else:
             restore({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})
     return marks
@@ -256,7 +256,7 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     _require_own_start(config, run=folder)
     parent = _run_folder(folder.rstrip("/").rpartition("/")[0] or ".")
     stored = parent.stored_identity() if folder.rstrip("/").rpartition("/")[2] == "adapter" else None
-    adapter = read_adapter(folder)
+    adapter = read_adapter(folder, has_head=True)
     if stored is not None:
         base = {key: value for key, value in stored.items() if not key.startswith("lora.") or key == "lora.init"}
         _require_same_model(base, config, run=folder)
@@ -383,7 +383,7 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         return
     if point.kind == "adapter":
         _require_own_start(config, run=point.run)
-        found: Mapping[str, Tensor] = read_adapter(point.place).tensors
+        found: Mapping[str, Tensor] = read_adapter(point.place, has_head=True).tensors
     else:
         found = without_values(read_model(point.place, max_held_bytes=0))
     types = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in found.items()}

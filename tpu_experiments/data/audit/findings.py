@@ -183,7 +183,8 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
     if rows == 0 and wanted:
         key = f"data.{name}" if split == "train" else f"data.{name}.{fraction}={wanted}"
         yield "warning", f"{key}; the {split} split has 0 rows; add documents or change the fractions."
-    if tokens and supervised < MIN_SUPERVISED_SHARE * tokens:
+    # A labelled text has one token to learn, its label, however long it is.
+    if tokens and "labels" not in manifest and supervised < MIN_SUPERVISED_SHARE * tokens:
         yield (
             "warning",
             f"data.{name}; {percent(supervised, tokens)} of the {split} tokens are supervised ({supervised:,} of "

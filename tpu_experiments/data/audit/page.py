@@ -57,7 +57,10 @@ def audit_pages(
         found = []
         for manifest in shown:
             store = stores.get((manifest["source"], manifest["seq_len"]))
-            rows = _rows(store, tokenizer=tokenizer, num_rows=num_rows) if store is not None and store.num_rows else []
+            labels = list(manifest.get("labels", {}).get("train", {}))
+            rows: list[tuple[int, str, Markup]] = []
+            if store is not None and store.num_rows:
+                rows = _rows(store, tokenizer=tokenizer, num_rows=num_rows, labels=labels)
             found.append(_source(manifest) | {"rows": rows})
         return found
 
@@ -270,7 +273,9 @@ def _examples(manifest: Manifest) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _rows(store: RowSource, *, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[tuple[int, str, Markup]]:
+def _rows(
+    store: RowSource, *, tokenizer: PreTrainedTokenizerBase, num_rows: int, labels: Sequence[str]
+) -> list[tuple[int, str, Markup]]:
     """Return number, note and tokens of some rows."""
     chosen = choose_rows(store, num_rows=num_rows)
     rows = store.take(np.array([index for index, _ in chosen], np.int64))
@@ -280,7 +285,7 @@ def _rows(store: RowSource, *, tokenizer: PreTrainedTokenizerBase, num_rows: int
         share = percent(row.num_supervised, row.num_tokens)
         segments = _counted(int(row.segments_NT.max()), "segment")
         note = f"{why}; {segments}, {row.num_tokens:,} tokens, {share} supervised"
-        found.append((index, note, Markup(row_html(row, tokenizer=tokenizer))))
+        found.append((index, note, Markup(row_html(row, tokenizer=tokenizer, labels=labels))))
     return found
 
 

@@ -90,8 +90,12 @@ def choose_rows(store: RowSource, *, num_rows: int) -> list[tuple[int, str]]:
     return list(chosen.items())[:num_rows]
 
 
-def row_html(rows: Rows, *, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the HTML of one row (N=1): a strip of its segments, then its tokens."""
+def row_html(rows: Rows, *, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] = ()) -> str:
+    """Return the HTML of one row (N=1): a strip of its segments, then its tokens.
+
+    Args:
+        labels: names of the labels of texts; the last token of each is the number of its own.
+    """
     ids_T, learn_T = rows.ids_NT[0].tolist(), rows.learn_NT[0].tolist()
     positions_T, segments_T = rows.positions_NT[0].tolist(), rows.segments_NT[0]
     parts = [_strip(segments_T, rows.learn_NT[0])]
@@ -102,6 +106,9 @@ def row_html(rows: Rows, *, tokenizer: PreTrainedTokenizerBase) -> str:
             continue
         shown = slice(begin, min(end, TOKENS_SHOWN))
         mark = f"segment {segments_T[begin]} · from position {positions_T[begin]} · {_tokens(end - begin)}"
+        if labels and end <= TOKENS_SHOWN:
+            mark += f" · label {escape(labels[ids_T[end - 1]])}"
+            shown = slice(begin, end - 1)
         tokens = tokens_html(ids_T[shown], learn_T[shown], positions_T[shown], tokenizer=tokenizer)
         parts.append(f'<div class="segment"><span class="mark">{mark}</span>{tokens}</div>')
     if num_tokens > TOKENS_SHOWN:

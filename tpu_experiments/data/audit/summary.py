@@ -19,6 +19,7 @@ from tpu_experiments.data.audit.findings import (
     supervised_by_answer,
     without_prompt,
 )
+from tpu_experiments.data.steps.labels import label_text
 
 COLUMNS = 100
 SHOWN_WHOLE = 8
@@ -136,6 +137,8 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     answers = [f"{label} {percent(tokens, learnt)}" for label, tokens, _ in supervised_by_answer(train)]
     if manifest["kind"] == "chat" and answers:
         yield "supervised in", _listed(answers)
+    for split, counts in manifest.get("labels", {}).items():
+        yield f"labels in {split}", label_text(counts, labels=list(counts))
     yield "duplicates", duplicates_text(manifest)
     pairs = overlaps_of(manifest)
     overlaps = _listed(f"{split} {what} in {other} {count:,}" for split, what, other, count in pairs)

@@ -56,8 +56,9 @@ def content_key(document: Document) -> bytes:
 
 
 def exact_key(document: Document) -> bytes:
-    """Return 16 bytes, equal for documents with the same text (and roles), letter for letter."""
-    return hashlib.blake2b(document.content.encode(), digest_size=16).digest()
+    """Return 16 bytes, equal for documents with the same text (and roles, and label), letter for letter."""
+    label = "" if document.label is None else f"\0{document.label}"
+    return hashlib.blake2b(f"{document.content}{label}".encode(), digest_size=16).digest()
 
 
 def prompt_key(document: Document) -> bytes:

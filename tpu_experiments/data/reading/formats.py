@@ -157,7 +157,8 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             text = _string(fields, "text", spec=spec)
             if not text.strip():
                 return Refused("empty", row.place, "has no text.", is_bad_row=False)
-            return Document(identity, text=text, place=row.place, group=_group(fields, spec))
+            label = _label(row_fields, spec)
+            return Document(identity, text=text, place=row.place, group=_group(fields, spec), label=label)
         turns = _TURNS_OF[spec.format](fields, spec)
         written = _written_turns(fields, spec)
         extras, tools = _tool_use(written, fields=fields)
@@ -276,6 +277,28 @@ def _group(fields: Fields, spec: SourceSpec) -> str | None:
             f"split_by=first_turn. {suggest(spec.group_field, fields)}",
         )
     return json.dumps(value)
+
+
+def _label(fields: Fields, spec: SourceSpec) -> str | None:
+    """Return the row's label as text: a string as it is, an integer in decimal, a boolean as in JSON."""
+    name = spec.label_field
+    if name is None:
+        return None
+    key, value = f"data.{spec.name}.label_field", fields.get(name)
+    if name not in fields:
+        raise BadRow("no_label", f"has no field {name!r}, which {key} names; mend the row. {suggest(name, fields)}")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str) and value.strip():
+        return _encodable(value, name=name)
+    if value is None or value == "":
+        raise BadRow("no_label", f"has no label: its {name} is {json.dumps(value)}; label or remove the row.")
+    kind = (
+        f"the number {value}" if isinstance(value, float) else "blank" if isinstance(value, str) else "no single value"
+    )
+    raise BadRow("bad_label", f"has a label that is {kind} ({name}); a label is a string or an integer; mend the row.")
 
 
 def _answered(turns: Turns, *, extras: tuple[str, ...], context: tuple[int, ...]) -> Turns:

@@ -207,6 +207,9 @@ class BlockMaker:
         if isinstance(document, Document) and document.group is None and self.settings.spec.group_field is not None:
             message = "has no `group`, which a reader of your own sets where data.<name>.split_by is a field."
             document = Refused("no_group", document.place or document.id, message)
+        if isinstance(document, Document) and document.label is None and self.settings.spec.label_field is not None:
+            message = "has no `label`, which a reader of your own sets for objective=classify."
+            document = Refused("no_label", document.place or document.id, message)
         if isinstance(document, Document) and document.is_empty:
             document = Refused("empty", document.place, "has no text.", is_bad_row=False)
         read = item
@@ -246,6 +249,11 @@ class BlockMaker:
             "reported": _bytes_array(reported),
             "max_token_id": np.array([flat.ids_L.max(initial=0)], np.int64),
         }
+        if settings.spec.label_field is not None:
+            names = sorted({str(document.label) for document in documents})
+            number = {name: index for index, name in enumerate(names)}
+            arrays["labels"] = np.array([number[str(document.label)] for document in documents], np.int32)
+            arrays["label_names"] = _bytes_array(json.dumps(names))
         if settings.is_compared:
             exact = b"".join(exact_key(document) for document in documents)
             arrays["exact"] = np.frombuffer(exact, np.uint64).reshape(-1, 2)
@@ -287,6 +295,10 @@ class BlockIndex:
     """SHA-256 of the block's other files: `tokens`, and `minhash` where near duplicates are searched for."""
     split: str | None = None
     """The split that all documents belong to; None where the split hash decides."""
+    label_names: tuple[str, ...] = ()
+    """The block's labels, sorted."""
+    labels_D: NDArray[np.int32] | None = None
+    """Index into `label_names` of each document; None where texts have no labels."""
 
 
 def is_whole(folder: str, name: str) -> bool:
@@ -323,6 +335,8 @@ def read_index(folder: str, name: str) -> BlockIndex:
         max_token_id=int(arrays["max_token_id"][0]),
         sha256=facts["sha256"],
         split=facts.get("split"),
+        label_names=tuple(json.loads(arrays["label_names"].tobytes())) if "label_names" in arrays else (),
+        labels_D=arrays.get("labels"),
     )
 
 

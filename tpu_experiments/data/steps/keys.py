@@ -5,7 +5,7 @@ A changed input gives another key, so that no stale data is read.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
 """Values of `duplicates.exact` as they are hashed: `folded` was once the only rule and called `drop`; its folders stay
 valid."""
 
-_LATER = ("context", "extras", "tools")
+_LATER = ("context", "extras", "tools", "label")
 """Fields added to `Document` later; they are hashed only where set, so that older keys stay valid."""
 
 REMEMBERED_BYTES = 64 * 2**20  # larger files are rehashed only when size or mtime change; hashing this much takes 0.1 s
@@ -67,6 +67,7 @@ def tokens_key(
             **({"exact": True} if source.duplicates.exact == "drop" else {}),
             **({"keep": spec.keep} if spec.keep else {}),
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
+            **({} if spec.label_field is None else {"label_field": spec.label_field}),
             "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if tokenizer is not None and spec.kind == "chat" else None,
             **({"quoting": spec.quoting} if has_tables else {}),
@@ -75,7 +76,15 @@ def tokens_key(
     )
 
 
-def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, seq_len: int, pad_id: int) -> str:
+def rows_key(
+    tokens: str,
+    *,
+    source: DataSourceConfig,
+    settings: PrepareConfig,
+    seq_len: int,
+    pad_id: int,
+    labels: Sequence[str] | None = None,
+) -> str:
     """Return the cache key of the packed rows of one length."""
     return short_hash(
         {
@@ -91,6 +100,7 @@ def rows_key(tokens: str, *, source: DataSourceConfig, settings: PrepareConfig, 
             "packing": settings.packing,
             "long_documents": settings.long_documents,
             "window_tokens": settings.window_tokens,
+            **({} if labels is None else {"labels": list(labels)}),
         }
     )
 

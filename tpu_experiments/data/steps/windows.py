@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.data.steps.blocks import BlockIndex, read_tokens
+from tpu_experiments.data.steps.labels import Labelling, cut_texts
 from tpu_experiments.data.steps.pack import FlatTokens, Packed, pack
 from tpu_experiments.data.store.shards import damaged_shards, row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN
@@ -47,6 +48,8 @@ class Window:
     characters: int
     documents: Index
     """Index of every document in the source."""
+    labels: NDArray[np.int32] | None = None
+    """Label number of every document; None where texts have no labels."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,24 @@ class WindowSettings:
     pad_id: int
     vocab_size: int
     is_chat: bool = False
+    labelling: Labelling | None = None
 
 
 def cut_windows(
-    blocks: Sequence[BlockIndex], *, split: str, chosen_D: NDArray[np.bool_], tokens: int
+    blocks: Sequence[BlockIndex],
+    *,
+    split: str,
+    chosen_D: NDArray[np.bool_],
+    tokens: int,
+    labelling: Labelling | None = None,
 ) -> Iterator[Window]:
     """Yield windows of the chosen documents, in order, each but the last with at least `tokens` tokens."""
+
+    def window() -> Window:
+        own = None if labelling is None else np.concatenate(labels)
+        return Window(split, number, tuple(parts), characters, np.concatenate(documents), own)
+
+    labels: list[NDArray[np.int32]] = []
     parts: list[tuple[str, str, Index, Index]] = []
     documents: list[Index] = []
     held = characters = first = number = 0
@@ -77,14 +92,16 @@ def cut_windows(
             begin_D = np.cumsum(block.lengths_D) - block.lengths_D
             parts.append((block.name, block.sha256["tokens"], begin_D[index], block.lengths_D[index]))
             documents.append(index + first)
+            if labelling is not None:
+                labels.append(labelling.numbers(block)[index])
             held += int(block.lengths_D[index].sum())
             characters += int(block.characters_D[index].sum())
         first += count
         if held >= tokens:
-            yield Window(split, number, tuple(parts), characters, np.concatenate(documents))
-            parts, documents, held, characters, number = [], [], 0, 0, number + 1
+            yield window()
+            parts, documents, labels, held, characters, number = [], [], [], 0, 0, number + 1
     if parts:
-        yield Window(split, number, tuple(parts), characters, np.concatenate(documents))
+        yield window()
 
 
 class WindowMaker:
@@ -122,7 +139,11 @@ class WindowMaker:
     def make(self, window: Window) -> dict[str, Any]:
         """Pack the window and write its shard."""
         settings = self.settings
-        flat = self._read(window)
+        flat, labelling = self._read(window), settings.labelling
+        lengths_D = flat.lengths_D
+        cut: dict[str, int] = {}
+        if labelling is not None and settings.long_documents != "drop":
+            flat, cut = cut_texts(flat, max_tokens=settings.seq_len, num_closing=labelling.num_closing)
         packed = pack(
             flat,
             seq_len=settings.seq_len,
@@ -130,6 +151,7 @@ class WindowMaker:
             packing=settings.packing,
             long_documents=settings.long_documents,
         )
+        packed.counts.update(cut)
         if not settings.is_chat:
             del packed.counts[WITHOUT_PROMPT]  # a text has no prompt
         shard = None
@@ -137,7 +159,7 @@ class WindowMaker:
             name = f"{window.split}/{window.number:05d}.npy"
             written = write_shard(paths.join(settings.folder, name), packed.rows, dtype=self.dtype)
             shard = {**written, "name": name}
-        too_long = (flat.lengths_D > settings.seq_len) & (settings.long_documents == "drop")
+        too_long = (lengths_D > settings.seq_len) & (settings.long_documents == "drop")
         return {
             "split": window.split,
             "shard": shard,
@@ -156,7 +178,10 @@ class WindowMaker:
                 ids.append(ids_L[begin:end])
                 flags.append(flags_L[begin:end])
         lengths = np.concatenate([length_D for *_, length_D in window.parts])
-        return FlatTokens(np.concatenate(ids), np.concatenate(flags), lengths)
+        ids_L = np.concatenate(ids)
+        if window.labels is not None:
+            ids_L[np.cumsum(lengths) - 1] = window.labels
+        return FlatTokens(ids_L, np.concatenate(flags), lengths)
 
 
 def _runs(begin_D: Index, length_D: Index) -> Iterator[tuple[int, int]]:

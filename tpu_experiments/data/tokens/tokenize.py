@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +135,14 @@ class Tokens:
     document_id: str
 
 
+def own_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the special tokens that `tokenizer(text)` puts before and behind a text."""
+    backend = backend_of(tokenizer)
+    whole, plain = (list(backend.encode("a", add_special_tokens=adds).ids) for adds in (True, False))
+    start = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
+    return whole[:start], whole[start + len(plain) :]
+
+
 class DocumentTokenizer:
     """Batched tokenisation of documents; constructed once per process.
 
@@ -171,11 +180,11 @@ class DocumentTokenizer:
                 text = self._without_ends(text)
             if self._control.occur_in(text):
                 self.counts["special_tokens_in_text"] += 1
-                done[i] = self._closed_text(self._control.encode(text))
+                done[i] = self._closed(batch[i], self._control.encode(text))
             else:
                 plain[i] = text
         for i, encoding in self._encoded(plain, with_offsets=False):
-            done[i] = self._closed_text(encoding.ids)
+            done[i] = self._closed(batch[i], encoding.ids)
 
     def _tokenize_chats(self, batch: Sequence[Document], done: dict[int, "_Arrays | Refused"]) -> None:
         plain: dict[int, RenderedChat] = {}
@@ -247,12 +256,27 @@ class DocumentTokenizer:
         """Strip a leading BOS and a trailing EOS, which are added again later, so that they are not doubled."""
         return text.removeprefix(self._tokenizer.bos_token or "").removesuffix(self._tokenizer.eos_token or "")
 
+    def _closed(self, document: Document, ids: "_Ids") -> "_Arrays":
+        return self._closed_text(ids) if document.label is None else self._labelled_text(ids)
+
     def _closed_text(self, ids: "_Ids") -> "_Arrays":
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         ends = ([] if end is None else [end] for end in (bos, eos))
         closed = np.concatenate([next(ends), ids, next(ends)], dtype=np.int32, casting="unsafe")
         flags = np.full(len(closed), LEARN, np.uint8)
         flags[: bos is not None] = 0
+        return closed, flags
+
+    @cached_property
+    def _own_ends(self) -> tuple[list[int], list[int]]:
+        return own_ends(self._tokenizer)
+
+    def _labelled_text(self, ids: "_Ids") -> "_Arrays":
+        """Return a text as `tokenizer(text)` gives it, and a last token, the only one that is learnt, for the label."""
+        before, after = self._own_ends
+        closed = np.concatenate([before, ids, after, [0]], dtype=np.int32, casting="unsafe")
+        flags = np.zeros(len(closed), np.uint8)
+        flags[-1] = LEARN
         return closed, flags
 
     def _closed_chat(self, ids: "_Ids", flags: NDArray[np.uint8]) -> "_Arrays":

@@ -77,6 +77,28 @@ def load_tokenizer(
     return tokenizer
 
 
+def closing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Make `tokenizer(text)` begin with BOS and end with EOS, where it adds nothing by itself and has them.
+
+    A classifier reads texts as `tokenizer(text)` gives them, and reads its first token; it is exported with this
+    tokenizer.
+    """
+    backend = tokenizer.backend_tokenizer
+    if len(backend.encode("a").ids) > len(backend.encode("a", add_special_tokens=False).ids):
+        return tokenizer
+    names = [tokenizer.bos_token, tokenizer.eos_token]
+    begin, end = (f"{name} " if name else "" for name in names)
+    known = [(name, backend.token_to_id(name)) for name in dict.fromkeys(names) if name]
+    if known:
+        from tokenizers.processors import TemplateProcessing
+
+        single = f"{begin}$A {end}".strip()
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=single, pair=f"{single} $B:1 {end}".strip(), special_tokens=known
+        )
+    return tokenizer
+
+
 def require_chat_template(tokenizer: PreTrainedTokenizerBase, *, source: str) -> None:
     """Raise if the tokenizer cannot render the conversations of `source`.
 

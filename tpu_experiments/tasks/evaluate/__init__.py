@@ -1,24 +1,26 @@
 """task=evaluate: score held-out documents with the trained model and its base.
 
-Measures are loss, perplexity, bits per byte and accuracy. The base is the model as built: its adapter has no effect
-yet (for full training, its weights are the initial ones). The trained tensors then replace its parameters in the same
-compiled program.
+Measures are loss, perplexity, bits per byte and accuracy, of classifiers also F1. The base is the model as built: its
+adapter has no effect yet (for full training, its weights are the initial ones). The trained tensors then replace its
+parameters in the same compiled program.
 """
 
 import logging
 from dataclasses import replace
 
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.held_out import (
+    LabelPairs,
     Resampling,
     answer_scores,
     compared_answers,
     compared_by_source,
     compared_by_value,
+    compared_labels,
     without,
 )
 from tpu_experiments.objectives.base import has_perplexity, writes_text
@@ -76,9 +78,11 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
         )
     sums: dict[str, dict[str, Sums]] = {}
     scores: dict[str, dict[str, Sums]] = {}
+    predicted: dict[str, dict[str, LabelPairs]] = {}
     for state in model.states():
         with watch.measure("score"):
             sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in inputs.splits.items()}
+            predicted[state] = dict(model.labels)
         with watch.measure("write"):
             scores[state] = {name: written_scores(model, wanted) for name, wanted in inputs.exchanges.items()}
     how = Resampling(task.resamples, task.confidence, config.seed)
@@ -94,16 +98,20 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
         by_value = {
             name: {value: without(each, "perplexity") for value, each in own.items()} for name, own in by_value.items()
         }
+    labels = {}
+    if isinstance(config.objective, ClassifyConfig):
+        names = config.objective.labels or ()
+        labels = compared_labels(predicted["base"], predicted.get("trained"), labels=names, resampling=how)
     if runtime.rank == 0:
         in_split = {name: held_out.num_in_split for name, held_out in inputs.splits.items()}
-        fields = facts(subject, found, answers, by_value=by_value, num_in_split=in_split) | {
+        fields = facts(subject, found, answers, by_value=by_value, num_in_split=in_split, labels=labels) | {
             "seq_len": inputs.seq_len,
             "seconds": watch.seconds,
             "num_compiles": runtime.counters().num_compiles,
         }
         paths.make_dirs(paths.folder_of(subject.results))
         paths.write_text_atomic(subject.results, strict_json.dumps(fields, indent=1) + "\n")
-        print(as_text(subject, found, answers, by_value=by_value))
+        print(as_text(subject, found, answers, by_value=by_value, labels=labels))
 
 
 def written_scores(model: ModelAndBase, wanted: list[Exchange]) -> Sums:

@@ -17,9 +17,10 @@ from tpu_experiments.data.held_out import HeldOut, rows_of_documents
 from tpu_experiments.data.tokens.tokenizer import pad_id
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.bootstrap import Sums
-from tpu_experiments.metrics.held_out import document_sums
+from tpu_experiments.metrics.held_out import LabelPairs, document_sums
 from tpu_experiments.models.build import build_model
 from tpu_experiments.objectives.base import model_source, objective_of
+from tpu_experiments.objectives.classify import Classify
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
@@ -61,7 +62,10 @@ class ModelAndBase:
         self.parameters = model.trainable
         self.config = config
         objective = objective_of(config, computing_of(config, runtime), tokenizer=tokenizer)
-        self.scorer = Scorer(model.module, runtime=runtime, token_scores=objective.scores, parameters=self.parameters)
+        scores = objective.predictions if isinstance(objective, Classify) else objective.scores
+        self.scorer = Scorer(model.module, runtime=runtime, token_scores=scores, parameters=self.parameters)
+        self.labels: dict[str, LabelPairs] = {}
+        """Label and predicted label of every text, by source, of the last call of `sums`."""
         self.sampler = Sampler(
             model.module,
             runtime=runtime,
@@ -95,6 +99,11 @@ class ModelAndBase:
         found = self.scorer.run(with_held_out_noise(held_out.name, batches, config=self.config))
         num_rows, num_tokens = laid_out.rows.num_rows, len(held_out.flat.ids_L)
         nats_L, hits_L, predicted_L = (laid_out.per_token(values[:num_rows], num_tokens=num_tokens) for values in found)
+        if held_out.labelling is not None:
+            # In the place of hits there are the numbers of the predicted labels.
+            last_D = np.cumsum(held_out.flat.lengths_D) - 1
+            self.labels[held_out.name] = np.stack([held_out.flat.ids_L[last_D], hits_L[last_D]], 1).astype(np.int64)
+            hits_L = predicted_L * (hits_L == held_out.flat.ids_L)
         bytes_L = predicted_L * bytes_of(held_out, widths=widths)
         columns = {
             "tokens": predicted_L,

@@ -54,8 +54,9 @@ def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
     inputs = RunInputs(tokenizer, prepare_sources(config, tokenizer=tokenizer, stages=stages), stages)
     check_ids(config, inputs, vocab_size=vocab_size)
     check_audit(subject, inputs)
-    splits = held_out_of(config, tokenizer=tokenizer)
     seq_len = task.seq_len or inputs.eval_seq_len
+    found = held_out_of(config, tokenizer=tokenizer)
+    splits = {name: held_out.cut(seq_len) for name, held_out in found.items()}
     check_length(config, seq_len)
     if task.generate and task.max_new_tokens >= seq_len:
         raise ConfigError(

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tpu_experiments.metrics.bootstrap import Estimate
-from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison
+from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison, LabelComparison
 from tpu_experiments.objectives.base import has_perplexity, is_causal
 from tpu_experiments.pages.table import aligned
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
@@ -13,11 +13,19 @@ from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 Compared = Mapping[str, Comparison]
 ByValue = Mapping[str, Mapping[str, Comparison]]
 """Source to value of `task.by` to what is known of its documents."""
+ComparedLabels = Mapping[str, LabelComparison]
+"""Source to what a classifier says of its texts; empty for other models."""
 Answers = Mapping[str, Mapping[str, Any]]
 
 
 def facts(
-    subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue, num_in_split: Mapping[str, int]
+    subject: Subject,
+    found: Compared,
+    answers: Answers,
+    *,
+    by_value: ByValue,
+    num_in_split: Mapping[str, int],
+    labels: ComparedLabels,
 ) -> dict[str, Any]:
     """Return the fields of test_results.json.
 
@@ -33,7 +41,9 @@ def facts(
         "model": subject.config.model.name,
         "objective": subject.config.objective.name,
         **{name: values[name].value for name in MEASURES if name in values},
+        **_macro_f1(labels),
         "sources": {name: asdict(comparison) for name, comparison in found.items()},
+        **({"labels": {name: asdict(comparison) for name, comparison in labels.items()}} if labels else {}),
         "by": task.by,
         "values": {
             name: {value: asdict(comparison) for value, comparison in values.items()}
@@ -47,15 +57,18 @@ def facts(
     }
 
 
-def as_text(subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue) -> str:
+def as_text(subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue, labels: ComparedLabels) -> str:
     """Return the tables and the path of the results."""
     task = task_of(subject.config)
     what = {"base": "the base model alone", "checkpoint": "base model -> newest checkpoint"}
     title = f"{task.split} split, {what.get(subject.kind, f'base model -> {subject.kind}')}"
     each = {f"{name}, {value}": estimates for name, values in by_value.items() for value, estimates in values.items()}
     by = [table(each, first=f"by {task.by}")] if each else []
-    tables = [title, table(found), *by, *([answers_table(answers)] if answers else [])]
-    if not has_perplexity(subject.config):
+    own = [labels_table(found, labels), f1_table(labels)] if labels else [table(found)]
+    tables = [title, *own, *by, *([answers_table(answers)] if answers else [])]
+    if labels:
+        tables.append("majority: the accuracy of giving every text the most frequent label")
+    elif not has_perplexity(subject.config):
         tables.append(
             "loss and accuracy are the discriminator's, of every token but a document's first; the rate of replaced "
             "tokens and F1 are in the run's result.json (eval_measures)"
@@ -69,6 +82,41 @@ def table(found: Compared, *, first: str = "source") -> str:
     """Return a table with a line for every source; `base -> trained` where both exist."""
     header = (first, "documents", "tokens", "loss", "difference", "perplexity", "bits per byte", "accuracy")
     return aligned([header, *(_line(name, comparison) for name, comparison in found.items())])
+
+
+def labels_table(found: Compared, labels: ComparedLabels) -> str:
+    """Return a classifier's measures, a line for every source."""
+    lines: list[tuple[str, ...]] = [
+        ("source", "texts", "loss", "majority", "accuracy", "difference", "macro F1", "difference")
+    ]
+    for name, own in labels.items():
+        trained, difference = own.trained or {}, own.difference or {}
+        pairs = []
+        for measure in ("accuracy", "macro_f1"):
+            pairs.append(_pair(own.base.get(measure), trained.get(measure), "{:.4f}"))
+            pairs.append(_with_interval(difference[measure]) if measure in difference else "-")
+        loss = _pair(found[name].base.get("loss"), (found[name].trained or {}).get("loss"), "{:.4f}")
+        lines.append((name, f"{own.num_texts:,}", loss, f"{own.majority:.4f}", *pairs))
+    return aligned(lines)
+
+
+def f1_table(labels: ComparedLabels) -> str:
+    """Return the F1 of every label over all sources."""
+    whole = list(labels.values())[-1]
+    lines: list[tuple[str, ...]] = [("label", "texts", "F1")]
+    for label, count in whole.labelled.items():
+        scores = [side[label] for side in whole.f1.values()]
+        lines.append((label, f"{count:,}", " -> ".join("-" if s is None else f"{s:.4f}" for s in scores)))
+    return aligned(lines)
+
+
+def _macro_f1(labels: ComparedLabels) -> dict[str, float]:
+    """Return the evaluated model's macro F1 over all sources and the majority rate; empty for other models."""
+    if not labels:
+        return {}
+    whole = list(labels.values())[-1]
+    values = whole.base if whole.trained is None else whole.trained
+    return {"macro_f1": values["macro_f1"].value, "majority": whole.majority}
 
 
 def answers_table(answers: Answers) -> str:

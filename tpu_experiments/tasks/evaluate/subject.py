@@ -14,7 +14,13 @@ from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
-from tpu_experiments.config.schema import Config, MaskedConfig, NextTokenConfig, ReplacedTokenConfig
+from tpu_experiments.config.schema import (
+    ClassifyConfig,
+    Config,
+    MaskedConfig,
+    NextTokenConfig,
+    ReplacedTokenConfig,
+)
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.runtime.processes.env import compile_cache_root
@@ -23,6 +29,8 @@ from tpu_experiments.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"
+SCORED = tuple(kind._target_ for kind in (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig))
+"""Classes of the objectives whose runs are scored."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Subject:
         if self.kind == "base":
             return None
         if self.kind == "adapter":
-            return read_adapter(self.place).tensors
+            return read_adapter(self.place, has_head=True).tensors
         max_held_bytes = self.config.checkpoint.max_copy_gib * 2**30
         if self.kind == "model":
             return read_model(self.place, max_held_bytes=max_held_bytes)
@@ -128,16 +136,16 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
 
 
 def _require_scored(folder: RunFolder) -> None:
-    """Require a run to have learnt next, masked or replaced tokens, which is what is scored.
+    """Require a run to have learnt next, masked or replaced tokens or labels, which is what is scored.
 
     Raises:
         ConfigError: it has another objective.
     """
     target = (folder.stored_identity() or {}).get("objective._target_", NextTokenConfig._target_)
-    if target not in (NextTokenConfig._target_, MaskedConfig._target_, ReplacedTokenConfig._target_):
+    if target not in SCORED:
         raise ConfigError(
-            f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens; "
-            "the run's own held-out losses are in its metrics.jsonl and result.json."
+            f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens and "
+            "labels; the run's own held-out losses are in its metrics.jsonl and result.json."
         )
 
 
@@ -182,5 +190,5 @@ def _with_adapter(subject: Subject, adapter: str) -> Subject:
     """Return the subject with the adapter of a folder, or with the base alone."""
     if adapter == BASE_ALONE:
         return replace(subject, kind="base", place="")
-    config = replace(subject.config, lora=read_adapter(adapter).lora)
+    config = replace(subject.config, lora=read_adapter(adapter, has_head=True).lora)
     return replace(subject, kind="adapter", place=adapter, config=config)

@@ -18,6 +18,7 @@ from tpu_experiments.config.task_schema import AnswerTaskConfig, WeightsConfig
 from tpu_experiments.export.card import MARKER
 from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter
+from tpu_experiments.objectives.base import writes_text
 from tpu_experiments.storage import paths
 from tpu_experiments.training.batches import tokenizer_location
 
@@ -96,7 +97,9 @@ def _with_overrides(config: Config, task: WeightsConfig, *, dtype: str | None) -
 
 
 def _with_adapter(origin: Origin, folder: str) -> Origin:
-    found, path = read_adapter(folder), origin.config.model.path
+    # A classifier's is read too, so that the task refuses it by its objective.
+    found = read_adapter(folder, has_head=not writes_text(origin.config))
+    path = origin.config.model.path
     if found.base.rstrip("/").rpartition("/")[2] != path.rstrip("/").rpartition("/")[2]:
         log.warning("%s names %s as its base, and the model is %s", folder, found.base or "nothing", path)
     return replace(origin, lora=found.lora, trained=found.tensors, text=f"adapter {folder}")
