@@ -13,8 +13,8 @@ from tpu_experiments.data.prepare import Preparation, labels_of, prepare
 from tpu_experiments.data.steps import labels as module
 from tpu_experiments.data.steps.labels import cut_texts, labels_of_training
 from tpu_experiments.data.steps.pack import flatten
-from tpu_experiments.data.tokens.tokenize import LEARN, Tokens, own_ends
-from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
+from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
+from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer, own_ends
 
 SHIPPED = "tpu_experiments/samples/tokenizer"
 NAMES = ("da", "nu")

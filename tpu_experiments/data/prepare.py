@@ -8,7 +8,7 @@ resumes.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -37,8 +37,7 @@ from tpu_experiments.data.steps.windows import WindowMaker, WindowSettings, cut_
 from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.data.store.shards import damaged_shards
 from tpu_experiments.data.store.stream import CacheSettings, Check
-from tpu_experiments.data.tokens.tokenize import own_ends
-from tpu_experiments.data.tokens.tokenizer import pad_id, require_chat_template, template_hash, tokenizer_hash
+from tpu_experiments.data.tokens.tokenizer import own_ends, pad_id, require_chat_template, template_hash, tokenizer_hash
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import shown_path
 from tpu_experiments.storage.process import PeakMemory
@@ -83,9 +82,7 @@ def prepare(
     lengths = sorted(set(seq_lens))
     specs = _specs(sources, data_size=data_size, preparation=preparation)
     for name, spec in specs.items():
-        check_rules(sources[name].clean, source=name, kind=spec.kind)
-        if spec.kind == "chat":
-            require_chat_template(preparation.tokenizer, source=name)
+        _check(spec, source=sources[name], preparation=preparation)
     prepared = {}
     for name, spec in specs.items():
         tokens = _tokenized(
@@ -116,14 +113,8 @@ def lengths_of(
         NotPrepared: some are not tokenised, and `preparation` forbids making them.
         ConfigError: a source that cannot be read or is empty.
     """
-    paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
     found = {}
-    for name, spec in _specs(sources, data_size=data_size, preparation=preparation).items():
-        source = sources[name]
-        check_rules(source.clean, source=name, kind=spec.kind)
-        if spec.kind == "chat":
-            require_chat_template(preparation.tokenizer, source=name)
-        tokens = _tokenized(spec, source=source, preparation=preparation, found="taken")
+    for name, tokens in _each_tokenized(sources, data_size=data_size, preparation=preparation):
         lengths_D = np.concatenate([read_index(tokens.folder, block).lengths_D for block in tokens.block_names])
         p95 = int(np.percentile(lengths_D, 95, method="inverted_cdf")) if len(lengths_D) else None
         found[name] = Lengths(p95, int(lengths_D.sum()))
@@ -134,20 +125,37 @@ def labels_of(
     sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
 ) -> dict[str, Counts]:
     """Return the label counts of every source, tokenising where needed; arguments and errors as of `lengths_of`."""
-    paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
     found: dict[str, Counts] = {}
-    for name, spec in _specs(sources, data_size=data_size, preparation=preparation).items():
-        check_rules(sources[name].clean, source=name, kind=spec.kind)
-        tokens = _tokenized(spec, source=sources[name], preparation=preparation, found="taken")
-        found[name] = label_counts(tokens, source=sources[name])
+    for name, tokens in _each_tokenized(sources, data_size=data_size, preparation=preparation):
+        blocks = [read_index(tokens.folder, block) for block in tokens.block_names]
+        found[name] = label_counts(blocks, code_D=select(blocks, source=sources[name], tokens=tokens).code_D)
     return found
+
+
+def _each_tokenized(
+    sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
+) -> Iterator[tuple[str, TokenizedSource]]:
+    """Yield the tokens of every source, one source after another."""
+    paths.require_no_links(preparation.folder, key=f"prepare.folder={preparation.folder}")
+    for name, spec in _specs(sources, data_size=data_size, preparation=preparation).items():
+        _check(spec, source=sources[name], preparation=preparation)
+        yield name, _tokenized(spec, source=sources[name], preparation=preparation, found="taken")
+
+
+def _check(spec: SourceSpec, *, source: DataSourceConfig, preparation: Preparation) -> None:
+    """Require that a source's rules are for its kind, and that the tokenizer can render its conversations."""
+    check_rules(source.clean, source=spec.name, kind=spec.kind)
+    if spec.kind == "chat":
+        require_chat_template(preparation.tokenizer, source=spec.name)
 
 
 def _specs(
     sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
 ) -> dict[str, SourceSpec]:
-    labelled = {"is_labelled": preparation.is_labelled}
-    return {name: spec_of(name, source, data_size=data_size, **labelled) for name, source in sources.items()}
+    return {
+        name: spec_of(name, source, data_size=data_size, is_labelled=preparation.is_labelled)
+        for name, source in sources.items()
+    }
 
 
 def _tokenized(
@@ -241,7 +249,7 @@ def _make_rows(
     paths.make_dirs(folder)
     blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
     selection = select(blocks, source=source, tokens=tokens)
-    labels = _known_labels(tokens, source=source, preparation=preparation)
+    labels = _known_labels(tokens.spec.name, blocks, selection=selection, preparation=preparation)
     records = _pack_windows(
         blocks, selection=selection, tokens=tokens, seq_len=seq_len, preparation=preparation, folder=folder
     )
@@ -278,7 +286,7 @@ def _make_rows(
 
 
 def _known_labels(
-    tokens: TokenizedSource, *, source: DataSourceConfig, preparation: Preparation
+    name: str, blocks: list[BlockIndex], *, selection: Selection, preparation: Preparation
 ) -> dict[str, dict[str, int]] | None:
     """Return the number of documents of every label by split; None where texts have no labels.
 
@@ -288,9 +296,8 @@ def _known_labels(
     if not preparation.is_labelled:
         return None
     assert preparation.labels is not None, "they are found before rows are made"
-    counts = label_counts(tokens, source=source)
-    size = len(preparation.tokenizer)
-    require_known(counts, labels=preparation.labels, name=tokens.spec.name, vocab_size=size)
+    counts = label_counts(blocks, code_D=selection.code_D)
+    require_known(counts, labels=preparation.labels, name=name, vocab_size=len(preparation.tokenizer))
     return {split: {label: own.get(label, 0) for label in preparation.labels} for split, own in counts.items()}
 
 

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.data.cleaning.split import SPLITS
-from tpu_experiments.data.steps.blocks import BlockIndex, read_index
+from tpu_experiments.data.steps.blocks import BlockIndex
 from tpu_experiments.data.steps.pack import FlatTokens
-from tpu_experiments.data.steps.selection import select
-from tpu_experiments.data.steps.tokenized import TokenizedSource
 
 Counts = Mapping[str, Mapping[str, int]]
 """Split to label to number of documents."""
@@ -45,10 +42,12 @@ class Labelling:
         return found
 
 
-def label_counts(tokens: TokenizedSource, *, source: DataSourceConfig) -> dict[str, Counter[str]]:
-    """Count the labels of every split's documents, without duplicates."""
-    blocks = [read_index(tokens.folder, name) for name in tokens.block_names]
-    code_D = select(blocks, source=source, tokens=tokens).code_D
+def label_counts(blocks: Iterable[BlockIndex], *, code_D: NDArray[np.int8]) -> dict[str, Counter[str]]:
+    """Count the labels of every split's documents.
+
+    Args:
+        code_D: what the selection says of the blocks' documents (`Selection.code_D`); duplicates are of no split.
+    """
     found = {split: Counter[str]() for split in SPLITS}
     first = 0
     for block in blocks:

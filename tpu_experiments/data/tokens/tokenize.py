@@ -32,6 +32,7 @@ from tpu_experiments.data.tokens.chat import (
     ToolChat,
     render_tool_chat,
 )
+from tpu_experiments.data.tokens.tokenizer import own_ends
 from tpu_experiments.data.tokens.words import WordEncoding, backend_of, words_of
 
 
@@ -133,14 +134,6 @@ class Tokens:
     ids: NDArray[np.int32]
     flags: NDArray[np.uint8]
     document_id: str
-
-
-def own_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the special tokens that `tokenizer(text)` puts before and behind a text."""
-    backend = backend_of(tokenizer)
-    whole, plain = (list(backend.encode("a", add_special_tokens=adds).ids) for adds in (True, False))
-    start = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
-    return whole[:start], whole[start + len(plain) :]
 
 
 class DocumentTokenizer:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
+from tpu_experiments.data.tokens.words import backend_of
 from tpu_experiments.storage.paths import find_local, near_misses
 
 CHAT_FORMATS = Path(__file__).with_name("chat_formats")
@@ -77,15 +78,23 @@ def load_tokenizer(
     return tokenizer
 
 
+def own_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the special tokens that `tokenizer(text)` puts before and behind a text."""
+    backend = backend_of(tokenizer)
+    whole, plain = (list(backend.encode("a", add_special_tokens=adds).ids) for adds in (True, False))
+    start = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
+    return whole[:start], whole[start + len(plain) :]
+
+
 def closing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Make `tokenizer(text)` begin with BOS and end with EOS, where it adds nothing by itself and has them.
 
     A classifier reads texts as `tokenizer(text)` gives them, and reads its first token; it is exported with this
     tokenizer.
     """
-    backend = tokenizer.backend_tokenizer
-    if len(backend.encode("a").ids) > len(backend.encode("a", add_special_tokens=False).ids):
+    if any(own_ends(tokenizer)):
         return tokenizer
+    backend = backend_of(tokenizer)
     names = [tokenizer.bos_token, tokenizer.eos_token]
     begin, end = (f"{name} " if name else "" for name in names)
     known = [(name, backend.token_to_id(name)) for name in dict.fromkeys(names) if name]
@@ -93,7 +102,7 @@ def closing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
         from tokenizers.processors import TemplateProcessing
 
         single = f"{begin}$A {end}".strip()
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        backend.post_processor = TemplateProcessing(
             single=single, pair=f"{single} $B:1 {end}".strip(), special_tokens=known
         )
     return tokenizer

@@ -12,15 +12,9 @@ from tpu_experiments.checkpoint.state import newest_parameters, progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, config_of_run, identity
+from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, OBJECTIVES, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
-from tpu_experiments.config.schema import (
-    ClassifyConfig,
-    Config,
-    MaskedConfig,
-    NextTokenConfig,
-    ReplacedTokenConfig,
-)
+from tpu_experiments.config.schema import Config, NextTokenConfig
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter
 from tpu_experiments.runtime.processes.env import compile_cache_root
@@ -29,7 +23,7 @@ from tpu_experiments.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"
-SCORED = tuple(kind._target_ for kind in (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig))
+SCORED = tuple(kind._target_ for kind in OBJECTIVES)
 """Classes of the objectives whose runs are scored."""
 
 
