@@ -1,15 +1,24 @@
 """Encoders: attention on both sides inside a document, masks ready on the device, and what does not go together."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch_xla
+from torch import nn
 from transformers import AutoModelForMaskedLM
 
 from tests.models.encoders import ENCODERS, SMALL, Encoder, packed_rows, source_of
+from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.models.fold import chains_of, fold
 from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.runtime.ops import Folding, python_loop
+from tpu_experiments.runtime.stacked import hugging_face_names, stacked
+from tpu_experiments.runtime.xla.loop import xla_loop
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
 
@@ -118,3 +127,66 @@ def test_the_class_is_that_of_masked_language_modelling(encoder):
 def test_longformer_is_refused():
     with pytest.raises(ConfigError, match=r"'longformer' are not built here: .* reads it on the host"):
         source_of(Encoder("longformer", "eager", {"attention_window": 8}))
+
+
+FOLDED = {"modernbert": "1:7:3", "eurobert": "0:7:1", "deberta-v2": "0:7:1", "roberta": "0:7:1"}
+"""The first layers of their stacks: ModernBERT's first layer has no norm, and then two are local and one is global."""
+
+
+@pytest.mark.parametrize("folds", only(["modernbert", "deberta-v2"], FOLDED))
+def test_folded_layers_compute_what_they_compute_one_by_one(folds):
+    """DeBERTa's layers return a tuple, and give gradients to an embedding that all of them read."""
+    source = source_of(next(one for one in ENCODERS if one.model_type == folds), num_hidden_layers=7)
+    plain, rows = source.built(source.config, dtype=torch.float32).eval(), packed_rows()
+    torch.manual_seed(0)
+    weights_BTV = torch.randn(*rows["ids"].shape, 512) * (rows["segments"] > 0)[..., None]
+    device, folding = torch_xla.device(), Folding(xla_loop)
+
+    def gradients(module, parameters, to):
+        given = {name: tensor.to(to) for name, tensor in rows.items()}
+        logits_BTV = logits_of(module, parameters, given, causal=False)
+        loss = (logits_BTV * weights_BTV.to(to)).sum()
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        return float(loss.detach()), {n: g if g is None else g.cpu() for n, g in zip(parameters, found, strict=True)}
+
+    named = {name: p.detach().clone().requires_grad_() for name, p in plain.named_parameters()}
+    loss, expected = gradients(plain, named, "cpu")
+    folded = source.empty().eval()
+    fold(folded, folding, rehearse=partial(source.rehearse, folded), remat="layer_inputs")
+    assert any(f".{FOLDED[folds]}." in name for name, _ in folded.named_parameters())
+    held = {name: p.detach() for name, p in plain.named_parameters()}
+    own = {name: stacked(held, name).to(device).requires_grad_() for name, _ in folded.named_parameters()}
+    for name, buffer in plain.named_buffers():
+        parent, _, leaf = name.rpartition(".")
+        folded.get_submodule(parent)._buffers[leaf] = buffer.to(device)
+    found_loss, found = gradients(folded, own, device)
+    assert found_loss == pytest.approx(loss, rel=1e-4)
+    for name, gradient in found.items():
+        parts = [expected[part] for part in hugging_face_names(name)]
+        if parts[0] is None:
+            assert gradient is None, name
+            continue
+        wanted = torch.stack(parts) if len(parts) > 1 else parts[0]
+        assert float((gradient - wanted).abs().max()) < 2e-5 * float(wanted.abs().max()) + 1e-8, name
+
+
+class Between(nn.Module):
+    """Layers of which the second reads more than what the first returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, device="meta") for _ in range(4))
+
+    def forward(self, x):
+        x = self.layers[0](x) + x
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+def test_layers_with_something_between_them_are_not_folded():
+    """Folded layers return nothing before the last of them, with which the model could compute."""
+    module = Between()
+    run = partial(module, torch.ones(1, 4, device="meta"))
+    assert [chain.length for chain in chains_of([module.layers], rehearse=run)] == [1]
+    assert fold(module, Folding(python_loop), rehearse=run, remat="none") == 0

@@ -1,6 +1,7 @@
 """Folded layers compute what the layers one by one compute: same loss, same gradients, same names outside."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,15 +198,18 @@ def test_several_layers_in_one_iteration(gradients_of):
 @pytest.mark.parametrize(("group", "taken"), [(1, 1), (2, 2), (3, 3), (4, 3), (99, 3)])
 def test_an_iteration_holds_half_of_the_layers_at_most(make_config, group, taken):
     config = make_config("model=mistral7b", "model.size=tiny", "model.tiny_arch.num_hidden_layers=6")
-    module = HuggingFaceModel(config.model, seed=0).empty()
-    assert fold(module, Folding(python_loop), remat="none", group=group) == taken
+    source = HuggingFaceModel(config.model, seed=0)
+    module = source.empty()
+    rehearse = partial(source.rehearse, module)
+    assert fold(module, Folding(python_loop), rehearse=rehearse, remat="none", group=group) == taken
 
 
 def test_layers_that_do_not_repeat_stay_as_they_are(make_config):
     config = make_config("model=gemma3_270m", "model.size=tiny")  # six layers are one period
-    module = HuggingFaceModel(config.model, seed=0).empty()
+    source = HuggingFaceModel(config.model, seed=0)
+    module = source.empty()
     names = [name for name, _ in module.named_parameters()]
-    assert fold(module, Folding(python_loop), remat="none") == 0
+    assert fold(module, Folding(python_loop), rehearse=partial(source.rehearse, module), remat="none") == 0
     assert [name for name, _ in module.named_parameters()] == names
 
 

@@ -173,7 +173,14 @@ def build_model(
     if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
         recompute(module, remat=chosen.remat, saved=chosen.saved)
     elif chosen.stack == "scanned" and folding is not None:
-        fold(module, folding, remat=chosen.remat, saved=chosen.saved, group=chosen.stack_group)
+        fold(
+            module,
+            folding,
+            rehearse=lambda: source.rehearse(module),
+            remat=chosen.remat,
+            saved=chosen.saved,
+            group=chosen.stack_group,
+        )
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(
         source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial, quantised=quantised

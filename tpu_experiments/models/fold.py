@@ -1,12 +1,14 @@
-"""Equal decoder layers folded into one, with parameters stacked on a leading axis and run by a loop.
+"""Equal layers folded into one, with parameters stacked on a leading axis and run by a loop.
 
-The compiler then sees one layer instead of all of them. Works for any transformers decoder whose layers repeat: every
-layer (Mistral, Llama, Qwen2), or with a period (Gemma 3: five layers with a sliding window, one without). Checkpoints
-and exports keep Hugging Face's names (runtime/stacked.py).
+The compiler then sees one layer instead of all of them. Works for any transformers model whose layers repeat: every
+layer (Mistral, Llama, Qwen2, DeBERTa), or with a period (Gemma 3: five layers with a sliding window, one without), from
+the first or the second layer on (ModernBERT's first has no norm). Checkpoints and exports keep Hugging Face's names
+(runtime/stacked.py).
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.forward import returns_one_tensor
 from tpu_experiments.models.layer_graph import LayerGraph
 from tpu_experiments.models.scanned import compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.ops import BY_ROWS, Folding
@@ -28,29 +29,101 @@ NUMBER = "number of the layer"
 last of the constants then."""
 
 
-def fold(module: nn.Module, folding: Folding, *, remat: str, saved: Sequence[str] = (), group: int = 1) -> int:
-    """Fold the decoder layers of a module on the meta device in place; returns the layers per iteration.
+def fold(
+    module: nn.Module,
+    folding: Folding,
+    *,
+    rehearse: Callable[[], None],
+    remat: str,
+    saved: Sequence[str] = (),
+    group: int = 1,
+) -> int:
+    """Fold the layers of a module on the meta device in place; returns the layers per iteration.
 
-    Returns 0 and changes nothing where no layers repeat, or where they return more than hidden states.
+    Every list of layers of one class is folded: DeBERTa's pre-training model has a generator and a discriminator.
+    Layers are left as they are, and 0 is returned, where none repeat, where they return more than hidden states, or
+    where the model computes something between them.
 
     Args:
+        rehearse: runs the module on the meta device, as far as that can run it.
         remat: policy of what the forward pass saves for the backward pass (layer_graph.py).
         saved: names saved in addition.
         group: periods in one iteration, fewer where less than two iterations would remain.
     """
-    path, layers = decoder_layers(module)
-    period = _period(layers)
-    if not period:
-        log.info("%d layers of %s do not repeat: each is compiled separately", len(layers), path or "the model")
-        return 0
-    if not returns_one_tensor(layers[0], module=module):  # Falcon's return attention weights as well
-        log.info("layers of %s return more than hidden states: each is compiled separately", path)
-        return 0
-    period *= max(1, min(group, len(layers) // (2 * period)))
-    folded = FoldedLayers(layers, path=path, period=period, folding=folding, remat=remat, saved=tuple(saved))
-    parent, _, leaf = path.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, folded)
-    return period
+    lists = layer_lists(module)
+    chains = chains_of(list(lists.values()), rehearse=rehearse)
+    periods = [0]
+    for (path, layers), chain in zip(lists.items(), chains, strict=True):
+        start, period = repetition(layers, length=chain.length)
+        if not period:
+            log.info("%d layers of %s do not repeat: each is compiled separately", chain.length, path or "the model")
+            continue
+        period *= max(1, min(group, (chain.length - start) // (2 * period)))
+        folded = FoldedLayers(
+            layers,
+            path=path,
+            repeated=range(start, start + (chain.length - start) // period * period, period),
+            folding=folding,
+            remat=remat,
+            saved=tuple(saved),
+            num_empty=chain.num_empty,
+        )
+        parent, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, folded)
+        periods.append(period)
+    return max(periods)
+
+
+@dataclass
+class Chain:
+    """The layers of a list that a model calls one by one, each once, each with what the one before returned."""
+
+    length: int
+    """Their number, from the first on."""
+    num_empty: int | None = None
+    """Number of Nones that a layer returns in a tuple behind its hidden states; None where it returns these alone."""
+
+
+def chains_of(lists: Sequence[nn.ModuleList], *, rehearse: Callable[[], None]) -> list[Chain]:
+    """Find out by a rehearsal how a model calls its layers; where the meta device runs none, as most models do."""
+    calls: list[tuple[nn.Module, Any, Any]] = []
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        calls.append((layer, inputs[0] if inputs else None, output))
+
+    hooks = [layer.register_forward_hook(note) for layers in lists for layer in layers]
+    try:
+        rehearse()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [_chain(layers, calls) for layers in lists]
+
+
+def _chain(layers: nn.ModuleList, calls: Sequence[tuple[nn.Module, Any, Any]]) -> Chain:
+    own = [call for call in calls if any(call[0] is layer for layer in layers)]
+    if not own:
+        return Chain(len(layers))
+    chain, previous = Chain(0), None
+    for index, (layer, given, output) in enumerate(own):
+        first, *others = output if isinstance(output, tuple) else (output,)
+        is_next = index < len(layers) and layer is layers[index] and (previous is None or given is previous)
+        is_again = any(layer is other[0] for other in own[index + 1 :])
+        if not is_next or is_again or any(other is not None for other in others):
+            break
+        chain.length, previous = index + 1, first
+        chain.num_empty = len(others) if isinstance(output, tuple) else None
+    return chain
+
+
+def layer_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return the ModuleList with the most parameters, and every other of layers of its class, by path."""
+    path, largest = decoder_layers(module)
+    if not len(largest):
+        return {}
+    kind = type(largest[0])
+    lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    return {path: largest} | {n: part for n, part in lists.items() if len(part) and type(part[0]) is kind}
 
 
 def decoder_layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -62,14 +135,21 @@ def decoder_layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
     return path, lists[path]
 
 
-def _period(layers: nn.ModuleList) -> int:
-    """Return the smallest number of layers after which they repeat at least once; 0 where there is none."""
-    kinds = [_kind(layer) for layer in layers]
-    for period in range(1, len(kinds) // 2 + 1):
-        whole = len(kinds) // period * period
-        if all(kinds[index] == kinds[index % period] for index in range(whole)):
-            return period
-    return 0
+def repetition(layers: nn.ModuleList, *, length: int) -> tuple[int, int]:
+    """Return the first layer that repeats, 0 or 1, and the smallest number of layers after which it does, 0 for none.
+
+    Args:
+        length: number of layers from the first on that may be folded.
+    """
+    kinds = [_kind(layer) for layer in layers[:length]]
+    for start in (0, 1):
+        own = kinds[start:]
+        for period in range(1, len(own) // 2 + 1):
+            whole = len(own) // period * period
+            is_whole = whole == len(own) or not start  # only behind all the others may layers be left over
+            if is_whole and all(own[index] == own[index % period] for index in range(whole)):
+                return start, period
+    return 0, 0
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -99,28 +179,38 @@ class FoldedLayers(nn.Module):
         layers: nn.ModuleList,
         *,
         path: str,
-        period: int,
+        repeated: range,
         folding: Folding,
         remat: str,
         saved: tuple[str, ...],
+        num_empty: int | None,
     ) -> None:
+        """Stack the layers on the meta device.
+
+        Args:
+            repeated: the first layer of each iteration; the step is the layers per iteration.
+            num_empty: that of the layers' chain.
+        """
         super().__init__()
-        self.num_layers, self.path, self.period = len(layers), path, period
-        self.stop = self.num_layers // period * period
-        self.folding, self.remat, self.saved = folding, remat, saved
+        self.num_layers, self.path = len(layers), path
+        self.start, self.stop, self.period = repeated.start, repeated.stop, repeated.step
+        self.folding, self.remat, self.saved, self.num_empty = folding, remat, saved, num_empty
         self.graphs: dict[Any, LayerGraph] = {}
-        for index in range(period):
-            template = layers[index]
-            for part in template.modules():
-                for name, p in part._parameters.items():
-                    if p is not None:
-                        whole = torch.empty(self.stop // period, *p.shape, dtype=p.dtype, device=p.device)
-                        part._parameters[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
-            self.add_module(self._name(index), template)
-        for index in range(self.stop, self.num_layers):
-            self.add_module(str(index), layers[index])
+        for index in range(self.num_layers):
+            if self.start <= index < self.start + self.period:
+                self._stack(layers[index], count=len(repeated))
+            if index < self.start + self.period or index >= self.stop:
+                self.add_module(self._name(index), layers[index])
         self._calls = [LayerCall(self, index) for index in range(self.num_layers)]
         self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    @staticmethod
+    def _stack(template: nn.Module, *, count: int) -> None:
+        for part in template.modules():
+            for name, p in part._parameters.items():
+                if p is not None:
+                    whole = torch.empty(count, *p.shape, dtype=p.dtype, device=p.device)
+                    part._parameters[name] = nn.Parameter(whole, requires_grad=p.requires_grad)
 
     def __iter__(self) -> Iterator["LayerCall"]:
         return iter(self._calls)
@@ -135,30 +225,35 @@ class FoldedLayers(nn.Module):
         """Return the module that computes layer `index`."""
         return self._modules[self._name(index)]  # type: ignore[return-value]
 
-    def run(self, index: int, hidden: Tensor, rest: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    def run(self, index: int, hidden: Tensor, rest: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Compute layer `index` for the model's own loop.
 
         Folded layers only record their inputs and return `hidden` unchanged, but for the last one, which runs the loop
         over all of them.
         """
-        if index >= self.stop:
+        if not self.start <= index < self.stop:
             return self.layer(index)(hidden, *rest, **keywords)
-        if index == 0:
+        if index == self.start:
             self._inputs = []
         self._inputs.append((rest, keywords))
-        if index < self.stop - 1:
-            return hidden
-        inputs, self._inputs = self._inputs, []
-        return self._run_loop(hidden, inputs)
+        if index == self.stop - 1:
+            inputs, self._inputs = self._inputs, []
+            hidden = self._run_loop(hidden, inputs)
+        return hidden if self.num_empty is None else (hidden, *[None] * self.num_empty)
 
     def _run_loop(self, hidden: Tensor, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
-        constants, specs = _shared_constants(inputs, period=self.period)
-        weights: list[dict[str, Tensor]] = [dict(self.layer(j).named_parameters()) for j in range(self.period)]
+        constants, specs = _shared_constants(inputs, first=self.start, period=self.period)
+        weights: list[dict[str, Tensor]] = [
+            dict(self.layer(self.start + j).named_parameters()) for j in range(self.period)
+        ]
         drawn = current_noise()
         if drawn is not None:
             constants = (*constants, drawn.words_R)
             for j, own in enumerate(weights):
-                own[NUMBER] = torch.arange(j, self.stop, self.period, dtype=torch.int32, device=hidden.device)
+                numbers = range(self.start + j, self.stop, self.period)
+                own[NUMBER] = torch.arange(
+                    numbers.start, numbers.stop, numbers.step, dtype=torch.int32, device=hidden.device
+                )
         if not torch.is_grad_enabled():
             return self._loop_forward(hidden, weights, constants=constants, specs=specs)
         graphs = [self._graph(j, hidden, weights[j], constants=constants, spec=specs[j]) for j in range(self.period)]
@@ -177,13 +272,15 @@ class FoldedLayers(nn.Module):
         splits = []
         for j, own in enumerate(weights):
             for name, stack in own.items():
-                whole = f"{self.path}.{self._name(j)}.{name}"
+                whole = f"{self.path}.{self._name(self.start + j)}.{name}"
                 splits.append(() if name == NUMBER else self.folding.axes(whole, tuple(stack.shape))[1:])
         return splits
 
     def _name(self, index: int) -> str:
         """Return the name of the module that computes layer `index`."""
-        return f"{index % self.period}:{self.stop}:{self.period}" if index < self.stop else str(index)
+        if not self.start <= index < self.stop:
+            return str(index)
+        return f"{self.start + (index - self.start) % self.period}:{self.stop}:{self.period}"
 
     def _loop_forward(
         self, hidden: Tensor, weights: list[dict[str, Tensor]], *, constants: tuple[Tensor, ...], specs: list[Any]
@@ -196,7 +293,9 @@ class FoldedLayers(nn.Module):
             flat = iter(gathered(xs, splits, constrain=constrain))
             for j in range(self.period):
                 own = {name: next(flat) for name in names[j]}
-                state = call_layer(self.layer(j), constrain(state, axes=BY_ROWS), own, consts, spec=specs[j])
+                state = call_layer(
+                    self.layer(self.start + j), constrain(state, axes=BY_ROWS), own, consts, spec=specs[j]
+                )
             return (constrain(state, axes=BY_ROWS),), ()
 
         stacks = compute_dtype(
@@ -209,7 +308,7 @@ class FoldedLayers(nn.Module):
         self, j: int, hidden: Tensor, weights: dict[str, Tensor], *, constants: tuple[Tensor, ...], spec: Any
     ) -> LayerGraph:
         """Return the layer's forward and backward pass as graphs, traced once for each shape."""
-        template = self.layer(j)
+        template = self.layer(self.start + j)
         tensors = (hidden, *weights.values(), *constants)
         key = (j, template.training, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         if key not in self.graphs:
@@ -258,11 +357,12 @@ def call_layer(
     number = own.pop(NUMBER, None)
     words = None if number is None else constants[-1]
     with noise(words, layer=number), cast_weights(own, dtype=hidden.dtype) as cast:
-        return functional_call(template, cast, (hidden, *rest), keywords)
+        output = functional_call(template, cast, (hidden, *rest), keywords)
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _shared_constants(
-    inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], *, period: int
+    inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], *, first: int, period: int
 ) -> tuple[tuple[Tensor, ...], list[Any]]:
     """Collect every tensor that layers receive beside the hidden states, once.
 
@@ -287,5 +387,6 @@ def _shared_constants(
         specs.append((structure, places))
     for index, spec in enumerate(specs):
         if spec != specs[index % period]:
-            raise RuntimeError(f"layer {index} gets other inputs than layer {index % period}; set model.stack=unrolled")
+            layer, other = first + index, first + index % period
+            raise RuntimeError(f"layer {layer} gets other inputs than layer {other}; set model.stack=unrolled")
     return tuple(tensor for _, tensor in constants.values()), specs[:period]

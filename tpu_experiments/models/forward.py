@@ -379,14 +379,3 @@ def rehearse(module: nn.Module, *, causal: bool = True) -> None:
         except RuntimeError as error:
             if SHAPES.search(str(error)):
                 raise
-
-
-def returns_one_tensor(layer: nn.Module, *, module: nn.Module) -> bool:
-    """Return whether a layer returns its hidden states alone; true where the meta device cannot run it."""
-    given: list[bool] = []
-    hook = layer.register_forward_hook(lambda _layer, _inputs, output: given.append(isinstance(output, Tensor)))
-    try:
-        rehearse(module)
-    finally:
-        hook.remove()
-    return given[0] if given else True

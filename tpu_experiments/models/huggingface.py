@@ -257,8 +257,7 @@ class HuggingFaceModel:
             module = self._on_meta(self.config)
             module.tie_weights()
             _fill_buffers(module)
-            # A classifier's own forward pass pools with masks of padding alone.
-            rehearse(module.base_model if self.head == CLASSIFIER else module, causal=self.causal)
+            self.rehearse(module)
         except ConfigError:
             raise
         except UNFIT as error:
@@ -269,6 +268,12 @@ class HuggingFaceModel:
                 f"{self.config.model_type} cannot compute with these values ({type(error).__name__}: {reason}); {way}."
             ) from error
         return module
+
+    def rehearse(self, module: nn.Module) -> None:
+        """Run a module of this source on the meta device; raises what it raises over inconsistent values."""
+        whole: Any = module
+        # A classifier's own forward pass pools with masks of padding alone.
+        rehearse(whole.base_model if self.head == CLASSIFIER else module, causal=self.causal)
 
     def _on_meta(self, config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):

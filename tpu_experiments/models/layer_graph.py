@@ -77,7 +77,7 @@ class LayerGraph:
         examples = [
             torch.empty_like(hidden, requires_grad=True),
             *(torch.empty_like(w[0], requires_grad=w.requires_grad) for w in weights),
-            *(torch.empty_like(c) for c in constants),
+            *(torch.empty_like(c, requires_grad=c.requires_grad) for c in constants),
         ]
         count = len(weights)
 

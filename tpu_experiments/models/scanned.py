@@ -29,13 +29,17 @@ def scan_layers(
 
     Args:
         weights: for every layer of the period, stacks by name.
+        constants: what all layers receive; those that are computed from trained weights get the sum of the layers'
+            gradients (DeBERTa's embedding of relative positions).
         graphs: for every layer of the period.
         splits: for every weight of one layer, the mesh axes along which it is sharded.
         offload: whether the layers' inputs are kept in host memory until the backward pass.
     """
     flat = [p for own in weights for p in own.values()]
     names = [name for own in weights for name in own]
-    out: Tensor = _Layers.apply(_Scan(graphs, splits, folding, offload, names), constants, hidden, *flat)
+    out: Tensor = _Layers.apply(
+        _Scan(graphs, splits, folding, offload, names), len(constants), hidden, *constants, *flat
+    )
     return out
 
 
@@ -73,7 +77,8 @@ class _Scan:
                 if source == LAYER_INPUT:
                     saved.append(self.host.put(value))
                 elif source is None:
-                    saved.append(self._whole(_bool_to_uint8(value)))
+                    # DeBERTa divides by a number that it makes on the host.
+                    saved.append(self._whole(_bool_to_uint8(value.to(hidden.device))))
             hidden = out
         return (self.constrain(hidden, axes=BY_ROWS),), tuple(saved)
 
@@ -86,7 +91,7 @@ class _Scan:
         return self.constrain(value, axes=(None,)) if value.ndim == 1 else value
 
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
-        (grad,) = carry
+        grad, *sums = carry
         num_weights = sum(graph.num_weights for graph in self.graphs)
         weights = self.split(gathered(xs[:num_weights], self.splits, constrain=self.constrain))
         splits, saved = self.split(self.splits), list(xs[num_weights:])
@@ -104,7 +109,9 @@ class _Scan:
             grads = [
                 self.constrain(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None
             ] + grads
-        return (self.constrain(grad, axes=BY_ROWS),), tuple(grads)
+            of_constants = [g for g in others[graph.num_weights :] if g is not None]
+            sums = [total + g for total, g in zip(sums, of_constants, strict=True)]
+        return (self.constrain(grad, axes=BY_ROWS), *sums), tuple(grads)
 
 
 def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, constrain: Constrain) -> list[Tensor]:
@@ -142,14 +149,15 @@ def _uint8_to_bool(value: Tensor) -> Tensor:
 
 class _Layers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, constants: tuple[Tensor, ...], hidden: Tensor, *kept: Tensor) -> Tensor:
+    def forward(ctx: Any, scan: _Scan, num_constants: int, hidden: Tensor, *rest: Tensor) -> Tensor:
+        constants, kept = rest[:num_constants], rest[num_constants:]
         # Cast once, and before devices exchange shards. The graphs were traced for the stored weights: gradients are
         # float32 where the stored weights are.
         weights = compute_dtype(kept, scan.names, like=hidden)
         (out,), saved = scan.loop(
             scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0]
         )
-        ctx.scan, ctx.num_weights, ctx.num_constants = scan, len(weights), len(constants)
+        ctx.scan, ctx.num_weights, ctx.num_constants = scan, len(weights), num_constants
         ctx.save_for_backward(*weights, *constants, *saved)
         return out
 
@@ -158,9 +166,12 @@ class _Layers(torch.autograd.Function):
         tensors = ctx.saved_tensors
         weights, rest = tensors[: ctx.num_weights], tensors[ctx.num_weights :]
         constants, saved = rest[: ctx.num_constants], rest[ctx.num_constants :]
-        (grad_hidden,), grads = ctx.scan.loop(
-            ctx.scan.backward_body, carry=(grad,), xs=(*weights, *saved), consts=constants, reverse=True
-        )
-        given = iter(grads)
         wanted = ctx.needs_input_grad[3:]
+        trained = [c for c, need in zip(constants, wanted, strict=False) if need]
+        # Summed over the layers in float32: autograd would round the sum to the constant's type after every layer.
+        zeros = [torch.zeros(c.shape, dtype=torch.float32, device=c.device) for c in trained]
+        (grad_hidden, *sums), grads = ctx.scan.loop(
+            ctx.scan.backward_body, carry=(grad, *zeros), xs=(*weights, *saved), consts=constants, reverse=True
+        )
+        given = iter([*(s.to(c.dtype) for s, c in zip(sums, trained, strict=True)), *grads])
         return (None, None, grad_hidden, *(next(given) if need else None for need in wanted))
