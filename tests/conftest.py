@@ -20,15 +20,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # 138 s of CPU for 36 steps; those that sleep, 26 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Python's collector goes through all that torch and transformers keep for every 700 new objects. Without this the tests
-# took 2,150 s of CPU, with it 1,656 s (2026-11-25).
-gc.set_threshold(50_000, 20, 100)
-
 import pytest
 
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.schema import Config
 from tpu_experiments.storage import retry
+
+# Python's collector goes through all that torch and transformers keep for every 700 new objects. Without this the tests
+# took 2,150 s of CPU, with it 1,656 s (2026-11-25).
+gc.set_threshold(50_000, 20, 100)
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

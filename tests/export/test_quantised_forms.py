@@ -285,6 +285,6 @@ def test_a_model_without_linear_layers_is_refused(tmp_path, tokenizer, form):
     arch = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64}
     source = HuggingFaceModel(ModelConfig(name="x", path="", init="random", arch=arch, dtype="float32"), seed=0)
     whole = whole_model(source, lora=LoraConfig(r=0), trained={})
-    with pytest.raises(ConfigError, match=rf"task.forms has {form}; 0 of the .* GPT2LMHeadModel"):
+    with pytest.raises(ConfigError, match=rf"the form {form}; 0 of the .* GPT2LMHeadModel"):
         written(tmp_path / "form", form, whole, tokenizer)
     assert not (tmp_path / "form").exists()

@@ -33,7 +33,7 @@ from tpu_experiments.config.tracing import tracing_problems
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
 OF_TASKS = (doctoring_problems, exporting_problems, tokenizer_problems)
-NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "tokenizer")
+NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "quantize", "tokenizer")
 
 
 def hardware_problems(config: Config) -> list[str]:

@@ -342,20 +342,14 @@ class ParityConfig:
 
 
 @dataclass
-class ExportTaskConfig(WeightsConfig, TaskConfig):
-    """Settings of task=export."""
+class WrittenFormsConfig(WeightsConfig, TaskConfig):
+    """Settings of the tasks that write a model in forms that others read."""
 
-    forms: list[str] = field(default_factory=list)
-    """Forms to write; empty writes `peft` and `merged`, of a model without adapters `merged` alone. `peft` is the
-    adapter, `merged` the whole model for transformers, vLLM, TGI and MaxText, `gguf` for llama.cpp and Ollama, `int8`
-    compressed-tensors' W8A16, `nf4` bitsandbytes'."""
     folder: str | None = place("folder", default=None)
     """Folder of the forms, local or gs://; null is `export/` in the run's folder, and `<output_dir>/exports/<name>` for
-    an adapter."""
+    an adapter or a model."""
     dtype: str | None = field(default=None, metadata={"allowed": ("bfloat16", "float32")})
-    """Data type of the weights in `merged` and of those that `int8` and `nf4` do not quantise; null is the model's."""
-    gguf_types: list[str] = field(default_factory=lambda: ["f16", "q8_0"])
-    """Data types of the GGUF files, one file each: f32, f16, bf16 or q8_0."""
+    """Data type of the weights in `merged` and of those that quantised forms leave as they are; null is the model's."""
     max_shard_gib: float = number(default=2.0, above=0)
     """Largest file of weights; that much memory is used while one is written."""
     parity: ParityConfig = field(default_factory=ParityConfig)
@@ -367,26 +361,83 @@ class ExportTaskConfig(WeightsConfig, TaskConfig):
     """Whether a repository that `push` creates is private; one that is there stays as it is."""
 
 
+@dataclass
+class ExportTaskConfig(WrittenFormsConfig):
+    """Settings of task=export."""
+
+    forms: list[str] = field(default_factory=list)
+    """Forms to write; empty writes `peft` and `merged`, of a model without adapters `merged` alone. `peft` is the
+    adapter, `merged` the whole model for transformers, vLLM, TGI and MaxText, `gguf` for llama.cpp and Ollama, `int8`
+    compressed-tensors' W8A16, `nf4` bitsandbytes'."""
+    gguf_types: list[str] = field(default_factory=lambda: ["f16", "q8_0"])
+    """Data types of the GGUF files, one file each: f32, f16, bf16 or q8_0."""
+
+
+@dataclass
+class QuantizeTaskConfig(WrittenFormsConfig):
+    """Settings of task=quantize."""
+
+    method: str = choice("rtn", "gptq", "vptq", default="gptq")
+    """`rtn` rounds every weight to the nearest integer; `gptq` lets later columns make good the error of earlier ones
+    (arXiv 2210.17323); `vptq` stores vectors of a codebook (arXiv 2409.17066)."""
+    bits: int = number(default=4, at_least=2, at_most=8)
+    """Bits of an integer (`rtn`, `gptq`). vLLM reads 4 and 8."""
+    group: int = number(default=128, at_least=8)
+    """Weights of a row that share a scale (`rtn`, `gptq`). vLLM reads 32, 64 and 128."""
+    vector: int = number(default=4, at_least=2, at_most=16)
+    """Weights of a column that are one vector (`vptq`)."""
+    codebook: int = number(default=256, at_least=2, at_most=65536)
+    """Vectors of the codebook (`vptq`): log2 of it over `vector` bits a weight."""
+    residual: int = number(default=0, at_least=0, at_most=65536)
+    """Vectors of a second codebook, of what the first one leaves (`vptq`); 0: there is none."""
+    outliers: float = number(default=0.0, at_least=0, below=1)
+    """Part of the columns, those with the largest inputs, that has a codebook of half the length (`vptq`)."""
+    outlier_codebook: int = number(default=256, at_least=2, at_most=65536)
+    """Vectors of that codebook (`vptq`)."""
+    rows: int = number(default=128, at_least=1)
+    """Training rows whose activations the layers are fitted to (`gptq`, `vptq`)."""
+    row_tokens: int | None = number(default=None, at_least=8)
+    """Tokens of these rows that are used, from the first on; null: all."""
+
+
 def exporting_problems(task: TaskConfig) -> list[str]:
-    """Return invalid settings of task=export; none for another task."""
-    if not isinstance(task, ExportTaskConfig):
+    """Return invalid settings of task=export and task=quantize; none for another task."""
+    if not isinstance(task, WrittenFormsConfig):
         return []
-    problems = [
-        f"{key} has {name!r}; there is no such {what}. {suggest(name, known)}"
-        for key, what, names, known in (
-            ("task.forms", "form", task.forms, FORMS),
-            ("task.gguf_types", "data type", task.gguf_types, GGUF_TYPES),
-        )
-        for name in names
-        if name not in known
-    ]
-    if "gguf" in task.forms and not task.gguf_types:
+    problems = (
+        []
+        if not isinstance(task, ExportTaskConfig)
+        else [
+            f"{key} has {name!r}; there is no such {what}. {suggest(name, known)}"
+            for key, what, names, known in (
+                ("task.forms", "form", task.forms, FORMS),
+                ("task.gguf_types", "data type", task.gguf_types, GGUF_TYPES),
+            )
+            for name in names
+            if name not in known
+        ]
+    )
+    if isinstance(task, ExportTaskConfig) and "gguf" in task.forms and not task.gguf_types:
         problems.append("task.gguf_types=[] with the form gguf; name f16, q8_0 or another.")
-    if task.weights == "base":
+    if isinstance(task, QuantizeTaskConfig):
+        problems += _quantising_problems(task)
+    if task.weights == "base" and isinstance(task, ExportTaskConfig):
         problems.append("task.weights=base; an export is of what was trained; leave it out.")
     if task.push is not None and task.push.count("/") != 1:
         problems.append(f"task.push={task.push}; it is no repository of the Hub; write owner/name.")
     return problems
+
+
+def _quantising_problems(task: QuantizeTaskConfig) -> list[str]:
+    plain = QuantizeTaskConfig(name=task.name)
+    of_grid, of_vectors = ("bits", "group"), ("vector", "codebook", "residual", "outliers", "outlier_codebook")
+    unused = of_grid if task.method == "vptq" else of_vectors
+    unused = (*unused, "rows", "row_tokens") if task.method == "rtn" else unused
+    return [
+        f"task.{key}={getattr(task, key)} with task.method={task.method}, which has no such setting; leave it out."
+        for key in unused
+        if getattr(task, key) != getattr(plain, key)
+    ]
 
 
 # ---- tokenizer ----------------------------------------------------------------------------------------------

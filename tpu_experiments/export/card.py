@@ -33,7 +33,18 @@ WHAT = {
     "int8": "with its layers' weights in int8, one scale per output feature (W8A16), in compressed-tensors' layout",
     "nf4": "with its layers' weights in NF4 with double quantisation, in bitsandbytes' layout",
     "gguf": "as GGUF files for llama.cpp and what is built on it",
+    "rtn": "with its layers' weights as integers of a few bits, in compressed-tensors' layout",
+    "gptq": "with its layers' weights as integers of a few bits, by GPTQ, in compressed-tensors' layout",
+    "vptq": "with its layers' weights as vectors of codebooks, in a layout of tpu_experiments",
 }
+QUANTISED = {
+    "int8": "compressed-tensors",
+    "nf4": "bitsandbytes",
+    "rtn": "compressed-tensors",
+    "gptq": "compressed-tensors",
+    "vptq": "tpu_experiments",
+}
+"""Package that a quantised form needs."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +238,16 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
             blocks.append("vLLM has no DoRA: export the form `merged` for it.")
         else:
             blocks += ["vLLM reads it too (not tried here):", fenced([*fetch, over], language="bash")]
+    elif card.form == "vptq":
+        code = [
+            "from tpu_experiments.export.vector_model import read_vector_model",
+            f'model = read_vector_model("{local}")',
+        ]
+        blocks += [fenced(fetch, language="bash")] if fetch else []
+        blocks += [fenced(code, language="python"), "No other library reads these vectors without CUDA."]
     else:
-        is_quantised = card.form in ("int8", "nf4")
-        code = whole_code(place, dtype=None if is_quantised else card.dtype, options=within + trust)
-        package = {"int8": "compressed-tensors", "nf4": "bitsandbytes"}.get(card.form)
+        package = QUANTISED.get(card.form)
+        code = whole_code(place, dtype=None if package else card.dtype, options=within + trust)
         blocks.append(fenced(code, language="python"))
         if package:
             blocks.append(f"It needs `pip install {package}`.")

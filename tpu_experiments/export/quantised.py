@@ -179,6 +179,35 @@ class NF4Layout:
         }
 
 
+class Holder(Protocol):
+    """What weights a form can hold."""
+
+    form: str
+    needs: str
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Return whether a weight (N, K) can be stored."""
+        ...
+
+
+def chosen_weights(model: WholeModel, layout: Holder) -> list[str]:
+    """Return the names of the weights of the layers that a form quantises.
+
+    Raises:
+        ConfigError: most weights of the layers cannot be quantised.
+    """
+    chosen = [name for name in model.shapes if name in model.linears and layout.holds(_shape(model.shapes[name]))]
+    inside = sum(empty.numel() for name, empty in model.shapes.items() if any(p.isdigit() for p in name.split(".")))
+    covered = sum(model.shapes[name].numel() for name in chosen)
+    if 2 * covered < inside:
+        raise ConfigError(
+            f"the form {layout.form}; {covered:,} of the {inside:,} weights in the layers of {model.architecture} are "
+            f"in Linear modules {layout.needs}, and no others are quantised (GPT-2's Conv1D, stacked experts); write "
+            "another form."
+        )
+    return chosen
+
+
 def write_quantised(
     folder: str,
     layout: Layout,
@@ -199,16 +228,8 @@ def write_quantised(
     Raises:
         ConfigError: most weights of the layers cannot be quantised.
     """
-    chosen = [name for name in model.shapes if name in model.linears and layout.holds(_shape(model.shapes[name]))]
+    chosen = chosen_weights(model, layout)
     left = [name for name in model.shapes if name in model.linears and name not in chosen]
-    inside = sum(empty.numel() for name, empty in model.shapes.items() if any(p.isdigit() for p in name.split(".")))
-    covered = sum(model.shapes[name].numel() for name in chosen)
-    if 2 * covered < inside:
-        raise ConfigError(
-            f"task.forms has {layout.form}; {covered:,} of the {inside:,} weights in the layers of "
-            f"{model.architecture} are in Linear modules {layout.needs}, and no others are quantised (GPT-2's Conv1D, "
-            f"stacked experts); leave {layout.form} out of task.forms."
-        )
     quantised = frozenset(chosen)
     shapes: dict[str, Tensor] = {}
     for name, empty in model.shapes.items():

@@ -16,12 +16,12 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.task_schema import ExportTaskConfig
+from tpu_experiments.config.task_schema import ExportTaskConfig, WrittenFormsConfig
 from tpu_experiments.export.card import CARD, MARKER, page
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
-from tpu_experiments.tasks.export.forms import WRITERS
+from tpu_experiments.tasks.export.forms import WRITERS, Writer
 from tpu_experiments.tasks.export.pages import card_of
 from tpu_experiments.tasks.export.parity import Parity
 from tpu_experiments.tasks.export.proof import Proof
@@ -40,13 +40,17 @@ def run(config: Config) -> None:
     Raises:
         ConfigError: something the user can fix.
     """
-    task = config.task
-    assert isinstance(task, ExportTaskConfig), "conf/task/export.yaml has this schema"
+    assert isinstance(config.task, ExportTaskConfig), "conf/task/export.yaml has this schema"
+    write_forms(config, config.task, writers=WRITERS)
+
+
+def write_forms(config: Config, task: WrittenFormsConfig, *, writers: Mapping[str, Writer]) -> None:
+    """Write the forms of a task, print the table, upload, and exit with 1 if one is worse than the trained model."""
     require_pushable(task)
     start_run_log(None, rank=0)
     try:
         with explain_storage_errors(task.folder or task.run or config.output_dir):
-            found = exported(config, task)
+            found = exported(config, task, writers=writers)
     finally:
         stop_run_log()
     print(as_table(found))
@@ -56,7 +60,9 @@ def run(config: Config) -> None:
         sys.exit(1)
 
 
-def exported(config: Config, task: ExportTaskConfig) -> dict[str, list[Parity]]:
+def exported(
+    config: Config, task: WrittenFormsConfig, *, writers: Mapping[str, Writer] = WRITERS
+) -> dict[str, list[Parity]]:
     """Write the forms that are not complete; return the comparisons of all, by folder."""
     subject = subject_of(config, task)
     digest = subject.digest()
@@ -68,7 +74,7 @@ def exported(config: Config, task: ExportTaskConfig) -> dict[str, list[Parity]]:
                 log.info("%s is complete", folder)
                 continue
             log.info("writing %s", folder)
-            complete[form] = _written(form, folder, subject=subject, proof=proof, digest=digest)
+            complete[form] = _written(form, folder, write=writers[form], subject=subject, proof=proof, digest=digest)
     return {folder: found for form, folder in folders.items() if (found := complete[form]) is not None}
 
 
@@ -96,7 +102,7 @@ def _complete(folder: str, digest: str) -> list[Parity] | None:
     return None
 
 
-def _written(form: str, folder: str, *, subject: Subject, proof: Proof, digest: str) -> list[Parity]:
+def _written(form: str, folder: str, *, write: Writer, subject: Subject, proof: Proof, digest: str) -> list[Parity]:
     """Write one form with its comparisons and, last, its marker."""
     paths.make_dirs(folder)
     paths.write_text_atomic(paths.join(folder, BEGUN), "{}\n")
@@ -104,7 +110,7 @@ def _written(form: str, folder: str, *, subject: Subject, proof: Proof, digest: 
         if name != BEGUN:
             paths.remove_tree(paths.join(folder, name))
     with _staged(folder) as local:
-        written = WRITERS[form](local, subject)
+        written = write(local, subject)
         parities = [proof.check(local, copy) for copy in written.copies]
         files = {file.name: _facts(file) for file in sorted(Path(local).iterdir()) if file.name != BEGUN}
         _require_unchanged(files, written.digests, folder=folder)

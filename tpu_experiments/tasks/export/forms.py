@@ -11,6 +11,7 @@ from huggingface_hub.repocard import metadata_load
 from yaml import YAMLError
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.peft import without_start, write_adapter
@@ -105,6 +106,7 @@ def write_gguf(folder: str, subject: Subject) -> Written:
         ConfigError: llama.cpp has no such architecture, RoPE or tokenizer.
     """
     task, model = subject.task, subject.model
+    assert isinstance(task, ExportTaskConfig), "no other task writes GGUF"
     types = list(dict.fromkeys(task.gguf_types))
     name = (task.run or task.adapter or str(subject.config.name)).rstrip("/").rpartition("/")[2]
     metadata = Metadata(name, subject.base_path, license=_license(subject))
@@ -216,7 +218,9 @@ def write_codes(folder: str, subject: Subject, *, form: str) -> Written:
     return Written(made.digests, [copy], facts, notes)
 
 
-WRITERS: dict[str, Callable[[str, Subject], Written]] = {
+Writer = Callable[[str, Subject], Written]
+"""Writes a form into a local folder."""
+WRITERS: dict[str, Writer] = {
     "peft": write_peft,
     "merged": write_merged,
     "gguf": write_gguf,

@@ -9,13 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tpu_experiments.metrics.bootstrap import Estimate, Sums, estimate, resampled_sums
 from tpu_experiments.tasks.export.readers import Reader
 
 MAX_LOG_PROB_DIFF = 1e-3
 """Largest difference of a log-probability in forms that hold float32: 10 times what summing in another order gives."""
+NUM_RESAMPLES = 2000
+"""Resamples of documents, of which two ends of an interval are taken."""
 MAX_PERPLEXITY_RATIO = {
     "peft": 1.002,
     "merged": 1.002,
@@ -25,6 +29,9 @@ MAX_PERPLEXITY_RATIO = {
     "q8_0": 1.005,
     "int8": 1.01,
     "nf4": 1.05,
+    "rtn": 1.25,
+    "gptq": 1.25,
+    "vptq": 1.25,
 }
 """Largest perplexity of an export over that of the trained model, by form or by data type of a GGUF file."""
 
@@ -47,7 +54,7 @@ class Parity:
     """Outcome of one comparison."""
 
     form: str
-    """`peft`, `merged`, `int8`, `nf4`, or a GGUF file by its data type."""
+    """`peft`, `merged`, `int8`, `nf4`, a method of task=quantize, or a GGUF file by its data type."""
     verdict: str
     """`ok`, `worse`, or `not checked`."""
     reason: str
@@ -62,6 +69,9 @@ class Parity:
     """Of the trained model."""
     export_perplexity: float | None = None
     perplexity_ratio: float | None = None
+    perplexity_ratio_low: float | None = None
+    """Lower end of the ratio's 95 % interval over documents; `perplexity_ratio_high` is the upper one."""
+    perplexity_ratio_high: float | None = None
     max_perplexity_ratio: float | None = None
     mean_kl: float | None = None
     """Mean over tokens of the divergence KL(trained | export), nats."""
@@ -112,24 +122,28 @@ def compare(
         max_ratio: largest ratio of perplexities; None takes the form's.
     """
     limit = max_ratio or MAX_PERPLEXITY_RATIO[form]
-    sums = {"trained": 0.0, "export": 0.0, "kl": 0.0}
-    tokens, largest = 0, 0.0
+    kl, largest = 0.0, 0.0
+    by_document: list[tuple[float, float, int]] = []
     for ids, ours_TV in trained.log_probs():
         theirs_TV = export.log_probs(ids)
         common = min(ours_TV.shape[1], theirs_TV.shape[1])
         ours_TV, theirs_TV = ours_TV[:-1, :common], theirs_TV[:-1, :common]
         next_T1 = torch.tensor(ids[1:])[:, None]
-        sums["trained"] -= float(ours_TV.gather(1, next_T1).sum(dtype=torch.float64))
-        sums["export"] -= float(theirs_TV.gather(1, next_T1).sum(dtype=torch.float64))
+        nats = [
+            -float(log_probs_TV.gather(1, next_T1).sum(dtype=torch.float64)) for log_probs_TV in (ours_TV, theirs_TV)
+        ]
+        by_document.append((nats[0], nats[1], len(ids) - 1))
         difference_TV = ours_TV - theirs_TV
-        sums["kl"] += float((ours_TV.exp() * difference_TV).sum(dtype=torch.float64))
+        kl += float((ours_TV.exp() * difference_TV).sum(dtype=torch.float64))
         largest = max(largest, float(difference_TV.abs().max())) if bool(difference_TV.isfinite().all()) else math.inf
-        tokens += len(ids) - 1
+    sums_D3 = np.array(by_document, dtype=np.float64)
+    of_trained, of_export, tokens = sums_D3.sum(0)
+    interval = ratio_interval(sums_D3)
     greedy = [export.greedy(prompt, num=trained.num) for prompt in trained.texts.prompts]
     same = sum(_same(one, other) for one, other in zip(trained.written, greedy, strict=True))
     split = [export.ids(line) for line in trained.texts.lines]
     different = [line for line, one, other in zip(trained.texts.lines, trained.ids, split, strict=True) if one != other]
-    ratio = math.exp((sums["export"] - sums["trained"]) / tokens)
+    ratio = interval.value
     reasons = []
     if not math.isfinite(ratio) or max(ratio, 1 / ratio) > limit:
         reasons.append(f"perplexity {ratio:.5f} times the trained model's, and {limit} is the most")
@@ -145,12 +159,14 @@ def compare(
         arithmetic=str(arithmetic).removeprefix("torch."),
         data=trained.texts.origin,
         documents=len(trained.texts.documents),
-        tokens=tokens,
-        perplexity=math.exp(sums["trained"] / tokens),
-        export_perplexity=math.exp(sums["export"] / tokens),
+        tokens=int(tokens),
+        perplexity=math.exp(of_trained / tokens),
+        export_perplexity=math.exp(of_export / tokens),
         perplexity_ratio=ratio,
+        perplexity_ratio_low=interval.low,
+        perplexity_ratio_high=interval.high,
         max_perplexity_ratio=limit,
-        mean_kl=sums["kl"] / tokens,
+        mean_kl=kl / float(tokens),
         max_log_prob_diff=largest,
         same_greedy=same,
         greedy=trained.num * len(greedy),
@@ -158,6 +174,22 @@ def compare(
         different_lines=len(different),
         first_different_line=different[0] if different else "",
     )
+
+
+def ratio_interval(sums_D3: Sums) -> Estimate:
+    """Return the ratio of perplexities with its 95 % interval over documents, both models on the same resamples.
+
+    Args:
+        sums_D3: for each document the summed losses of the trained model and of the export, nats, and the tokens.
+    """
+
+    def ratio(sums: Sums) -> Sums:
+        with np.errstate(over="ignore"):
+            return np.exp((sums[..., 1] - sums[..., 0]) / sums[..., 2])
+
+    drawn_R3 = resampled_sums(sums_D3, num_resamples=NUM_RESAMPLES, generator=np.random.default_rng(0))
+    whole = float(ratio(sums_D3.sum(0)))
+    return estimate(whole, ratio(drawn_R3), confidence=0.95, num_documents=len(sums_D3))
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> int:

@@ -13,10 +13,11 @@ import torch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
-from tpu_experiments.config.task_schema import EvaluateTaskConfig
+from tpu_experiments.config.task_schema import EvaluateTaskConfig, WrittenFormsConfig
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.run_folder import with_settings_of_run
 from tpu_experiments.tasks.evaluate.inputs import NothingHeldOut, evaluation_inputs
+from tpu_experiments.tasks.evaluate.subject import BASE_ALONE
 from tpu_experiments.tasks.evaluate.subject import subject_of as evaluated
 from tpu_experiments.tasks.export.forms import Copy
 from tpu_experiments.tasks.export.parity import Parity, Reference, Texts, compare
@@ -52,7 +53,7 @@ def texts_of(subject: Subject, config: Config) -> Texts:
     """
     task = subject.task
     for split in ("test", "evaluation"):
-        wanted = EvaluateTaskConfig(name="evaluate", split=split, run=task.run, adapter=task.adapter)
+        wanted = EvaluateTaskConfig(name="evaluate", split=split, run=task.run, adapter=adapter_of(task))
         try:
             documents = _documents(replace(config, task=wanted), vocab_size=int(subject.source.config.vocab_size))
             break
@@ -71,6 +72,11 @@ def texts_of(subject: Subject, config: Config) -> Texts:
     prompts = [ids[: max(1, min(MAX_PROMPT, len(ids) // 2))] for ids in chosen[: task.parity.prompts]]
     names = ", ".join(subject.config.data) if task.run is None else f"of {task.run}"
     return Texts(chosen, lines[: task.parity.lines], prompts, f"{split} documents {names}")
+
+
+def adapter_of(task: WrittenFormsConfig) -> str | None:
+    """Return `task.adapter` for task=evaluate; of a model alone, the word for none."""
+    return BASE_ALONE if task.run is None and task.adapter is None else task.adapter
 
 
 def _documents(config: Config, *, vocab_size: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.task_schema import ExportTaskConfig
+from tpu_experiments.config.task_schema import WrittenFormsConfig
 from tpu_experiments.export.card import CARD, MARKER, Card, index_page, page
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.export.parity import Parity
@@ -35,7 +35,7 @@ class Upload:
     """Folder in the repository with a slash behind it; empty where one form has the root."""
 
 
-def require_pushable(task: ExportTaskConfig) -> None:
+def require_pushable(task: WrittenFormsConfig) -> None:
     """Require what an upload needs, before anything is written.
 
     Raises:
@@ -57,7 +57,7 @@ def require_pushable(task: ExportTaskConfig) -> None:
         )
 
 
-def push(task: ExportTaskConfig, folders: Sequence[str]) -> str:
+def push(task: WrittenFormsConfig, folders: Sequence[str]) -> str:
     """Upload complete forms, or, with `task.push_dry_run`, list what would be; return what was done as text.
 
     Raises:
@@ -102,7 +102,7 @@ def _upload_of(folder: str, repository: str, *, is_only: bool) -> Upload:
     return Upload(folder, card, comparison, dict(sorted(sizes.items())), text, "" if is_only else f"{form}/")
 
 
-def _listing(task: ExportTaskConfig, uploads: Sequence[Upload]) -> str:
+def _listing(task: WrittenFormsConfig, uploads: Sequence[Upload]) -> str:
     """Return the files with their sizes, and what becomes of them."""
     total = sum(sum(upload.sizes.values()) for upload in uploads)
     kind = "private" if task.push_private else "public"
@@ -128,7 +128,7 @@ def _index(uploads: Sequence[Upload]) -> str:
     return index_page([upload.card for upload in uploads], comparisons=[upload.comparison for upload in uploads])
 
 
-def _upload(task: ExportTaskConfig, uploads: Sequence[Upload]) -> None:
+def _upload(task: WrittenFormsConfig, uploads: Sequence[Upload]) -> None:
     """Create the repository if it is not there and commit each form.
 
     Raises:

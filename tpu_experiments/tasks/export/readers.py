@@ -110,6 +110,7 @@ class TransformersModel:
         base: how the base of the adapter was held in training; of NF4 bitsandbytes makes the same, and code that it
             brings is run where the run allowed it.
         dtype: of the arithmetic; of a quantised model, of what is not quantised.
+        module: transformers' class with the folder's weights, where transformers itself cannot read them.
 
     Raises:
         ImportError: PEFT, or the library of a quantised form, is not installed.
@@ -123,7 +124,13 @@ class TransformersModel:
         adapter: str | None = None,
         revision: str | None = None,
         base: ModelConfig | None = None,
+        module: nn.Module | None = None,
     ) -> None:
+        self.name = f"transformers {transformers.__version__}"
+        if module is not None:
+            self.model: Any = module
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            return
         options: dict[str, BitsAndBytesConfig | CompressedTensorsConfig] = {}  # None would hide the one in config.json
         trust = base is not None and base.remote_code == "run"
         config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust)
@@ -139,11 +146,10 @@ class TransformersModel:
                 bnb_4bit_compute_dtype=dtype,
             )
         with _quiet():
-            self.model: Any = AutoModelForCausalLM.from_pretrained(
+            self.model = AutoModelForCausalLM.from_pretrained(
                 folder, revision=revision, dtype=dtype, trust_remote_code=trust, **options
             )
             _compute_in(self.model, dtype)
-            self.name = f"transformers {transformers.__version__}"
             if adapter is not None:
                 import peft
 

@@ -27,9 +27,17 @@ def row_of(parity: Parity) -> tuple[str, ...]:
     )
 
 
+def _interval(parities: Sequence[Parity]) -> str:
+    """Return a sentence with the intervals of the ratios; empty where no form has any."""
+    known = [p for p in parities if p.perplexity_ratio_low is not None and p.perplexity_ratio_high is not None]
+    shown = ", ".join(f"{p.form} {p.perplexity_ratio_low:.6f} to {p.perplexity_ratio_high:.6f}" for p in known)
+    return f" 95 % intervals of `ratio` over documents: {shown}." if known else ""
+
+
 def as_table(found: Mapping[str, Sequence[Parity]]) -> str:
     """Return what the command prints: a row for each copy of the model, and the folders."""
     lines = [aligned([COLUMNS, *(row_of(parity) for parities in found.values() for parity in parities)])]
+    lines += [line for parities in found.values() if (line := _interval(parities).strip())]
     lines += [f"{p.form}: {p.reason}" for parities in found.values() for p in parities if p.reason]
     return "\n".join([*lines, *found])
 
@@ -62,7 +70,8 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
             f"the trained model's perplexity is {first.perplexity:.4f}. `ratio`: perplexity of the files over "
             "that of the trained model. `KL`: mean divergence of the next token's distribution, nats. `log-prob.`: "
             "largest difference of a log-probability, over the whole vocabulary. `greedy`: tokens of continuations "
-            "that are equal before the first that differs. `lines`: lines of text that both tokenizers split alike.",
+            "that are equal before the first that differs. `lines`: lines of text that both tokenizers split alike."
+            f"{_interval(parities)}",
             "",
         ]
     lines += ["| file | bytes | SHA-256 |", "| --- | --- | --- |"]

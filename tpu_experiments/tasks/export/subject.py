@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.task_schema import ExportTaskConfig
+from tpu_experiments.config.task_schema import ExportTaskConfig, QuantizeTaskConfig, WrittenFormsConfig
 from tpu_experiments.export.weights import WholeModel, whole_model
 from tpu_experiments.models.huggingface import DTYPES, HuggingFaceModel
 from tpu_experiments.models.lora import adapter_weights, fingerprint
@@ -18,6 +18,20 @@ from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
 from tpu_experiments.training.batches import load_run_tokenizer
 
+OF_CODES = (
+    "method",
+    "bits",
+    "group",
+    "vector",
+    "codebook",
+    "residual",
+    "outliers",
+    "outlier_codebook",
+    "rows",
+    "row_tokens",
+)
+"""Settings of task=quantize that determine what is written."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -25,7 +39,7 @@ class Subject:
 
     config: Config
     """The command's config with the run's model, adapter and seed."""
-    task: ExportTaskConfig
+    task: WrittenFormsConfig
     origin: Origin
     source: HuggingFaceModel
     model: WholeModel
@@ -36,6 +50,9 @@ class Subject:
     @property
     def forms(self) -> list[str]:
         """Forms to write, each once."""
+        if isinstance(self.task, QuantizeTaskConfig):
+            return [self.task.method]
+        assert isinstance(self.task, ExportTaskConfig)
         whole = ["merged"] if self.origin.lora.r == 0 else ["peft", "merged"]
         return list(dict.fromkeys(self.task.forms or whole))
 
@@ -87,32 +104,35 @@ class Subject:
             "quantised": [origin.config.model.base, origin.config.model.base_double_quant],
             "drawn_with_seed": origin.config.seed if self.source.random else None,
             "dtype": str(self.dtype),
-            "gguf_types": sorted(task.gguf_types),
+            "gguf_types": sorted(task.gguf_types) if isinstance(task, ExportTaskConfig) else [],
             "max_shard_gib": task.max_shard_gib,
             "chat_template": self.tokenizer.chat_template,
             "parity": asdict(task.parity),
         }
+        if isinstance(task, QuantizeTaskConfig):
+            facts["codes"] = {key: getattr(task, key) for key in OF_CODES}
         return hashlib.sha256(strict_json.dumps(facts).encode()).hexdigest()
 
 
-def subject_of(config: Config, task: ExportTaskConfig) -> Subject:
+def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
     """Find what is exported, and check it.
 
     Raises:
         ConfigError: something is missing or does not match, or the forms ask for an adapter and there is none.
     """
-    if task.run is None and task.adapter is None:
+    needs_training = isinstance(task, ExportTaskConfig)
+    if needs_training and task.run is None and task.adapter is None:
         raise ConfigError("task=export; it needs task.run=FOLDER of a run, or task.adapter=FOLDER with model=NAME.")
     origin = origin_of(config, task)
     if not writes_text(origin.config):
         raise ConfigError(
-            f"{origin.text} was trained with objective={origin.config.objective.name}; task=export compares what "
+            f"{origin.text} was trained with objective={origin.config.objective.name}; task={task.name} compares what "
             "decoders write; the run's own model/ is what transformers' class for it loads, as it is."
         )
     source = model_source(origin.config)
-    if not origin.trained:
+    if needs_training and not origin.trained:
         raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")
-    if "peft" in task.forms and origin.lora.r == 0:
+    if isinstance(task, ExportTaskConfig) and "peft" in task.forms and origin.lora.r == 0:
         raise ConfigError(f"task.forms has peft, and {origin.text} has no adapter; leave it out of task.forms.")
     model = whole_model(
         source,

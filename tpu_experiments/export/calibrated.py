@@ -1,0 +1,212 @@
+"""The forms of task=quantize: integers by RTN or GPTQ in compressed-tensors' layout, and vectors of codebooks (VPTQ).
+
+Integers are written as `pack-quantized` with groups, which transformers, vLLM and SGLang read. No library reads VPTQ's
+vectors without CUDA, so they have a layout of this program (`export/vector_model.py` reads it). Layers are quantised
+before anything is written (export/calibration.py); here their tensors are put beside the others.
+Legend: N output features, K input features, G groups of a row."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.export.calibration import Calibrated, Parts
+from tpu_experiments.export.quantised import COMPRESSED_TENSORS, Shapes
+from tpu_experiments.quantisation.grid import Grid, rounded, with_feedback
+from tpu_experiments.quantisation.packing import packed_bytes, packed_words, unpacked_bytes
+from tpu_experiments.quantisation.vectors import Encoded, Vectors, encoded
+
+VECTORS = "tpu_experiments_vptq"
+"""`quant_method` of config.json for weights as vectors of codebooks."""
+
+
+class GridForm:
+    """Symmetric integers with a scale for each group of a row (`rtn`, `gptq`).
+
+    Args:
+        feedback: whether later columns make good the error of earlier ones, which takes calibration rows.
+    """
+
+    def __init__(self, grid: Grid, *, form: str, feedback: bool) -> None:
+        self.grid, self.form, self.needs_inputs = grid, form, feedback
+        self.needs = f"of a width that task.group={grid.group} divides"
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Return whether rows are whole groups."""
+        return shape[1] % self.grid.group == 0
+
+    def bits(self, shape: tuple[int, int]) -> float:
+        """Return the bits of a weight, scales in 16 bits among them."""
+        return self.grid.bits + 16 / self.grid.group
+
+    def encode(self, weight_NK: Tensor, hessian_KK: Tensor | None, *, seed: int) -> tuple[Parts, Tensor]:
+        """Return words, scales and the shape, and the weight that they decode to; nothing is drawn by `seed`."""
+        grid = self.grid
+        made = rounded(weight_NK, grid) if hessian_KK is None else with_feedback(weight_NK, hessian_KK, grid)
+        codes_NK, scales_NG = made
+        parts = {
+            "_packed": packed_words(codes_NK, bits=grid.bits),
+            "_scale": scales_NG,
+            "_shape": torch.tensor(weight_NK.shape),
+        }
+        return parts, grid.decode(codes_NK, scales_NG)
+
+    def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
+        """Return words (N, ceil(K / p)), scales (N, G) and the shape (2,), empty."""
+        rows, columns = shape
+        words = math.ceil(columns / (32 // self.grid.bits))
+        return {
+            f"{name}_packed": torch.empty(rows, words, dtype=torch.int32, device="meta"),
+            f"{name}_scale": torch.empty(rows, columns // self.grid.group, dtype=torch.float32, device="meta"),
+            f"{name}_shape": torch.empty(2, dtype=torch.int64, device="meta"),
+        }
+
+    def config(self, kept: list[str]) -> dict[str, Any]:
+        """Return the settings as compressed-tensors writes them."""
+        weights = {
+            "num_bits": self.grid.bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": self.grid.group,
+            "dynamic": False,
+        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": kept,
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+            "version": COMPRESSED_TENSORS,
+        }
+
+
+class VectorForm:
+    """Vectors of codebooks (`vptq`)."""
+
+    form, needs_inputs = "vptq", True
+
+    def __init__(self, how: Vectors) -> None:
+        self.how = how
+        self.needs = f"of a height that task.length={how.length} divides"
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Return whether columns are whole vectors."""
+        return shape[0] % self.how.length == 0
+
+    def bits(self, shape: tuple[int, int]) -> float:
+        """Return the bits of a weight, codebooks among them."""
+        return self.how.bits(shape)
+
+    def encode(self, weight_NK: Tensor, hessian_KK: Tensor | None, *, seed: int) -> tuple[Parts, Tensor]:
+        """Return packed indices and codebooks, and the weight that they decode to."""
+        assert hessian_KK is not None, "`needs_inputs` is true"
+        made = encoded(weight_NK, hessian_KK, self.how, seed=seed)
+        return as_parts(made, self.how), made.decode()
+
+    def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
+        """Return the tensors of `as_parts`, empty."""
+        sizes = part_sizes(self.how, shape)
+        return {f"{name}{end}": torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
+
+    def config(self, kept: list[str]) -> dict[str, Any]:
+        """Return the settings that `export/vector_model.py` reads."""
+        return {"quant_method": VECTORS, "format": 1, "ignore": kept, **asdict(self.how)}
+
+
+Form = GridForm | VectorForm
+
+
+def index_shapes(how: Vectors, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, int], int]]:
+    """Return the shape of each array of indices of a weight (N, K), and the bits of an index."""
+    rows, columns = shape
+    few, half = how.num_outliers(columns), max(1, how.length // 2)
+    found = {"_indices": ((rows // how.length, columns - few), _bits(how.size))}
+    if how.residual:
+        found["_residual_indices"] = ((rows // how.length, columns - few), _bits(how.residual))
+    if few:
+        found["_outlier_indices"] = ((rows // half, few), _bits(how.outlier_size))
+    return found
+
+
+def part_sizes(how: Vectors, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return size and data type of every tensor that stands for a weight (N, K), by the end of its name."""
+    few, half = how.num_outliers(shape[1]), max(1, how.length // 2)
+    sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        end: ((math.ceil(math.prod(size) * bits / 8),), torch.uint8)
+        for end, (size, bits) in index_shapes(how, shape).items()
+    }
+    sizes["_codebook"] = ((how.size, how.length), torch.float16)
+    if how.residual:
+        sizes["_residual_codebook"] = ((how.residual, how.length), torch.float16)
+    if few:
+        sizes |= {"_outliers": ((few,), torch.int32), "_outlier_codebook": ((how.outlier_size, half), torch.float16)}
+    return sizes | {"_shape": ((2,), torch.int64)}
+
+
+def as_parts(made: Encoded, how: Vectors) -> dict[str, Tensor]:
+    """Return the tensors of an encoded weight as they are written."""
+    rows = made.indices_VK.shape[0] * how.length
+    few = 0 if made.outliers_O is None else len(made.outliers_O)
+    shape = (rows, made.indices_VK.shape[1] + few)
+    indices = {"_indices": made.indices_VK, "_residual_indices": made.residual_VK, "_outlier_indices": made.outlier_VO}
+    books = {
+        "_codebook": made.codebook_CL,
+        "_residual_codebook": made.residual_CL,
+        "_outlier_codebook": made.outlier_CL,
+    }
+    parts = {
+        end: packed_bytes(found, bits=bits)
+        for end, (_, bits) in index_shapes(how, shape).items()
+        if (found := indices[end]) is not None
+    }
+    parts |= {end: book.to(torch.float16) for end, book in books.items() if book is not None}
+    parts |= {} if made.outliers_O is None else {"_outliers": made.outliers_O}
+    return parts | {"_shape": torch.tensor(shape)}
+
+
+def from_parts(parts: Parts, how: Vectors) -> Encoded:
+    """Return the encoded weight of tensors that `as_parts` wrote."""
+    rows, columns = parts["_shape"].tolist()
+    indices = {
+        end: unpacked_bytes(parts[end], bits=bits, shape=size)
+        for end, (size, bits) in index_shapes(how, (rows, columns)).items()
+    }
+    books = {end: parts[end].to(torch.float32) for end in parts if end.endswith("codebook")}
+    return Encoded(
+        indices_VK=indices["_indices"],
+        codebook_CL=books["_codebook"],
+        residual_VK=indices.get("_residual_indices"),
+        residual_CL=books.get("_residual_codebook"),
+        outliers_O=parts.get("_outliers"),
+        outlier_VO=indices.get("_outlier_indices"),
+        outlier_CL=books.get("_outlier_codebook"),
+    )
+
+
+def _bits(size: int) -> int:
+    return max(1, math.ceil(math.log2(size)))
+
+
+class Stored:
+    """A form as the layout of an export: its tensors are those of the calibrated layers."""
+
+    def __init__(self, form: Form, made: Calibrated) -> None:
+        self.form, self.needs = form.form, form.needs
+        self.holds, self.shapes, self.config = form.holds, form.shapes, form.config
+        self._parts: Iterator[tuple[str, Tensor]] = made.parts()
+        self._held: dict[str, Tensor] = {}
+
+    def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that stand for the weight `name`; weights are asked for in the order of the layers."""
+        wanted = list(self.shapes(name, (weight_NK.shape[0], weight_NK.shape[1])))
+        while not self._held.keys() >= set(wanted):
+            key, tensor = next(self._parts)
+            self._held[key] = tensor
+        return {key: self._held.pop(key) for key in wanted}
