@@ -17,7 +17,7 @@ MLM = ("model=modernbert_base", "objective=mlm", 'objective.mask_token="<|im_end
 WORDS = (
     *(*MLM, "debug=smoke", "lora=none", "sharding=replicated", "hw.runtime=eager", "name=mlm"),
     *("trainer.max_stage_steps=4", "trainer.log_every_steps=1", "trainer.eval_every_steps=2"),
-    *("curriculum=single", "schedule=constant", "checkpoint.every_steps=2"),
+    *("curriculum=single", "schedule=constant", "checkpoint.every_steps=2", "objective.whole_word=true"),
 )
 
 
