@@ -93,6 +93,12 @@ def test_documents_of_the_test_split_are_scored(whole, tmp_path):
     assert found["objective"] == "mlm"
     assert "bits_per_byte" not in source["trained"]
     assert source["trained"]["loss"]["value"] < source["base"]["loss"]["value"]
+    (beside,) = found["baselines"].values()
+    assert beside["num_tokens"] == source["num_tokens"]
+    assert beside["trained"]["accuracy"]["value"] == pytest.approx(source["trained"]["accuracy"]["value"])
+    assert beside["trained"]["bigram"] == beside["base"]["bigram"]
+    assert 0 < beside["trained"]["unigram"]["value"] < 0.2
+    assert "above bigram" in done.stdout
 
 
 @pytest.mark.slow

@@ -35,6 +35,13 @@ class Vocabulary:
     special: tuple[tuple[int, int], ...]
     """Special tokens, which are never masked, as ranges (first, last) of ids: two comparisons each."""
 
+    def is_special(self, ids: Any) -> Any:
+        """Return whether each id of an array or a tensor is that of a special token."""
+        found = ids < 0
+        for first, last in self.special:
+            found = found | ((ids >= first) & (ids <= last))
+        return found
+
 
 class Masking(NamedTuple):
     """Rows with masked tokens, and these tokens gathered."""
@@ -164,9 +171,7 @@ class Masked:
         A special token is a word, and words end with their document and after `MOST_PIECES` tokens.
         """
         ids_RT, segments_RT = rows["ids"], rows["segments"]
-        is_special_RT = torch.zeros_like(ids_RT, dtype=torch.bool)
-        for first, last in self.vocabulary.special:
-            is_special_RT = is_special_RT | ((ids_RT >= first) & (ids_RT <= last))
+        is_special_RT = self.vocabulary.is_special(ids_RT)
         follows_RT = F.pad(
             (segments_RT[:, 1:] == segments_RT[:, :-1]) & ~is_special_RT[:, :-1], (1, 0)
         )  # the first token of a row follows none

@@ -24,6 +24,7 @@ from tpu_experiments.objectives.classify import Classify
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
+from tpu_experiments.tasks.evaluate.ngrams import Ngrams
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.batches import with_held_out_noise
 from tpu_experiments.training.evaluation import Sampler, Scorer
@@ -46,12 +47,14 @@ class ModelAndBase:
         shape: tuple[int, int],
         max_new_tokens: int,
         max_prompts: int,
+        ngrams: Ngrams | None = None,
     ) -> None:
         """Build the base.
 
         Args:
             shape: (rows at once over all devices, tokens per row).
             max_prompts: maximum number of prompts passed to `write` at once; 0 if it is not called.
+            ngrams: guesses of masked tokens; None for other objectives.
         """
         self.runtime, self.subject, self.tokenizer, self.shape = runtime, subject, tokenizer, shape
         self.max_new_tokens = max_new_tokens
@@ -66,6 +69,10 @@ class ModelAndBase:
         self.scorer = Scorer(model.module, runtime=runtime, token_scores=scores, parameters=self.parameters)
         self.labels: dict[str, LabelPairs] = {}
         """Label and predicted label of every text, by source, of the last call of `sums`."""
+        self.ngrams = ngrams
+        self.further: dict[str, dict[str, Sums]] = {}
+        """Sums of every document for the measures of `FURTHER` (metrics/held_out.py), by measure and source, of the
+        model whose state is current."""
         self.sampler = Sampler(
             model.module,
             runtime=runtime,
@@ -81,6 +88,7 @@ class ModelAndBase:
     def states(self) -> Iterator[str]:
         """Yield `base`, then `trained`, with the parameters of each in place."""
         yield "base"
+        self.further = {}
         trained = self.subject.tensors()
         if trained is None:
             return
@@ -104,6 +112,10 @@ class ModelAndBase:
             last_D = np.cumsum(held_out.flat.lengths_D) - 1
             self.labels[held_out.name] = np.stack([held_out.flat.ids_L[last_D], hits_L[last_D]], 1).astype(np.int64)
             hits_L = predicted_L * (hits_L == held_out.flat.ids_L)
+        if self.ngrams is not None:
+            guessed = [predicted_L * (guess_L == held_out.flat.ids_L) for guess_L in self.ngrams.guesses(held_out)]
+            found_DK = sums_of_documents(held_out, [predicted_L, hits_L, *guessed])
+            self.further.setdefault("baselines", {})[held_out.name] = found_DK
         bytes_L = predicted_L * bytes_of(held_out, widths=widths)
         columns = {
             "tokens": predicted_L,
@@ -140,6 +152,12 @@ class ModelAndBase:
                 f"{len(lacks)} of {len(expected)} tensors (first {lacks[0] if lacks else '-'}) and has {len(extra)} "
                 f"others (first {extra[0] if extra else '-'}); choose the model that it was trained on."
             )
+
+
+def sums_of_documents(held_out: HeldOut, columns_L: Sequence[NDArray[np.float64]]) -> Sums:
+    """Sum values of each token by document: (D, K), columns in the order given."""
+    document_L, num_documents = held_out.token_documents(), held_out.flat.num_documents
+    return np.stack([np.bincount(document_L, weights=w_L, minlength=num_documents) for w_L in columns_L], axis=1)
 
 
 def is_text(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.bool_]:
