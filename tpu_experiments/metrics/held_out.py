@@ -231,7 +231,18 @@ def beside_counts(sums_RK: Sums) -> dict[str, Sums]:
         }
 
 
-FURTHER: dict[str, Measure] = {"baselines": beside_counts}
+def pseudo_perplexity(sums_RK: Sums) -> dict[str, Sums]:
+    """Return exp of the mean loss of tokens that were masked one at a time.
+
+    Args:
+        sums_RK: tokens, and their loss in nats.
+    """
+    tokens, nats = sums_RK.T
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return {"pseudo_perplexity": np.exp(nats / tokens)}
+
+
+FURTHER: dict[str, Measure] = {"baselines": beside_counts, "pseudo_perplexity": pseudo_perplexity}
 """Further measures by their name in test_results.json."""
 
 

@@ -132,6 +132,22 @@ class Masked:
             ]
         return Scores(sums_R, masking.weights_RK.sum(1), *spread)
 
+    def masked_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows, *, places: int) -> Scores:
+        """Return loss in nats and hit of the tokens of `learn`, each read as the mask token: nothing is drawn.
+
+        Args:
+            places: K, the largest number of such tokens in a row; losses, hits and weights are (R, K), in their order.
+        """
+        is_masked_RT = rows["learn"] > 0
+        masking = gathered(rows, torch.where(is_masked_RT, self.vocabulary.mask_id, rows["ids"]), is_masked_RT, places)
+        with torch.no_grad():
+            features_RKH, head_VH = self._features(module, parameters, masking)
+            sums_R, losses_RK, hits_RK = chunked_scores(
+                features_RKH, head_VH, masking.targets_RK, masking.weights_RK, **self._chunks(features_RKH)
+            )
+        weights_RK = masking.weights_RK
+        return Scores(sums_R, weights_RK.sum(1), losses_RK * weights_RK, hits_RK * weights_RK, weights_RK)
+
     def chosen(self, rows: Rows) -> Tensor:
         """Return which tokens are predicted, (R, T) boolean."""
         ids_RT = rows["ids"]
@@ -153,17 +169,8 @@ class Masked:
         is_changed_RT = chosen_RT & (words_RT < below(self.replace_mask + self.replace_random))
         random_RT = torch.remainder(self._words(rows, RANDOM) & 0x7FFFFFFF, self.vocabulary.size)
         read_RT = torch.where(is_changed_RT, random_RT, ids_RT)
-        read_RT = torch.where(is_mask_RT, self.vocabulary.mask_id, read_RT).to(ids_RT.dtype)
-        places = self._num_places(ids_RT.shape[1])
-        number_K = torch.arange(1, places + 1, dtype=torch.int32, device=ids_RT.device)
-        rank_RT = chosen_RT.cumsum(1, dtype=torch.int32)
-        picks_RKT = (rank_RT[:, None] == number_K[:, None]) & chosen_RT[:, None]
-        return Masking(
-            {**rows, "ids": read_RT},
-            picks_RKT.to(torch.float32),
-            torch.where(picks_RKT, ids_RT[:, None], 0).sum(-1, dtype=torch.int32),
-            picks_RKT.any(-1).to(torch.float32),
-        )
+        read_RT = torch.where(is_mask_RT, self.vocabulary.mask_id, read_RT)
+        return gathered(rows, read_RT, chosen_RT, self._num_places(ids_RT.shape[1]))
 
     def _first_places(self, rows: Rows, starts_V: Tensor) -> Tensor:
         """Return the place in the row of the first token of every token's word, (R, T) int32.
@@ -202,6 +209,25 @@ class Masked:
 
     def _words(self, rows: Rows, site: int) -> Tensor:
         return token_words(rows[NOISE], length=rows["ids"].shape[1], site=site)
+
+
+def gathered(rows: Rows, read_RT: Tensor, chosen_RT: Tensor, places: int) -> Masking:
+    """Return rows that are read as `read_RT`, with the chosen tokens gathered into K places; of more, the first.
+
+    Args:
+        places: K.
+    """
+    ids_RT = rows["ids"]
+    read_RT = read_RT.to(ids_RT.dtype)
+    number_K = torch.arange(1, places + 1, dtype=torch.int32, device=ids_RT.device)
+    rank_RT = chosen_RT.cumsum(1, dtype=torch.int32)
+    picks_RKT = (rank_RT[:, None] == number_K[:, None]) & chosen_RT[:, None]
+    return Masking(
+        {**rows, "ids": read_RT},
+        picks_RKT.to(torch.float32),
+        torch.where(picks_RKT, ids_RT[:, None], 0).sum(-1, dtype=torch.int32),
+        picks_RKT.any(-1).to(torch.float32),
+    )
 
 
 def below(probability: float) -> int:

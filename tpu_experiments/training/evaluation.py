@@ -304,10 +304,17 @@ class Scorer:
     """Score rows with the current values of `parameters`."""
 
     def __init__(
-        self, module: nn.Module, *, runtime: Runtime, token_scores: TokenScores, parameters: Mapping[str, Tensor]
+        self,
+        module: nn.Module,
+        *,
+        runtime: Runtime,
+        token_scores: TokenScores,
+        parameters: Mapping[str, Tensor],
+        name: str = "score",
     ) -> None:
+        """Build the program; `name` is its name among those that a process expects."""
         self.module, self.runtime, self.token_scores, self.parameters = module, runtime, token_scores, parameters
-        self.program = runtime.program(self.scores, name="score", held=lambda: parameters)
+        self.program = runtime.program(self.scores, name=name, held=lambda: parameters)
 
     def run(self, batches: Iterable[Batch]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
         """Return losses in nats, hits and weights, (N, T) each, of all rows in order.

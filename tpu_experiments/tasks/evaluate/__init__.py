@@ -86,6 +86,8 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
     for state in model.states():
         with watch.measure("score"):
             sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in inputs.splits.items()}
+            for held_out in inputs.splits.values() if task.pseudo_perplexity_documents else ():
+                model.mask_in_turn(held_out, num_documents=task.pseudo_perplexity_documents)
             predicted[state], more[state] = dict(model.labels), model.further
         with watch.measure("write"):
             scores[state] = {name: written_scores(model, wanted) for name, wanted in inputs.exchanges.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,15 +22,19 @@ from tpu_experiments.metrics.held_out import LabelPairs, document_sums
 from tpu_experiments.models.build import build_model
 from tpu_experiments.objectives.base import model_source, objective_of
 from tpu_experiments.objectives.classify import Classify
+from tpu_experiments.objectives.masked import Masked
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
 from tpu_experiments.tasks.evaluate.ngrams import Ngrams
+from tpu_experiments.tasks.evaluate.pseudo_perplexity import MOST_COPIES, pseudo_sums
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.batches import with_held_out_noise
 from tpu_experiments.training.evaluation import Sampler, Scorer
 from tpu_experiments.training.step import computing_of
 
+PSEUDO = "pseudo_perplexity"
+"""Name of the program, and of the measure in `FURTHER`."""
 MOST_ROWS = 8
 """Answers generated at once; every device computes all of them."""
 
@@ -67,6 +72,13 @@ class ModelAndBase:
         objective = objective_of(config, computing_of(config, runtime), tokenizer=tokenizer)
         scores = objective.predictions if isinstance(objective, Classify) else objective.scores
         self.scorer = Scorer(model.module, runtime=runtime, token_scores=scores, parameters=self.parameters)
+        self.objective = objective
+        self.pseudo_scorer: Scorer | None = None
+        if isinstance(objective, Masked):
+            masked = partial(objective.masked_scores, places=MOST_COPIES)
+            self.pseudo_scorer = Scorer(
+                model.module, runtime=runtime, token_scores=masked, parameters=self.parameters, name=PSEUDO
+            )
         self.labels: dict[str, LabelPairs] = {}
         """Label and predicted label of every text, by source, of the last call of `sums`."""
         self.ngrams = ngrams
@@ -83,7 +95,7 @@ class ModelAndBase:
         )
         rows_at_once, seq_len = shape
         scored, written = (rows_at_once // runtime.share[1], seq_len), (self.num_written, seq_len)
-        runtime.expect({"score": {scored}, "sample": {written}})
+        runtime.expect({"score": {scored}, "sample": {written}, PSEUDO: {scored}})
 
     def states(self) -> Iterator[str]:
         """Yield `base`, then `trained`, with the parameters of each in place."""
@@ -125,6 +137,18 @@ class ModelAndBase:
             "hits": hits_L,
         }
         return document_sums(held_out.token_documents(), num_documents=held_out.flat.num_documents, columns_L=columns)
+
+    def mask_in_turn(self, held_out: HeldOut, *, num_documents: int) -> None:
+        """Add the sums of pseudo-perplexity over the first documents to `further`; every process takes part."""
+        assert self.pseudo_scorer is not None
+        assert isinstance(self.objective, Masked)
+        self.further.setdefault(PSEUDO, {})[held_out.name] = pseudo_sums(
+            held_out,
+            num_documents=num_documents,
+            scorer=self.pseudo_scorer,
+            shape=self.shape,
+            vocabulary=self.objective.vocabulary,
+        )
 
     def write(self, prompts: Sequence[list[int]]) -> list[str]:
         """Return greedy answers to prompts of token ids; prompts that are too long lose their start.

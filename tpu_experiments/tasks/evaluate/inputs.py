@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, MaskedConfig
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
 from tpu_experiments.objectives.base import Computing, model_source, objective_of
 from tpu_experiments.objectives.masked import Masked
@@ -53,6 +53,7 @@ def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
     """
     config = subject.config
     task = task_of(config)
+    check_pseudo_perplexity(config)
     stages = stages_with_data(config)
     tokenizer = load_run_tokenizer(config)
     inputs = RunInputs(tokenizer, prepare_sources(config, tokenizer=tokenizer, stages=stages), stages)
@@ -81,6 +82,20 @@ def ngrams_of(config: Config, inputs: RunInputs) -> Ngrams | None:
         return None
     stores = [source.store("train", inputs.eval_seq_len) for source in inputs.sources.values()]
     return counted(stores, vocabulary=objective.vocabulary)
+
+
+def check_pseudo_perplexity(config: Config) -> None:
+    """Refuse pseudo-perplexity of a model that predicts no masked tokens.
+
+    Raises:
+        ConfigError: `task.pseudo_perplexity_documents` is set for another objective.
+    """
+    wanted = task_of(config).pseudo_perplexity_documents
+    if wanted and not isinstance(config.objective, MaskedConfig):
+        raise ConfigError(
+            f"task.pseudo_perplexity_documents={wanted} with objective={config.objective.name}; tokens are masked in "
+            "turn for runs of objective=mlm alone; leave it out."
+        )
 
 
 def check_length(config: Config, seq_len: int) -> None:

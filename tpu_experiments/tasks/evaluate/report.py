@@ -130,17 +130,27 @@ def baselines_table(found: Mapping[str, MeasureComparison]) -> str:
     return aligned(lines)
 
 
-_FURTHER_TABLES = {"baselines": baselines_table}
+def pseudo_table(found: Mapping[str, MeasureComparison]) -> str:
+    """Return pseudo-perplexities, a line for every source."""
+    lines: list[tuple[str, ...]] = [("source", "documents", "masked in turn", "pseudo-perplexity")]
+    for name, own in found.items():
+        shown = _both_with_interval(own, "pseudo_perplexity", form="{:.3f}")
+        lines.append((name, f"{own.num_documents:,}", f"{own.num_tokens:,}", *shown))
+    return aligned(lines)
 
 
-def _both_with_interval(found: MeasureComparison, *measures: str) -> list[str]:
+_FURTHER_TABLES = {"baselines": baselines_table, "pseudo_perplexity": pseudo_table}
+
+
+def _both_with_interval(found: MeasureComparison, *measures: str, form: str | None = None) -> list[str]:
     """Return `base -> trained` of each measure, with the interval of the latter."""
     sides = [found.base] if found.trained is None else [found.base, found.trained]
     texts = []
     for name in measures:
         known = [side[name] for side in sides if name in side]
-        form = "{:+.4f}" if name.startswith("above") else "{:.4f}"
-        shown = [form.format(each.value) for each in known[:-1]] + [_with_interval(each, form) for each in known[-1:]]
+        shape = form or ("{:+.4f}" if name.startswith("above") else "{:.4f}")
+        shown = [shape.format(each.value) for each in known[:-1]]
+        shown += [_with_interval(each, shape) for each in known[-1:]]
         texts.append(" -> ".join(shown) or "-")
     return texts
 
