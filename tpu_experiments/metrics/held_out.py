@@ -242,7 +242,31 @@ def pseudo_perplexity(sums_RK: Sums) -> dict[str, Sums]:
         return {"pseudo_perplexity": np.exp(nats / tokens)}
 
 
-FURTHER: dict[str, Measure] = {"baselines": beside_counts, "pseudo_perplexity": pseudo_perplexity}
+def detection(sums_RK: Sums) -> dict[str, Sums]:
+    """Return how well replaced tokens are found, and the accuracy of taking every token for an original.
+
+    Precision is the share of replaced ones among the tokens that are taken for replaced, recall the share of the
+    replaced ones that are found, and F1 their harmonic mean.
+
+    Args:
+        sums_RK: tokens, replaced ones, those taken for replaced, and those of them that are.
+    """
+    tokens, replaced, said, found = sums_RK.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {
+            "accuracy": 1 - (replaced + said - 2 * found) / tokens,
+            "majority": 1 - replaced / tokens,
+            "precision": found / said,
+            "recall": found / replaced,
+            "f1": 2 * found / (replaced + said),
+        }
+
+
+FURTHER: dict[str, Measure] = {
+    "baselines": beside_counts,
+    "pseudo_perplexity": pseudo_perplexity,
+    "detection": detection,
+}
 """Further measures by their name in test_results.json."""
 
 

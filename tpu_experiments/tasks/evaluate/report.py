@@ -77,8 +77,8 @@ def as_text(
         tables.append("majority: the accuracy of giving every text the most frequent label")
     elif not has_perplexity(subject.config):
         tables.append(
-            "loss and accuracy are the discriminator's, of every token but a document's first; the rate of replaced "
-            "tokens and F1 are in the run's result.json (eval_measures)"
+            "loss and accuracy are the discriminator's, of every token but a document's first; precision, recall and "
+            "F1 are of finding the replaced tokens; majority: the accuracy of taking every token for an original"
         )
     elif not is_causal(subject.config):
         tables.append(
@@ -139,7 +139,20 @@ def pseudo_table(found: Mapping[str, MeasureComparison]) -> str:
     return aligned(lines)
 
 
-_FURTHER_TABLES = {"baselines": baselines_table, "pseudo_perplexity": pseudo_table}
+def detection_table(found: Mapping[str, MeasureComparison]) -> str:
+    """Return how a discriminator finds replaced tokens, a line for every source."""
+    names = ("majority", "accuracy", "precision", "recall", "f1")
+    lines: list[tuple[str, ...]] = [("source", "tokens", *names[:-1], "F1")]
+    for name, own in found.items():
+        lines.append((name, f"{own.num_tokens:,}", *_both_with_interval(own, *names)))
+    return aligned(lines)
+
+
+_FURTHER_TABLES = {
+    "baselines": baselines_table,
+    "pseudo_perplexity": pseudo_table,
+    "detection": detection_table,
+}
 
 
 def _both_with_interval(found: MeasureComparison, *measures: str, form: str | None = None) -> list[str]:
