@@ -23,6 +23,7 @@ from tpu_experiments.data.batches import Batch as HostBatch
 from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.tokens.chat import render
 from tpu_experiments.data.tokens.tokenize import LEARN
+from tpu_experiments.data.tokens.tokenizer import text_end_ids
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.held_out import measures
 from tpu_experiments.models.dropout import NOISE
@@ -282,8 +283,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) ->
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of plain text, after the begin-of-sequence token if there is one."""
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    """Return the token ids of plain text, after the token that begins a text if there is one."""
+    begin, _ = text_end_ids(tokenizer)
+    start = [] if begin is None else [begin]
     return start + list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
