@@ -154,8 +154,9 @@ class Masked:
         may_RT = (rows["learn"] > 0) & (rows["segments"] > 0)
         for first, last in self.vocabulary.special:
             may_RT = may_RT & ((ids_RT < first) | (ids_RT > last))
-        words_RT = self._words(rows, CHOSEN)
-        if self.starts_V is not None:
+        if self.starts_V is None:
+            words_RT = self._words(rows, CHOSEN)
+        else:
             words_RT = place_words(rows[NOISE], self._first_places(rows, self.starts_V), site=CHOSEN)
         drawn_RT = may_RT & (words_RT < below(self.mask_rate))
         places = self._num_places(ids_RT.shape[1])
@@ -179,9 +180,8 @@ class Masked:
         """
         ids_RT, segments_RT = rows["ids"], rows["segments"]
         is_special_RT = self.vocabulary.is_special(ids_RT)
-        follows_RT = F.pad(
-            (segments_RT[:, 1:] == segments_RT[:, :-1]) & ~is_special_RT[:, :-1], (1, 0)
-        )  # the first token of a row follows none
+        # The first token of a row follows none.
+        follows_RT = F.pad((segments_RT[:, 1:] == segments_RT[:, :-1]) & ~is_special_RT[:, :-1], (1, 0))
         starts_RT = (starts_V[ids_RT] > 0) | is_special_RT | ~follows_RT
         place_T = torch.arange(ids_RT.shape[1], dtype=torch.int32, device=ids_RT.device)
         first_RT = torch.cummax(torch.where(starts_RT, place_T, 0), 1).values

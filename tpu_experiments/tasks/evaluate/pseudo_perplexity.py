@@ -58,9 +58,11 @@ def pseudo_sums(
         (ids_L[:seq_len], masked_tokens(ids_L[:seq_len], flags_L[:seq_len], vocabulary=vocabulary))
         for ids_L, flags_L in list(held_out.documents())[:num_documents]
     ]
+    counts_D = np.array([len(places_P) for _, places_P in documents])
+    if not counts_D.any():
+        return np.zeros((len(documents), 2))
     batches = _batches(documents, seq_len=seq_len, rows_at_once=rows_at_once, name=held_out.name)
     losses_NK, _, weights_NK = scorer.run(batches)
-    counts_D = np.array([len(places_P) for _, places_P in documents])
     losses_P = losses_NK[weights_NK > 0].astype(np.float64)
     assert len(losses_P) == counts_D.sum(), "every masked token has a loss"
     document_P = np.repeat(np.arange(len(documents)), counts_D)
