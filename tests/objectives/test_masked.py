@@ -6,15 +6,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
+from tests.data.small_tokenizers import byte_level, gemma, mistral
 from tests.models.encoders import ENCODERS, packed_rows, source_of
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.masking import num_places
+from tpu_experiments.config.masking import MOST_PIECES, num_places
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.models.dropout import token_words
 from tpu_experiments.objectives.base import Computing
-from tpu_experiments.objectives.masked import Masked, Vocabulary, ranges
+from tpu_experiments.objectives.masked import Masked, Vocabulary, ranges, starts_of
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.training.batches import with_noise
 
@@ -118,6 +120,108 @@ def test_counts_are_those_of_transformers_collator(tokenizer):
         assert abs(others.mean() - 2048) < 4 * 4096 / math.sqrt(12 * len(others))
 
 
+def word_piece():
+    vocabulary = [
+        "[PAD]",
+        "[CLS]",
+        "[SEP]",
+        "[UNK]",
+        "[MASK]",
+        *"abcdefghijklmnopqrstuvwxyz.,",
+        "##",
+        "the",
+        "wo",
+        "##rd",
+    ]
+    vocabulary += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    made = Tokenizer(models.WordPiece({token: i for i, token in enumerate(vocabulary)}, unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    names = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "mask": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **{f"{name}_token": token for name, token in names.items()})
+
+
+def word_rows(tokenizer, *texts, end):
+    """A row of texts, each between special tokens; its ids and the offsets of each token in its text."""
+    encodings = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in texts]
+    ids = [i for e in encodings for i in [end, *e["input_ids"], end]]
+    offsets = [o for e in encodings for o in [(0, 0), *e["offset_mapping"], (0, 0)]]
+    segments = [n for n, e in enumerate(encodings, start=1) for _ in range(len(e["input_ids"]) + 2)]
+    rows = {name: torch.tensor([values], dtype=torch.int32) for name, values in (("ids", ids), ("segments", segments))}
+    return rows, np.array([offsets])
+
+
+FAMILIES = {"byte_level": byte_level, "mistral": mistral, "gemma": gemma, "word_piece": word_piece}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_words_are_those_of_the_text_and_of_transformers_collator(family):
+    """The collator finds words by gaps between offsets, which those of SentencePiece do not leave."""
+    tokenizer = FAMILIES[family]()
+    end = tokenizer.convert_tokens_to_ids("[SEP]" if family == "word_piece" else "</s>")
+    texts = ("Care este, a word more", "Da, nu!\nsau\tda")
+    texts = ("the word , a wording .", "one bcd") if family == "word_piece" else texts
+    rows, offsets = word_rows(tokenizer, *texts, end=end)
+    own = Masked(whole_word=True)
+    own.vocabulary, own.starts_V = Vocabulary(0, 2, ((end, end),)), starts_of(tokenizer)
+    first_T, ids_T = own._first_places(rows, own.starts_V)[0], rows["ids"][0]
+    is_end_T = ids_T == end
+    assert torch.equal(first_T[is_end_T], torch.arange(len(ids_T), dtype=torch.int32)[is_end_T])
+    found = [tokenizer.decode(ids_T[first_T == place]).strip() for place in first_T.unique() if ids_T[place] != end]
+    assert found == [word for text in texts for word in text.split()]
+    assert max(int((first_T == place).sum()) for place in first_T) > 2
+    if family in ("byte_level", "word_piece"):
+        theirs, _ = DataCollatorForLanguageModeling._calc_word_ids_and_prob_mask(offsets, is_end_T.numpy()[None])
+        # Of the first text: the collator takes a line break for a word.
+        here = ((rows["segments"][0] == 1) & ~is_end_T).numpy()
+        ours, theirs = first_T.numpy()[here], theirs[0][here]
+        assert np.array_equal(ours[:, None] == ours[None, :], theirs[:, None] == theirs[None, :])
+
+
+def test_a_word_is_chosen_whole_and_its_tokens_are_replaced_one_by_one():
+    """Words of 1 to 5 tokens: 15 % of the tokens in expectation, within 4 standard deviations of a sum over words."""
+    generator = torch.Generator().manual_seed(0)
+    own = objective(whole_word=True)
+    own.starts_V = torch.zeros(512, dtype=torch.int32)
+    own.starts_V[256:] = 1
+    lengths = torch.randint(1, 6, (256, 256), generator=generator)
+    is_start = torch.zeros(256, 256, dtype=torch.bool).scatter_(1, lengths.cumsum(1).clamp(max=255), True)
+    ids = torch.randint(8, 256, (256, 256), generator=generator) + 248 * is_start
+    rows = {"ids": ids.int(), "learn": torch.ones_like(ids), "segments": torch.ones_like(ids)}
+    rows["noise"] = torch.randint(-(2**31), 2**31, (256,), generator=generator).int()
+    chosen, masking = own.chosen(rows), own.masking(rows)
+    assert torch.equal(chosen, masking.picks_RKT.sum(1) > 0)
+    first = torch.cummax(torch.where(is_start, torch.arange(256), 0), 1).values
+    assert torch.equal(chosen, chosen.gather(1, first))
+    sizes = torch.zeros(256, 256).scatter_add_(1, first, torch.ones(256, 256))
+    count, total = int(chosen.sum()), ids.numel()
+    assert abs(count - 0.15 * total) < 4 * math.sqrt(0.15 * 0.85 * float((sizes**2).sum()))
+    read = masking.rows["ids"]
+    masked = int((read == MASK_ID)[chosen].sum())
+    assert abs(masked - 0.8 * count) < 4 * math.sqrt(0.8 * 0.2 * count)
+    # 0.9 of the tokens are changed; pairs of neighbours of a word agree as often as two draws do.
+    pairs = chosen[:, 1:] & ~is_start[:, 1:]
+    both = int((((read == MASK_ID)[:, 1:]) & ((read == MASK_ID)[:, :-1]))[pairs].sum())
+    assert abs(both - 0.64 * int(pairs.sum())) < 5 * math.sqrt(0.64 * 0.36 * int(pairs.sum()))
+
+
+def test_text_without_blanks_is_masked_in_parts():
+    own = objective(whole_word=True, mask_rate=0.5)
+    own.starts_V = torch.zeros(512, dtype=torch.int32)
+    rows = drawn_rows(rows=64, lengths=(64, 64), total=128)
+    rows["ids"] = rows["ids"].clamp(min=8)
+    parts = own.chosen(rows).view(64, -1, MOST_PIECES)
+    assert ((parts.sum(-1) == 0) | (parts.sum(-1) == MOST_PIECES)).all()
+    assert 0.4 < parts[..., 0].float().mean() < 0.6
+
+
+def test_a_vocabulary_that_marks_no_words_is_refused(tokenizer):
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])))
+    made.add_special_tokens({"mask_token": "[MASK]"})
+    with pytest.raises(ConfigError, match=r"objective\.whole_word=true; .* does not mark where words begin"):
+        Masked(tokenizer=made, whole_word=True)
+    assert Masked(tokenizer=tokenizer, mask_token="<|im_end|>", whole_word=True).starts_V.sum() > 100
+
+
 def test_special_unlearnt_and_padding_tokens_are_never_chosen():
     own, rows = objective(mask_rate=0.9), drawn_rows(rows=16)
     rows["ids"][:, 5] = 3
@@ -150,10 +254,15 @@ def test_more_chosen_tokens_than_places_are_cut():
     assert num_places(8, rate=0.5) == 8
 
 
-def test_draws_are_the_same_on_torch_xla(make_config):
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_draws_are_the_same_on_torch_xla(make_config, whole_word):
     device = make_runtime(make_config("hw.runtime=xla"))
-    own, rows = objective(mask_rate=0.3), drawn_rows(rows=8)
+    own, rows = objective(mask_rate=0.3, whole_word=whole_word), drawn_rows(rows=8)
+    if whole_word:
+        own.starts_V = (torch.arange(512) % 3 == 0).int()
     here = own.masking(rows)
+    if whole_word:
+        own.starts_V = device.place(own.starts_V, name="starts_of_words")
     there = own.masking({name: device.place(tensor, name=name) for name, tensor in rows.items()})
     assert torch.equal(here.rows["ids"], there.rows["ids"].cpu())
     assert torch.equal(here.picks_RKT, there.picks_RKT.cpu())

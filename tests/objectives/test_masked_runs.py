@@ -1,6 +1,7 @@
 """A whole run of masked language modelling: resumed, scored, reloaded by transformers; what it cannot do it says."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ MLM = ("model=modernbert_base", "objective=mlm", 'objective.mask_token="<|im_end
 WORDS = (
     *(*MLM, "debug=smoke", "lora=none", "sharding=replicated", "hw.runtime=eager", "name=mlm"),
     *("trainer.max_stage_steps=4", "trainer.log_every_steps=1", "trainer.eval_every_steps=2"),
-    *("curriculum=single", "schedule=constant", "checkpoint.every_steps=2"),
+    *("curriculum=single", "schedule=constant", "checkpoint.every_steps=2", "objective.whole_word=true"),
 )
 
 
@@ -85,7 +86,8 @@ def test_adapters_are_refused(tmp_path):
 @pytest.mark.slow
 def test_documents_of_the_test_split_are_scored(whole, tmp_path):
     place = f"task.run={whole[0] / 'mlm'}"
-    done = run("task=evaluate", place, "hw.runtime=eager", output_dir=tmp_path)
+    wanted = "task.pseudo_perplexity_documents=2"
+    done = run("task=evaluate", place, wanted, "hw.runtime=eager", output_dir=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "are of masked tokens" in done.stdout
     found = json.loads((whole[0] / "mlm" / "test_results.json").read_text())
@@ -93,6 +95,16 @@ def test_documents_of_the_test_split_are_scored(whole, tmp_path):
     assert found["objective"] == "mlm"
     assert "bits_per_byte" not in source["trained"]
     assert source["trained"]["loss"]["value"] < source["base"]["loss"]["value"]
+    (beside,) = found["baselines"].values()
+    assert beside["num_tokens"] == source["num_tokens"]
+    assert beside["trained"]["accuracy"]["value"] == pytest.approx(source["trained"]["accuracy"]["value"])
+    assert beside["trained"]["bigram"] == beside["base"]["bigram"]
+    assert 0 < beside["trained"]["unigram"]["value"] < 0.2
+    assert "above bigram" in done.stdout
+    (pseudo,) = found["pseudo_perplexity"].values()
+    assert pseudo["num_documents"] == 2
+    loss = math.log(pseudo["trained"]["pseudo_perplexity"]["value"])
+    assert 0.9 < loss / source["trained"]["loss"]["value"] < 1.1
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.flops import replaced_token_flops
 from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.metrics.held_out import detection as detection_measures
 from tpu_experiments.models.gumbel import gumbel, sampled
 from tpu_experiments.models.replaced_token import (
     SHARED,
@@ -36,7 +38,7 @@ from tpu_experiments.models.replaced_token import (
     replaced_logits_of,
 )
 from tpu_experiments.objectives.masked import Vocabulary, num_places
-from tpu_experiments.objectives.replaced_token import ReplacedToken
+from tpu_experiments.objectives.replaced_token import SUMS, ReplacedToken
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.runtime.xla.replay import NUM_FIRST
 from tpu_experiments.tasks.setup import check_model
@@ -195,6 +197,30 @@ def test_labels_are_electras():
     assert right.sum() > 20
     assert found.replaced_RT[right].mean() < 0.5
     assert found.replaced_RT[masked & (rows["ids"] != 17)].mean() > 0.9
+
+
+def test_detections_of_tokens_add_up_to_the_sums():
+    module, rows = model_of(), rows_of(rows=16)
+    parameters, objective = {n: p.detach() for n, p in parameters_of(module).items()}, objective_of(mask_rate=0.3)
+    with torch.no_grad():  # about half of the tokens are taken for replaced
+        parameters["replaced.classifier.bias"] -= objective.predictions(module, parameters, rows).logits_RT.median()
+    found = dict(zip(SUMS, objective.sums(module, parameters, rows).tolist(), strict=True))
+    scores = objective.detections(module, parameters, rows)
+    replaced, said = scores.hits_RT >= 2, scores.hits_RT % 2 > 0
+    assert 0 < found["found"] < min(found["said"], found["replaced"])
+    counts = {"tokens": scores.weights_RT, "replaced": replaced, "said": said, "found": replaced & said}
+    assert {name: float(each.sum()) for name, each in counts.items()} == {name: found[name] for name in counts}
+    assert torch.equal(torch.roll(scores.weights_RT, 1, 1), (rows["segments"] > 0).float())
+    assert float(scores.losses_RT.sum()) == pytest.approx(found["rtd_loss"], rel=1e-6)
+    measures = detection_measures(np.array([[found[name] for name in ("tokens", "replaced", "said", "found")]]))
+    told = objective.summary([found[name] for name in SUMS]).measures
+    own = {"accuracy": "rtd_accuracy", "majority": "rtd_majority", "f1": "rtd_f1"}
+    assert {name: float(measures[name][0]) for name in own} == pytest.approx(
+        {n: told[other] for n, other in own.items()}
+    )
+    labels, guesses = replaced[scores.weights_RT > 0].numpy(), said[scores.weights_RT > 0].numpy()
+    assert measures["precision"] == pytest.approx(labels[guesses].mean())
+    assert measures["recall"] == pytest.approx(guesses[labels].mean())
 
 
 def test_every_masked_token_becomes_the_mask_and_all_tokens_are_counted():
@@ -391,6 +417,12 @@ def test_documents_of_the_test_split_are_scored(whole):
     assert set(source["trained"]) == {"loss", "accuracy"}
     assert source["trained"]["loss"]["value"] < source["base"]["loss"]["value"]
     assert source["num_tokens"] > 100
+    (detection,) = found["detection"].values()
+    for side in ("base", "trained"):
+        assert detection[side]["accuracy"]["value"] == pytest.approx(source[side]["accuracy"]["value"])
+        assert 0.8 < detection[side]["majority"]["value"] < 0.95
+    assert detection["num_tokens"] == source["num_tokens"]
+    assert "F1 are of finding the replaced tokens" in done.stdout
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ ADDED: dict[str, Any] = {
     "objective.name": "next_token",
     "objective._target_": NextTokenConfig._target_,
     "objective.z_loss": 0.0,
+    "objective.whole_word": False,
 }
 """Keys that runs, plans and tuned settings of earlier versions lack, with the value that they were computed with."""
 _SET = object()

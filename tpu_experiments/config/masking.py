@@ -9,9 +9,18 @@ LANES = 8
 """The number of places of a row is a multiple of this, the rows of a tile of a TPU's registers."""
 
 
-def num_places(length: int, *, rate: float) -> int:
+PIECES = 4
+"""Sum of squares over sum of the words' numbers of tokens up to which `SPARE` holds for whole words, whose standard
+deviation is its square root times that of single tokens."""
+MOST_PIECES = 16
+"""Tokens of a word that are masked together. A longer one is cut, so that text without blanks is not masked all or not
+at all; rows of such words alone have places for 3 standard deviations."""
+
+
+def num_places(length: int, *, rate: float, whole_word: bool = False) -> int:
     """Return the places of a row for masked tokens, enough for `SPARE` standard deviations above their mean."""
-    needed = rate * length + SPARE * math.sqrt(length * rate * (1 - rate))
+    pieces = PIECES if whole_word else 1
+    needed = rate * length + SPARE * math.sqrt(pieces * length * rate * (1 - rate))
     return min(length, math.ceil(needed / LANES) * LANES)
 
 

@@ -284,6 +284,9 @@ class MaskedConfig(ObjectiveConfig):
     mask_token: str | None = None
     """Token that stands for a masked one where the tokenizer has no mask token of its own: a reserved one, that no text
     contains."""
+    whole_word: bool = False
+    """The tokens of a word are chosen together, by one draw with `mask_rate` (BERT's whole-word masking); what replaces
+    each is drawn by itself. The vocabulary must mark where words begin: by ##, U+2581 or a byte-level blank."""
 
 
 @dataclass

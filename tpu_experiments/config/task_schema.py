@@ -150,6 +150,9 @@ class EvaluateTaskConfig(TaskConfig):
     (ROUGE, exact match); 0 generates none."""
     max_new_tokens: int = number(default=64, at_least=1, at_most=2**24)
     """Largest number of tokens generated per answer; the rest of a longer reference counts as missed."""
+    pseudo_perplexity_documents: int = number(default=0, at_least=0)
+    """Documents of each source whose pseudo-perplexity is computed (Salazar et al., arXiv 1910.14659), for runs of
+    objective=mlm; 0 computes none. Every token is masked once, alone: a document of L tokens is read L times."""
 
 
 # ---- generate -----------------------------------------------------------------------------------------------

@@ -334,7 +334,7 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
     if isinstance(config.objective, ReplacedTokenConfig):
         return replaced_token_flops(arch, seq_len=seq_len, masked=config.objective.mask_rate)
     if isinstance(config.objective, MaskedConfig):
-        places = num_places(seq_len, rate=config.objective.mask_rate)
+        places = num_places(seq_len, rate=config.objective.mask_rate, whole_word=config.objective.whole_word)
         return encoder_flops(arch, seq_len=seq_len, places=places, config=config)
     if isinstance(config.objective, ClassifyConfig):
         return classifier_flops(arch, seq_len=seq_len, config=config)

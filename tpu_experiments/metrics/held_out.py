@@ -168,6 +168,109 @@ def compared_answers(base: Sums, trained: Sums | None, *, resampling: Resampling
 
 
 @dataclass(frozen=True)
+class MeasureComparison:
+    """Further measures of some held-out documents, for the base and the trained model."""
+
+    num_documents: int
+    num_tokens: int
+    """Tokens that the measures are of."""
+    base: dict[str, Estimate]
+    """Estimates by the measure's name; one that is not finite is left out."""
+    trained: dict[str, Estimate] | None
+    difference: dict[str, Estimate] | None
+    """Trained minus base, with the interval over the same resampled documents."""
+
+
+Measure = Callable[[Sums], dict[str, Sums]]
+"""Sums (R, K) to measures (R,) by name."""
+
+
+def compared_measures(
+    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, measure: Measure, resampling: Resampling
+) -> dict[str, MeasureComparison]:
+    """Compare what `measure` makes of the sums (D, K) of every source, and under `ALL` of several sources together.
+
+    Args:
+        base: its first column counts tokens; documents without one are left out.
+        trained: sums of the same documents; None where there is the base alone.
+    """
+    sides = [base] if trained is None else [base, trained]
+    width = next(iter(base.values())).shape[1]
+
+    def compared(names: Sequence[str]) -> MeasureComparison:
+        parts = [np.concatenate([side[name] for side in sides], axis=1) for name in names]
+        pair = _Pair([part[part[:, 0] > 0] for part in parts], width=width, resampling=resampling)
+        has_two = trained is not None
+        return MeasureComparison(
+            pair.num_documents,
+            int(pair.total_1K[0, 0]),
+            pair.estimates(lambda sums: measure(sums[0])),
+            pair.estimates(lambda sums: measure(sums[1])) if has_two else None,
+            pair.estimates(lambda sums: _differences(measure(sums[1]), measure(sums[0]))) if has_two else None,
+        )
+
+    names = [name for name, sums in base.items() if sums[:, 0].any()]
+    found = {name: compared([name]) for name in names}
+    return found if len(found) < 2 else found | {ALL: compared(names)}
+
+
+def beside_counts(sums_RK: Sums) -> dict[str, Sums]:
+    """Return accuracies of a masked language model and of two guesses, and by how much it exceeds each.
+
+    Args:
+        sums_RK: masked tokens, and those that model, unigrams and bigrams predict rightly.
+    """
+    tokens, hits, unigram, bigram = sums_RK.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {
+            "accuracy": hits / tokens,
+            "unigram": unigram / tokens,
+            "bigram": bigram / tokens,
+            "above_unigram": (hits - unigram) / tokens,
+            "above_bigram": (hits - bigram) / tokens,
+        }
+
+
+def pseudo_perplexity(sums_RK: Sums) -> dict[str, Sums]:
+    """Return exp of the mean loss of tokens that were masked one at a time.
+
+    Args:
+        sums_RK: tokens, and their loss in nats.
+    """
+    tokens, nats = sums_RK.T
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return {"pseudo_perplexity": np.exp(nats / tokens)}
+
+
+def detection(sums_RK: Sums) -> dict[str, Sums]:
+    """Return how well replaced tokens are found, and the accuracy of taking every token for an original.
+
+    Precision is the share of replaced ones among the tokens that are taken for replaced, recall the share of the
+    replaced ones that are found, and F1 their harmonic mean.
+
+    Args:
+        sums_RK: tokens, replaced ones, those taken for replaced, and those of them that are.
+    """
+    tokens, replaced, said, found = sums_RK.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {
+            "accuracy": 1 - (replaced + said - 2 * found) / tokens,
+            "majority": 1 - replaced / tokens,
+            "precision": found / said,
+            "recall": found / replaced,
+            "f1": 2 * found / (replaced + said),
+        }
+
+
+FURTHER: dict[str, Measure] = {
+    "baselines": beside_counts,
+    "pseudo_perplexity": pseudo_perplexity,
+    "detection": detection,
+}
+"""Further measures by their name in test_results.json."""
+
+
+@dataclass(frozen=True)
 class LabelComparison:
     """Measures of a classifier on some held-out texts, before and after training."""
 

@@ -77,8 +77,13 @@ def token_words(words_R: Tensor, *, length: int, site: int) -> Tensor:
 
     The layer of these words is -1, which no dropout has.
     """
+    return place_words(words_R, _range(length, words_R), site=site)
+
+
+def place_words(words_R: Tensor, places: Tensor, *, site: int) -> Tensor:
+    """Return the random int32 of `token_words` for given places, (T,) or (R, T) int32."""
     own_R = hashed(words_R ^ (site - GOLDEN))
-    return hashed(own_R[:, None] ^ (_range(length, words_R) * GOLDEN))
+    return hashed(own_R[:, None] ^ (places * GOLDEN))
 
 
 def _mixed(word: Tensor) -> Tensor:

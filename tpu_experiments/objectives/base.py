@@ -24,6 +24,19 @@ Rows = Mapping[str, Tensor]
 """`ids`, `learn`, `positions`, `segments`, (R, T) int32 each; with `Objective.draws` also `noise`, (R,) int32."""
 
 
+class Place(Protocol):
+    """`Runtime.place`."""
+
+    def __call__(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Copy a tensor to the device."""
+        ...
+
+
+def on_host(tensor: Tensor, *, name: str) -> Tensor:
+    """Return the tensor itself; for processes without a device."""
+    return tensor
+
+
 @dataclass(frozen=True)
 class Computing:
     """How a process computes losses."""
@@ -34,6 +47,12 @@ class Computing:
     """Devices of this process that the rows are split over."""
     loop: Loop = python_loop
     constrain: Constrain = unconstrained
+    place: Place = on_host
+    """Copies a table of the objective's own to the device."""
+
+    def of_head(self) -> dict[str, Any]:
+        """Return the arguments by which `next_token_loss` computes the logits."""
+        return {name: value for name, value in vars(self).items() if name != "place"}
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.masking import num_places
-from tpu_experiments.models.dropout import NOISE, token_words
+from tpu_experiments.config.masking import MOST_PIECES, num_places
+from tpu_experiments.data.tokens.word_starts import word_starts
+from tpu_experiments.models.dropout import NOISE, place_words, token_words
 from tpu_experiments.models.forward import masked_features
 from tpu_experiments.models.loss import Scores, chunked_losses, chunked_scores
 from tpu_experiments.objectives.base import Computing, Rows
@@ -32,6 +35,13 @@ class Vocabulary:
     special: tuple[tuple[int, int], ...]
     """Special tokens, which are never masked, as ranges (first, last) of ids: two comparisons each."""
 
+    def is_special(self, ids: Any) -> Any:
+        """Return whether each id of an array or a tensor is that of a special token."""
+        found = ids < 0
+        for first, last in self.special:
+            found = found | ((ids >= first) & (ids <= last))
+        return found
+
 
 class Masking(NamedTuple):
     """Rows with masked tokens, and these tokens gathered."""
@@ -49,7 +59,8 @@ class Masked:
     """Cross-entropy of masked tokens in nats.
 
     Of the tokens to be learnt (`learn`) that are not special, each is chosen with `mask_rate` and predicted. The chosen
-    are replaced by the mask token, by a random token, or left as they are.
+    are replaced by the mask token, by a random token, or left as they are. With `whole_word` the tokens of a word are
+    chosen by one draw, that of its first token.
 
     Logits are computed for the chosen tokens alone: a fixed number of places of every row, filled by a product with a
     one-hot matrix. GSPMD splits that by rows, and its gradient is a product too; a gather's would be a scatter. Of rows
@@ -70,13 +81,15 @@ class Masked:
         replace_mask: float = 0.8,
         replace_random: float = 0.1,
         mask_token: str | None = None,
+        whole_word: bool = False,
         computing: Computing | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Read what masking needs from the tokenizer; a plan has none, and its programs have other constants.
 
         Raises:
-            ConfigError: the shares of replacements exceed 1, or the tokenizer has no mask token.
+            ConfigError: the shares of replacements exceed 1, or the tokenizer has no mask token or, for `whole_word`,
+                does not say where words begin.
         """
         if replace_mask + replace_random > 1:
             raise ConfigError(
@@ -86,6 +99,12 @@ class Masked:
         self.mask_rate, self.replace_mask, self.replace_random = mask_rate, replace_mask, replace_random
         self.computing = computing or Computing()
         self.vocabulary = Vocabulary(0, 2, ()) if tokenizer is None else vocabulary_of(tokenizer, mask_token=mask_token)
+        self.whole_word = whole_word
+        self.starts_V: Tensor | None = None
+        """1 for each token that begins a word, int32 on the device; None where tokens are chosen one by one."""
+        if whole_word:
+            starts_V = torch.ones(1, dtype=torch.int32) if tokenizer is None else starts_of(tokenizer)
+            self.starts_V = self.computing.place(starts_V, name="starts_of_words")
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of masked tokens."""
@@ -113,14 +132,34 @@ class Masked:
             ]
         return Scores(sums_R, masking.weights_RK.sum(1), *spread)
 
+    def masked_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows, *, places: int) -> Scores:
+        """Return loss in nats and hit of the tokens of `learn`, each read as the mask token: nothing is drawn.
+
+        Args:
+            places: K, the largest number of such tokens in a row; losses, hits and weights are (R, K), in their order.
+        """
+        is_masked_RT = rows["learn"] > 0
+        masking = gathered(rows, torch.where(is_masked_RT, self.vocabulary.mask_id, rows["ids"]), is_masked_RT, places)
+        with torch.no_grad():
+            features_RKH, head_VH = self._features(module, parameters, masking)
+            sums_R, losses_RK, hits_RK = chunked_scores(
+                features_RKH, head_VH, masking.targets_RK, masking.weights_RK, **self._chunks(features_RKH)
+            )
+        weights_RK = masking.weights_RK
+        return Scores(sums_R, weights_RK.sum(1), losses_RK * weights_RK, hits_RK * weights_RK, weights_RK)
+
     def chosen(self, rows: Rows) -> Tensor:
         """Return which tokens are predicted, (R, T) boolean."""
         ids_RT = rows["ids"]
         may_RT = (rows["learn"] > 0) & (rows["segments"] > 0)
         for first, last in self.vocabulary.special:
             may_RT = may_RT & ((ids_RT < first) | (ids_RT > last))
-        drawn_RT = may_RT & (self._words(rows, CHOSEN) < below(self.mask_rate))
-        places = num_places(ids_RT.shape[1], rate=self.mask_rate)
+        if self.starts_V is None:
+            words_RT = self._words(rows, CHOSEN)
+        else:
+            words_RT = place_words(rows[NOISE], self._first_places(rows, self.starts_V), site=CHOSEN)
+        drawn_RT = may_RT & (words_RT < below(self.mask_rate))
+        places = self._num_places(ids_RT.shape[1])
         return drawn_RT & (drawn_RT.cumsum(1, dtype=torch.int32) <= places)
 
     def masking(self, rows: Rows) -> Masking:
@@ -131,17 +170,25 @@ class Masked:
         is_changed_RT = chosen_RT & (words_RT < below(self.replace_mask + self.replace_random))
         random_RT = torch.remainder(self._words(rows, RANDOM) & 0x7FFFFFFF, self.vocabulary.size)
         read_RT = torch.where(is_changed_RT, random_RT, ids_RT)
-        read_RT = torch.where(is_mask_RT, self.vocabulary.mask_id, read_RT).to(ids_RT.dtype)
-        places = num_places(ids_RT.shape[1], rate=self.mask_rate)
-        number_K = torch.arange(1, places + 1, dtype=torch.int32, device=ids_RT.device)
-        rank_RT = chosen_RT.cumsum(1, dtype=torch.int32)
-        picks_RKT = (rank_RT[:, None] == number_K[:, None]) & chosen_RT[:, None]
-        return Masking(
-            {**rows, "ids": read_RT},
-            picks_RKT.to(torch.float32),
-            torch.where(picks_RKT, ids_RT[:, None], 0).sum(-1, dtype=torch.int32),
-            picks_RKT.any(-1).to(torch.float32),
-        )
+        read_RT = torch.where(is_mask_RT, self.vocabulary.mask_id, read_RT)
+        return gathered(rows, read_RT, chosen_RT, self._num_places(ids_RT.shape[1]))
+
+    def _first_places(self, rows: Rows, starts_V: Tensor) -> Tensor:
+        """Return the place in the row of the first token of every token's word, (R, T) int32.
+
+        A special token is a word, and words end with their document and after `MOST_PIECES` tokens.
+        """
+        ids_RT, segments_RT = rows["ids"], rows["segments"]
+        is_special_RT = self.vocabulary.is_special(ids_RT)
+        # The first token of a row follows none.
+        follows_RT = F.pad((segments_RT[:, 1:] == segments_RT[:, :-1]) & ~is_special_RT[:, :-1], (1, 0))
+        starts_RT = (starts_V[ids_RT] > 0) | is_special_RT | ~follows_RT
+        place_T = torch.arange(ids_RT.shape[1], dtype=torch.int32, device=ids_RT.device)
+        first_RT = torch.cummax(torch.where(starts_RT, place_T, 0), 1).values
+        return place_T - torch.remainder(place_T - first_RT, MOST_PIECES)
+
+    def _num_places(self, length: int) -> int:
+        return num_places(length, rate=self.mask_rate, whole_word=self.whole_word)
 
     def _features(self, module: nn.Module, parameters: Mapping[str, Tensor], masking: Masking) -> tuple[Tensor, Tensor]:
         """Return what the vocabulary's matrix multiplies (R, K, H), and that matrix, with a bias as one more feature.
@@ -162,6 +209,25 @@ class Masked:
 
     def _words(self, rows: Rows, site: int) -> Tensor:
         return token_words(rows[NOISE], length=rows["ids"].shape[1], site=site)
+
+
+def gathered(rows: Rows, read_RT: Tensor, chosen_RT: Tensor, places: int) -> Masking:
+    """Return rows that are read as `read_RT`, with the chosen tokens gathered into K places; of more, the first.
+
+    Args:
+        places: K.
+    """
+    ids_RT = rows["ids"]
+    read_RT = read_RT.to(ids_RT.dtype)
+    number_K = torch.arange(1, places + 1, dtype=torch.int32, device=ids_RT.device)
+    rank_RT = chosen_RT.cumsum(1, dtype=torch.int32)
+    picks_RKT = (rank_RT[:, None] == number_K[:, None]) & chosen_RT[:, None]
+    return Masking(
+        {**rows, "ids": read_RT},
+        picks_RKT.to(torch.float32),
+        torch.where(picks_RKT, ids_RT[:, None], 0).sum(-1, dtype=torch.int32),
+        picks_RKT.any(-1).to(torch.float32),
+    )
 
 
 def below(probability: float) -> int:
@@ -196,6 +262,21 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, mask_token: str | None)
     added = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
     special = sorted({int(mask_id), *map(int, tokenizer.all_special_ids), *map(int, added)})
     return Vocabulary(int(mask_id), len(tokenizer), ranges(special))
+
+
+def starts_of(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Return 1 for each token that begins a word, else 0, (V,) int32.
+
+    Raises:
+        ConfigError: the tokenizer's vocabulary does not say it.
+    """
+    found = word_starts(tokenizer)
+    if found is None:
+        raise ConfigError(
+            f"objective.whole_word=true; the vocabulary of the tokenizer {tokenizer.name_or_path} does not mark where "
+            "words begin (by ##, ▁ or Ġ); leave it out, or make a tokenizer that does: task=tokenizer."
+        )
+    return torch.from_numpy(found.astype(np.int32))
 
 
 def ranges(numbers: list[int]) -> tuple[tuple[int, int], ...]:

@@ -32,11 +32,11 @@ class NextToken:
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return loss sum in nats and number of learnt tokens of every row."""
-        return next_token_loss(module, parameters, rows, z_loss=self.z_loss, **vars(self.computing))
+        return next_token_loss(module, parameters, rows, z_loss=self.z_loss, **self.computing.of_head())
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return loss in nats and hit of every token."""
-        return next_token_scores(module, parameters, rows, **vars(self.computing))
+        return next_token_scores(module, parameters, rows, **self.computing.of_head())
 
 
 def count_next_tokens(rows: Rows) -> Tensor:

@@ -125,16 +125,20 @@ class ReplacedToken:
             ]
             return torch.stack([tensor.sum() for tensor in each])
 
-    def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
-        """Return the discriminator's loss in nats and whether it is right, of every token, at the position before it.
+    def detections(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return the discriminator's loss in nats of every token and what it is taken for, at the position before it.
 
-        task=evaluate asks for them; evaluations of a run have `sums`.
+        The latter, in the place of hits, is 1 for a token that is taken for replaced, plus 2 for one that is.
         """
         with torch.no_grad():
             found = self.predictions(module, parameters, rows)
             losses_RT = F.binary_cross_entropy_with_logits(found.logits_RT, found.replaced_RT, reduction="none")
-            right_RT = ((found.logits_RT > 0) == (found.replaced_RT > 0)).to(torch.float32)
-            weighed = [losses_RT * found.tokens_RT, right_RT * found.tokens_RT, found.tokens_RT]
+            said_RT = (found.logits_RT > 0).to(torch.float32)
+            weighed = [
+                losses_RT * found.tokens_RT,
+                (said_RT + 2 * found.replaced_RT) * found.tokens_RT,
+                found.tokens_RT,
+            ]
             spread = [torch.roll(each_RT, -1, dims=1) for each_RT in weighed]
         return Scores(weighed[0].sum(1), found.tokens_RT.sum(1), *spread)
 

@@ -23,6 +23,7 @@ from tpu_experiments.data.batches import Batch as HostBatch
 from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.tokens.chat import render
 from tpu_experiments.data.tokens.tokenize import LEARN
+from tpu_experiments.data.tokens.tokenizer import text_end_ids
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.held_out import measures
 from tpu_experiments.models.dropout import NOISE
@@ -282,8 +283,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) ->
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of plain text, after the begin-of-sequence token if there is one."""
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    """Return the token ids of plain text, after the token that begins a text if there is one."""
+    begin, _ = text_end_ids(tokenizer)
+    start = [] if begin is None else [begin]
     return start + list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -304,10 +306,17 @@ class Scorer:
     """Score rows with the current values of `parameters`."""
 
     def __init__(
-        self, module: nn.Module, *, runtime: Runtime, token_scores: TokenScores, parameters: Mapping[str, Tensor]
+        self,
+        module: nn.Module,
+        *,
+        runtime: Runtime,
+        token_scores: TokenScores,
+        parameters: Mapping[str, Tensor],
+        name: str = "score",
     ) -> None:
+        """Build the program; `name` is its name among those that a process expects."""
         self.module, self.runtime, self.token_scores, self.parameters = module, runtime, token_scores, parameters
-        self.program = runtime.program(self.scores, name="score", held=lambda: parameters)
+        self.program = runtime.program(self.scores, name=name, held=lambda: parameters)
 
     def run(self, batches: Iterable[Batch]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
         """Return losses in nats, hits and weights, (N, T) each, of all rows in order.

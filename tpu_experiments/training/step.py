@@ -112,7 +112,7 @@ class StepOutput:
 def computing_of(config: Config, runtime: Runtime) -> Computing:
     """Return how this process computes losses."""
     shards = num_shards(config) // runtime.share[1]
-    return Computing(config.trainer.loss_chunk_tokens, shards, runtime.loop, runtime.constrain)
+    return Computing(config.trainer.loss_chunk_tokens, shards, runtime.loop, runtime.constrain, runtime.place)
 
 
 # ---- step ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.files import fingerprint
 from tpu_experiments.data.reading.hub import fingerprint_of_hub
 from tpu_experiments.data.reading.locations import SourceFile
-from tpu_experiments.data.tokens.tokenizer import template_hash, tokenizer_hash
+from tpu_experiments.data.tokens.tokenizer import template_hash, text_ends, tokenizer_hash
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_sealed_json
 
@@ -72,8 +72,16 @@ def tokens_key(
             "template": template_hash(tokenizer) if tokenizer is not None and spec.kind == "chat" else None,
             **({"quoting": spec.quoting} if has_tables else {}),
             **({"chat": CHAT_VERSION} if spec.kind == "chat" else {}),
+            **({"ends": list(text_ends(tokenizer))} if _has_ends_of_bert(tokenizer, spec=spec) else {}),
         }
     )
+
+
+def _has_ends_of_bert(tokenizer: PreTrainedTokenizerBase | None, *, spec: SourceSpec) -> bool:
+    """Return whether texts are closed by [CLS] or [SEP]; earlier versions gave such a tokenizer's texts no ends."""
+    if tokenizer is None or spec.kind != "text" or spec.label_field is not None:
+        return False
+    return text_ends(tokenizer) != (tokenizer.bos_token, tokenizer.eos_token)
 
 
 def rows_key(

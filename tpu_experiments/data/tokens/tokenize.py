@@ -1,6 +1,7 @@
 """Tokenisation of documents, with the loss mask.
 
-Text: every token but BOS is trained on, and EOS closes the text. Chat: the conversation is rendered with the
+Text: every token but BOS is trained on, and EOS closes the text; [CLS] and [SEP] where a tokenizer has these in their
+place. Chat: the conversation is rendered with the
 tokenizer's own template and tokenised once; a token is trained on when it overlaps an assistant's turn, from the first
 character of the answer to the end-of-turn marker (data/tokens/chat.py finds the spans).
 
@@ -32,7 +33,7 @@ from tpu_experiments.data.tokens.chat import (
     ToolChat,
     render_tool_chat,
 )
-from tpu_experiments.data.tokens.tokenizer import own_ends
+from tpu_experiments.data.tokens.tokenizer import own_ends, text_end_ids, text_ends
 from tpu_experiments.data.tokens.words import WordEncoding, backend_of, words_of
 
 
@@ -247,18 +248,23 @@ class DocumentTokenizer:
 
     def _without_ends(self, text: str) -> str:
         """Strip a leading BOS and a trailing EOS, which are added again later, so that they are not doubled."""
-        return text.removeprefix(self._tokenizer.bos_token or "").removesuffix(self._tokenizer.eos_token or "")
+        begin, end = text_ends(self._tokenizer)
+        return text.removeprefix(begin or "").removesuffix(end or "")
 
     def _closed(self, document: Document, ids: "_Ids") -> "_Arrays":
         return self._closed_text(ids) if document.label is None else self._labelled_text(ids)
 
     def _closed_text(self, ids: "_Ids") -> "_Arrays":
-        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        bos, eos = self._text_ends
         ends = ([] if end is None else [end] for end in (bos, eos))
         closed = np.concatenate([next(ends), ids, next(ends)], dtype=np.int32, casting="unsafe")
         flags = np.full(len(closed), LEARN, np.uint8)
         flags[: bos is not None] = 0
         return closed, flags
+
+    @cached_property
+    def _text_ends(self) -> tuple[int | None, int | None]:
+        return text_end_ids(self._tokenizer)
 
     @cached_property
     def _own_ends(self) -> tuple[list[int], list[int]]:

@@ -78,6 +78,18 @@ def load_tokenizer(
     return tokenizer
 
 
+def text_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str | None]:
+    """Return the special tokens that begin and end a text: BOS and EOS; [CLS] and [SEP] for one that is unset."""
+    return tokenizer.bos_token or tokenizer.cls_token, tokenizer.eos_token or tokenizer.sep_token
+
+
+def text_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
+    """Return the ids of `text_ends`."""
+    begin, end = text_ends(tokenizer)
+    ids = (None if token is None else tokenizer.convert_tokens_to_ids(token) for token in (begin, end))
+    return next(ids), next(ids)
+
+
 def own_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the special tokens that `tokenizer(text)` puts before and behind a text."""
     backend = backend_of(tokenizer)
@@ -87,7 +99,7 @@ def own_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def closing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Make `tokenizer(text)` begin with BOS and end with EOS, where it adds nothing by itself and has them.
+    """Make `tokenizer(text)` begin and end with `text_ends`, where it adds nothing by itself and has them.
 
     A classifier reads texts as `tokenizer(text)` gives them, and reads its first token; it is exported with this
     tokenizer.
@@ -95,7 +107,7 @@ def closing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
     if any(own_ends(tokenizer)):
         return tokenizer
     backend = backend_of(tokenizer)
-    names = [tokenizer.bos_token, tokenizer.eos_token]
+    names = text_ends(tokenizer)
     begin, end = (f"{name} " if name else "" for name in names)
     known = [(name, backend.token_to_id(name)) for name in dict.fromkeys(names) if name]
     if known:

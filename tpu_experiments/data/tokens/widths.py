@@ -50,7 +50,7 @@ def widths_of(tokenizer: PreTrainedTokenizerBase) -> Widths | None:
     """Return the widths of a tokenizer's tokens; None unless it is byte-level or SentencePiece-like."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     width: Callable[[str], int]
-    kinds = set(_types(state["decoder"]))
+    kinds = set(component_types(state["decoder"]))
     sets_prefix = state["pre_tokenizer"] is not None and any(
         step.get("add_prefix_space") for step in _steps(state["pre_tokenizer"])
     )
@@ -82,13 +82,14 @@ def _width_with_blanks(token: str) -> int:
 
 def _sets_blank(state: dict[str, Any]) -> bool:
     """Return whether the tokenizer prepends a blank to a text."""
-    if "Prepend" in _types(state["normalizer"]):
+    if "Prepend" in component_types(state["normalizer"]):
         return True
     steps = _steps(state["pre_tokenizer"]) if state["pre_tokenizer"] else ()
     return any(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never" for step in steps)
 
 
-def _types(part: dict[str, Any] | None) -> list[str]:
+def component_types(part: dict[str, Any] | None) -> list[str]:
+    """Return the types of a normalizer, pre-tokenizer or decoder, with sequences flattened."""
     return [step["type"] for step in _steps(part)] if part else []
 
 

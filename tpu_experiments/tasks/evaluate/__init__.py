@@ -14,6 +14,7 @@ from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.held_out import (
+    FURTHER,
     LabelPairs,
     Resampling,
     answer_scores,
@@ -21,6 +22,7 @@ from tpu_experiments.metrics.held_out import (
     compared_by_source,
     compared_by_value,
     compared_labels,
+    compared_measures,
     without,
 )
 from tpu_experiments.objectives.base import has_perplexity, writes_text
@@ -69,6 +71,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
             shape=(inputs.geometry.micro_rows * inputs.geometry.num_shards, inputs.seq_len),
             max_new_tokens=task.max_new_tokens,
             max_prompts=max(map(len, inputs.exchanges.values()), default=0),
+            ngrams=inputs.ngrams,
         )
     writes = writes_text(config)
     widths = widths_of(inputs.tokenizer) if writes else None
@@ -79,10 +82,13 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
     sums: dict[str, dict[str, Sums]] = {}
     scores: dict[str, dict[str, Sums]] = {}
     predicted: dict[str, dict[str, LabelPairs]] = {}
+    more: dict[str, dict[str, dict[str, Sums]]] = {}
     for state in model.states():
         with watch.measure("score"):
             sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in inputs.splits.items()}
-            predicted[state] = dict(model.labels)
+            for held_out in inputs.splits.values() if task.pseudo_perplexity_documents else ():
+                model.mask_in_turn(held_out, num_documents=task.pseudo_perplexity_documents)
+            predicted[state], more[state] = dict(model.labels), model.further
         with watch.measure("write"):
             scores[state] = {name: written_scores(model, wanted) for name, wanted in inputs.exchanges.items()}
     how = Resampling(task.resamples, task.confidence, config.seed)
@@ -102,16 +108,22 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
     if isinstance(config.objective, ClassifyConfig):
         names = config.objective.labels or ()
         labels = compared_labels(predicted["base"], predicted.get("trained"), labels=names, resampling=how)
+    further = {
+        name: compared_measures(sums_D, more.get("trained", {}).get(name), measure=FURTHER[name], resampling=how)
+        for name, sums_D in more["base"].items()
+    }
     if runtime.rank == 0:
         in_split = {name: held_out.num_in_split for name, held_out in inputs.splits.items()}
-        fields = facts(subject, found, answers, by_value=by_value, num_in_split=in_split, labels=labels) | {
+        fields = facts(
+            subject, found, answers, by_value=by_value, num_in_split=in_split, labels=labels, further=further
+        ) | {
             "seq_len": inputs.seq_len,
             "seconds": watch.seconds,
             "num_compiles": runtime.counters().num_compiles,
         }
         paths.make_dirs(paths.folder_of(subject.results))
         paths.write_text_atomic(subject.results, strict_json.dumps(fields, indent=1) + "\n")
-        print(as_text(subject, found, answers, by_value=by_value, labels=labels))
+        print(as_text(subject, found, answers, by_value=by_value, labels=labels, further=further))
 
 
 def written_scores(model: ModelAndBase, wanted: list[Exchange]) -> Sums:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,14 +22,20 @@ from tpu_experiments.metrics.held_out import LabelPairs, document_sums
 from tpu_experiments.models.build import build_model
 from tpu_experiments.objectives.base import model_source, objective_of
 from tpu_experiments.objectives.classify import Classify
+from tpu_experiments.objectives.masked import Masked
+from tpu_experiments.objectives.replaced_token import ReplacedToken
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
+from tpu_experiments.tasks.evaluate.ngrams import Ngrams
+from tpu_experiments.tasks.evaluate.pseudo_perplexity import MOST_COPIES, pseudo_sums
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.batches import with_held_out_noise
 from tpu_experiments.training.evaluation import Sampler, Scorer
 from tpu_experiments.training.step import computing_of
 
+PSEUDO = "pseudo_perplexity"
+"""Name of the program, and of the measure in `FURTHER`."""
 MOST_ROWS = 8
 """Answers generated at once; every device computes all of them."""
 
@@ -46,12 +53,14 @@ class ModelAndBase:
         shape: tuple[int, int],
         max_new_tokens: int,
         max_prompts: int,
+        ngrams: Ngrams | None = None,
     ) -> None:
         """Build the base.
 
         Args:
             shape: (rows at once over all devices, tokens per row).
             max_prompts: maximum number of prompts passed to `write` at once; 0 if it is not called.
+            ngrams: guesses of masked tokens; None for other objectives.
         """
         self.runtime, self.subject, self.tokenizer, self.shape = runtime, subject, tokenizer, shape
         self.max_new_tokens = max_new_tokens
@@ -62,10 +71,24 @@ class ModelAndBase:
         self.parameters = model.trainable
         self.config = config
         objective = objective_of(config, computing_of(config, runtime), tokenizer=tokenizer)
-        scores = objective.predictions if isinstance(objective, Classify) else objective.scores
+        if isinstance(objective, Classify):
+            scores = objective.predictions
+        else:
+            scores = objective.detections if isinstance(objective, ReplacedToken) else objective.scores
         self.scorer = Scorer(model.module, runtime=runtime, token_scores=scores, parameters=self.parameters)
+        self.objective = objective
+        self.pseudo_scorer: Scorer | None = None
+        if isinstance(objective, Masked):
+            masked = partial(objective.masked_scores, places=MOST_COPIES)
+            self.pseudo_scorer = Scorer(
+                model.module, runtime=runtime, token_scores=masked, parameters=self.parameters, name=PSEUDO
+            )
         self.labels: dict[str, LabelPairs] = {}
         """Label and predicted label of every text, by source, of the last call of `sums`."""
+        self.ngrams = ngrams
+        self.further: dict[str, dict[str, Sums]] = {}
+        """Sums of every document for the measures of `FURTHER` (metrics/held_out.py), by measure and source, of the
+        model whose state is current."""
         self.sampler = Sampler(
             model.module,
             runtime=runtime,
@@ -76,11 +99,12 @@ class ModelAndBase:
         )
         rows_at_once, seq_len = shape
         scored, written = (rows_at_once // runtime.share[1], seq_len), (self.num_written, seq_len)
-        runtime.expect({"score": {scored}, "sample": {written}})
+        runtime.expect({"score": {scored}, "sample": {written}, PSEUDO: {scored}})
 
     def states(self) -> Iterator[str]:
         """Yield `base`, then `trained`, with the parameters of each in place."""
         yield "base"
+        self.further = {}
         trained = self.subject.tensors()
         if trained is None:
             return
@@ -104,6 +128,16 @@ class ModelAndBase:
             last_D = np.cumsum(held_out.flat.lengths_D) - 1
             self.labels[held_out.name] = np.stack([held_out.flat.ids_L[last_D], hits_L[last_D]], 1).astype(np.int64)
             hits_L = predicted_L * (hits_L == held_out.flat.ids_L)
+        if isinstance(self.objective, ReplacedToken):
+            # In the place of hits there is what every token is taken for, and whether it was replaced.
+            replaced_L, said_L = predicted_L * (hits_L >= 2), predicted_L * (hits_L % 2)
+            found_DK = sums_of_documents(held_out, [predicted_L, replaced_L, said_L, replaced_L * said_L])
+            self.further.setdefault("detection", {})[held_out.name] = found_DK
+            hits_L = predicted_L * (replaced_L == said_L)
+        if self.ngrams is not None:
+            guessed = [predicted_L * (guess_L == held_out.flat.ids_L) for guess_L in self.ngrams.guesses(held_out)]
+            found_DK = sums_of_documents(held_out, [predicted_L, hits_L, *guessed])
+            self.further.setdefault("baselines", {})[held_out.name] = found_DK
         bytes_L = predicted_L * bytes_of(held_out, widths=widths)
         columns = {
             "tokens": predicted_L,
@@ -113,6 +147,18 @@ class ModelAndBase:
             "hits": hits_L,
         }
         return document_sums(held_out.token_documents(), num_documents=held_out.flat.num_documents, columns_L=columns)
+
+    def mask_in_turn(self, held_out: HeldOut, *, num_documents: int) -> None:
+        """Add the sums of pseudo-perplexity over the first documents to `further`; every process takes part."""
+        assert self.pseudo_scorer is not None
+        assert isinstance(self.objective, Masked)
+        self.further.setdefault(PSEUDO, {})[held_out.name] = pseudo_sums(
+            held_out,
+            num_documents=num_documents,
+            scorer=self.pseudo_scorer,
+            shape=self.shape,
+            vocabulary=self.objective.vocabulary,
+        )
 
     def write(self, prompts: Sequence[list[int]]) -> list[str]:
         """Return greedy answers to prompts of token ids; prompts that are too long lose their start.
@@ -140,6 +186,12 @@ class ModelAndBase:
                 f"{len(lacks)} of {len(expected)} tensors (first {lacks[0] if lacks else '-'}) and has {len(extra)} "
                 f"others (first {extra[0] if extra else '-'}); choose the model that it was trained on."
             )
+
+
+def sums_of_documents(held_out: HeldOut, columns_L: Sequence[NDArray[np.float64]]) -> Sums:
+    """Sum values of each token by document: (D, K), columns in the order given."""
+    document_L, num_documents = held_out.token_documents(), held_out.flat.num_documents
+    return np.stack([np.bincount(document_L, weights=w_L, minlength=num_documents) for w_L in columns_L], axis=1)
 
 
 def is_text(held_out: HeldOut, *, widths: Widths | None) -> NDArray[np.bool_]:

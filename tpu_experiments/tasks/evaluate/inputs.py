@@ -7,10 +7,12 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, MaskedConfig
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
-from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.base import Computing, model_source, objective_of
+from tpu_experiments.objectives.masked import Masked
 from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.tasks.evaluate.ngrams import Ngrams, counted
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 from tpu_experiments.tasks.setup import check_ids
 from tpu_experiments.training.batches import (
@@ -39,6 +41,8 @@ class EvaluationInputs:
     tokenizer: PreTrainedTokenizerBase
     geometry: Geometry
     seq_len: int
+    ngrams: Ngrams | None = None
+    """Guesses of masked tokens; None for other objectives."""
 
 
 def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
@@ -49,6 +53,7 @@ def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
     """
     config = subject.config
     task = task_of(config)
+    check_pseudo_perplexity(config)
     stages = stages_with_data(config)
     tokenizer = load_run_tokenizer(config)
     inputs = RunInputs(tokenizer, prepare_sources(config, tokenizer=tokenizer, stages=stages), stages)
@@ -67,7 +72,30 @@ def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
         write_documents(splits, tokenizer=tokenizer, file=task.documents)
     chats = {name: held_out for name, held_out in splits.items() if held_out.kind == "chat" and task.generate}
     asked = {name: exchanges(held_out, tokenizer=tokenizer, num=task.generate) for name, held_out in chats.items()}
-    return EvaluationInputs(splits, asked, tokenizer, stages[0].geometry, seq_len)
+    return EvaluationInputs(splits, asked, tokenizer, stages[0].geometry, seq_len, ngrams=ngrams_of(config, inputs))
+
+
+def ngrams_of(config: Config, inputs: RunInputs) -> Ngrams | None:
+    """Count the tokens of the training split of all sources, for masked language models; None for other models."""
+    objective = objective_of(config, Computing(), tokenizer=inputs.tokenizer)
+    if not isinstance(objective, Masked):
+        return None
+    stores = [source.store("train", inputs.eval_seq_len) for source in inputs.sources.values()]
+    return counted(stores, vocabulary=objective.vocabulary)
+
+
+def check_pseudo_perplexity(config: Config) -> None:
+    """Refuse pseudo-perplexity of a model that predicts no masked tokens.
+
+    Raises:
+        ConfigError: `task.pseudo_perplexity_documents` is set for another objective.
+    """
+    wanted = task_of(config).pseudo_perplexity_documents
+    if wanted and not isinstance(config.objective, MaskedConfig):
+        raise ConfigError(
+            f"task.pseudo_perplexity_documents={wanted} with objective={config.objective.name}; tokens are masked in "
+            "turn for runs of objective=mlm alone; leave it out."
+        )
 
 
 def check_length(config: Config, seq_len: int) -> None:

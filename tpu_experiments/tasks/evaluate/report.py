@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tpu_experiments.metrics.bootstrap import Estimate
-from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison, LabelComparison
+from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison, LabelComparison, MeasureComparison
 from tpu_experiments.objectives.base import has_perplexity, is_causal
 from tpu_experiments.pages.table import aligned
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
@@ -16,6 +16,8 @@ ByValue = Mapping[str, Mapping[str, Comparison]]
 ComparedLabels = Mapping[str, LabelComparison]
 """Source to what a classifier says of its texts; empty for other models."""
 Answers = Mapping[str, Mapping[str, Any]]
+Further = Mapping[str, Mapping[str, MeasureComparison]]
+"""Name of a measure of `FURTHER` to source to what is known of its documents."""
 
 
 def facts(
@@ -26,6 +28,7 @@ def facts(
     by_value: ByValue,
     num_in_split: Mapping[str, int],
     labels: ComparedLabels,
+    further: Further,
 ) -> dict[str, Any]:
     """Return the fields of test_results.json.
 
@@ -44,6 +47,7 @@ def facts(
         **_macro_f1(labels),
         "sources": {name: asdict(comparison) for name, comparison in found.items()},
         **({"labels": {name: asdict(comparison) for name, comparison in labels.items()}} if labels else {}),
+        **{name: {source: asdict(each) for source, each in own.items()} for name, own in further.items()},
         "by": task.by,
         "values": {
             name: {value: asdict(comparison) for value, comparison in values.items()}
@@ -57,7 +61,9 @@ def facts(
     }
 
 
-def as_text(subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue, labels: ComparedLabels) -> str:
+def as_text(
+    subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue, labels: ComparedLabels, further: Further
+) -> str:
     """Return the tables and the path of the results."""
     task = task_of(subject.config)
     what = {"base": "the base model alone", "checkpoint": "base model -> newest checkpoint"}
@@ -65,16 +71,21 @@ def as_text(subject: Subject, found: Compared, answers: Answers, *, by_value: By
     each = {f"{name}, {value}": estimates for name, values in by_value.items() for value, estimates in values.items()}
     by = [table(each, first=f"by {task.by}")] if each else []
     own = [labels_table(found, labels), f1_table(labels)] if labels else [table(found)]
-    tables = [title, *own, *by, *([answers_table(answers)] if answers else [])]
+    others = [_FURTHER_TABLES[name](values) for name, values in further.items() if values]
+    tables = [title, *own, *others, *by, *([answers_table(answers)] if answers else [])]
     if labels:
         tables.append("majority: the accuracy of giving every text the most frequent label")
     elif not has_perplexity(subject.config):
         tables.append(
-            "loss and accuracy are the discriminator's, of every token but a document's first; the rate of replaced "
-            "tokens and F1 are in the run's result.json (eval_measures)"
+            "loss and accuracy are the discriminator's, of every token but a document's first; precision, recall and "
+            "F1 are of finding the replaced tokens; majority: the accuracy of taking every token for an original"
         )
     elif not is_causal(subject.config):
-        tables.append("loss, perplexity and accuracy are of masked tokens, given the others on both sides")
+        tables.append(
+            "loss, perplexity and accuracy are of masked tokens, given the others on both sides; unigram and bigram: "
+            "accuracies of the training split's most frequent token, and of the most frequent one behind the token to "
+            "the left, masked or not"
+        )
     return "\n".join([*tables, f"[...]: {100 * task.confidence:g} % of {task.resamples} resamples", subject.results])
 
 
@@ -108,6 +119,53 @@ def f1_table(labels: ComparedLabels) -> str:
         scores = [side[label] for side in whole.f1.values()]
         lines.append((label, f"{count:,}", " -> ".join("-" if s is None else f"{s:.4f}" for s in scores)))
     return aligned(lines)
+
+
+def baselines_table(found: Mapping[str, MeasureComparison]) -> str:
+    """Return the accuracy of masked tokens beside that of guesses from counts, a line for every source."""
+    lines: list[tuple[str, ...]] = [("source", "masked tokens", "unigram", "bigram", "accuracy", "above bigram")]
+    for name, own in found.items():
+        counts = (_with_interval(own.base[guess], "{:.4f}") for guess in ("unigram", "bigram"))
+        lines.append((name, f"{own.num_tokens:,}", *counts, *_both_with_interval(own, "accuracy", "above_bigram")))
+    return aligned(lines)
+
+
+def pseudo_table(found: Mapping[str, MeasureComparison]) -> str:
+    """Return pseudo-perplexities, a line for every source."""
+    lines: list[tuple[str, ...]] = [("source", "documents", "masked in turn", "pseudo-perplexity")]
+    for name, own in found.items():
+        shown = _both_with_interval(own, "pseudo_perplexity", form="{:.3f}")
+        lines.append((name, f"{own.num_documents:,}", f"{own.num_tokens:,}", *shown))
+    return aligned(lines)
+
+
+def detection_table(found: Mapping[str, MeasureComparison]) -> str:
+    """Return how a discriminator finds replaced tokens, a line for every source."""
+    names = ("majority", "accuracy", "precision", "recall", "f1")
+    lines: list[tuple[str, ...]] = [("source", "tokens", *names[:-1], "F1")]
+    for name, own in found.items():
+        lines.append((name, f"{own.num_tokens:,}", *_both_with_interval(own, *names)))
+    return aligned(lines)
+
+
+_FURTHER_TABLES = {
+    "baselines": baselines_table,
+    "pseudo_perplexity": pseudo_table,
+    "detection": detection_table,
+}
+
+
+def _both_with_interval(found: MeasureComparison, *measures: str, form: str | None = None) -> list[str]:
+    """Return `base -> trained` of each measure, with the interval of the latter."""
+    sides = [found.base] if found.trained is None else [found.base, found.trained]
+    texts = []
+    for name in measures:
+        known = [side[name] for side in sides if name in side]
+        shape = form or ("{:+.4f}" if name.startswith("above") else "{:.4f}")
+        shown = [shape.format(each.value) for each in known[:-1]]
+        shown += [_with_interval(each, shape) for each in known[-1:]]
+        texts.append(" -> ".join(shown) or "-")
+    return texts
 
 
 def _macro_f1(labels: ComparedLabels) -> dict[str, float]:
@@ -158,7 +216,7 @@ def _pair(base: Estimate | None, trained: Estimate | None, form: str) -> str:
     return " -> ".join(estimates) or "-"
 
 
-def _with_interval(found: Estimate) -> str:
-    if found.low is None:
-        return f"{found.value:+.4f}"
-    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+def _with_interval(found: Estimate, form: str = "{:+.4f}") -> str:
+    if found.low is None or found.high is None:
+        return form.format(found.value)
+    return f"{form.format(found.value)} [{form.format(found.low)}, {form.format(found.high)}]"

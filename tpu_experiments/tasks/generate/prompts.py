@@ -13,7 +13,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.data.reading.formats import ROLES
 from tpu_experiments.data.tokens.chat import Messages, TemplateRefusal, render, render_prompt
-from tpu_experiments.data.tokens.tokenizer import require_chat_template
+from tpu_experiments.data.tokens.tokenizer import require_chat_template, text_end_ids
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.generate.origin import Origin
 from tpu_experiments.training.evaluation import text_ids
@@ -160,7 +160,7 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: Pretrained
     Raises:
         ConfigError: generation_config.json cannot be read.
     """
-    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    found = [text_end_ids(tokenizer)[1], getattr(config, "eos_token_id", None)]
     generation = None if folder is None else folder / "generation_config.json"
     if generation is not None and generation.exists():
         try:
