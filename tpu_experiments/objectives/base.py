@@ -126,6 +126,14 @@ def has_perplexity(config: Config) -> bool:
     return bool(getattr(locate(config.objective._target_, key="objective"), "has_perplexity", True))
 
 
+def has_bound(config: Config) -> bool:
+    """Return whether the objective's loss is an upper bound of -log p per token, so that exp(loss) bounds perplexity.
+
+    A class says so by its attribute `has_bound`, False where it has none.
+    """
+    return bool(getattr(locate(config.objective._target_, key="objective"), "has_bound", False))
+
+
 def measured_by(objective: Objective) -> Measured | None:
     """Return the objective as one with measures of its own, if it has the methods of `Measured`."""
     has_measures = callable(getattr(objective, "sums", None)) and callable(getattr(objective, "summary", None))
@@ -146,6 +154,14 @@ def groups_of(objective: Objective, names: Sequence[str], *, clip_norm: float | 
 def has_draws(config: Config) -> bool:
     """Return whether the objective takes a random word for each row."""
     return bool(locate(config.objective._target_, key="objective").draws)
+
+
+def has_spread_draws(config: Config) -> bool:
+    """Return whether the random words of a batch's rows are equally spaced (training/batches.py).
+
+    A class says so by its attribute `spread_draws`, False where it has none.
+    """
+    return bool(getattr(locate(config.objective._target_, key="objective"), "spread_draws", False))
 
 
 def is_causal(config: Config) -> bool:

@@ -7,6 +7,7 @@ parameters in the same compiled program.
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.data.tokens.widths import widths_of
@@ -17,13 +18,14 @@ from tpu_experiments.metrics.held_out import (
     LabelPairs,
     Resampling,
     answer_scores,
+    as_bounds,
     compared_answers,
     compared_by_source,
     compared_by_value,
     compared_labels,
     without,
 )
-from tpu_experiments.objectives.base import has_perplexity, writes_text
+from tpu_experiments.objectives.base import has_bound, has_perplexity, writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
@@ -70,9 +72,9 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
             max_new_tokens=task.max_new_tokens,
             max_prompts=max(map(len, inputs.exchanges.values()), default=0),
         )
-    writes = writes_text(config)
-    widths = widths_of(inputs.tokenizer) if writes else None
-    if widths is None and writes:
+    has_bytes = writes_text(config) or has_bound(config)
+    widths = widths_of(inputs.tokenizer) if has_bytes else None
+    if widths is None and has_bytes:
         log.warning(
             "bits per byte is not reported: this tokenizer is neither byte-level nor has SentencePiece's blanks"
         )
@@ -94,10 +96,9 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
     values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
     by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, resampling=how)
     if not has_perplexity(config):
-        found = {name: without(each, "perplexity") for name, each in found.items()}
-        by_value = {
-            name: {value: without(each, "perplexity") for value, each in own.items()} for name, own in by_value.items()
-        }
+        named = as_bounds if has_bound(config) else partial(without, measure="perplexity")
+        found = {name: named(each) for name, each in found.items()}
+        by_value = {name: {value: named(each) for value, each in own.items()} for name, own in by_value.items()}
     labels = {}
     if isinstance(config.objective, ClassifyConfig):
         names = config.objective.labels or ()
