@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.encoders import packed_rows
 from tests.training.runs import finished, losses, run
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.loggers.closing_lines import summary
 from tpu_experiments.models.forward import logits_of
 from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.tasks import generate
 
 pytestmark = pytest.mark.xla
 DIFFUSION = ("model=llama_mini", "model.attention=sdpa", "objective=masked_diffusion", "data=sample_text")
@@ -74,6 +76,29 @@ def test_transformers_loads_the_model_and_predicts_the_same(whole):
     assert "perplexity does not exceed" in page
 
 
+@pytest.mark.usefixtures("root_logger")
+def test_text_is_written_block_by_block(whole, make_config, tmp_path):
+    (tmp_path / "prompts.txt").write_text("A fost odată\nÎn pădure trăia un urs.\n")
+
+    def written(*overrides):
+        output = tmp_path / "answers.jsonl"
+        output.unlink(missing_ok=True)
+        words = (f"task.run={whole[0] / 'diffusion'}", f"task.prompts_file={tmp_path / 'prompts.txt'}")
+        small = ("task.buckets=[32]", "task.max_new_tokens=12", "task.denoising.block=8", "task.denoising.steps=4")
+        generate.run(
+            make_config("task=generate", *words, *small, f"task.output={output}", "hw.runtime=eager", *overrides)
+        )
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    found = written()
+    assert [line["prompt"] for line in found] == ["A fost odată", "În pădure trăia un urs."]
+    assert all(0 < line["num_tokens"] <= 12 for line in found)
+    assert written("task.batch_rows=1") == found
+    assert written("task.do_sample=true") != written("task.do_sample=true", "seed=1")
+    with pytest.raises(ConfigError, match=r"denoising\.steps=9 with task\.denoising\.block=8; every step"):
+        written("task.denoising.steps=9")
+
+
 @pytest.mark.slow
 def test_documents_of_the_test_split_have_a_bound(whole, tmp_path):
     done = run("task=evaluate", f"task.run={whole[0] / 'diffusion'}", "hw.runtime=eager", output_dir=tmp_path)
@@ -89,11 +114,20 @@ def test_documents_of_the_test_split_have_a_bound(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["generate", "export", "serve"])
-def test_tasks_for_decoders_say_so(whole, tmp_path, task):
-    done = run(f"task={task}", f"task.run={whole[0] / 'diffusion'}", output_dir=tmp_path)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("task=export",),
+        ("task=serve",),
+        ("task=generate", "task.prompt=a", "task.repetition_penalty=1.2"),
+        ("task=evaluate", "task.generate=2"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_tasks_for_decoders_say_so(whole, tmp_path, words):
+    done = run(*words, f"task.run={whole[0] / 'diffusion'}", output_dir=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "was trained with objective=masked_diffusion" in done.stderr
+    assert "with objective=masked_diffusion" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -80,7 +80,8 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
     board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
     evaluate = f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base"
     if not _writes_text(result):
-        return [board, evaluate]
+        fill = f"  python run.py task=generate {run}{one}   # fill masked tokens after a prompt"
+        return [board, *([fill] if BOUND in result.get("eval_measures", {}) else []), evaluate]
     lines = [
         board,
         f"  python run.py task=generate {run}{one}   # type prompts to it",

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
@@ -172,6 +172,11 @@ def is_causal(config: Config) -> bool:
 def writes_text(config: Config) -> bool:
     """Return whether the model can continue a text: whether it is a causal language model."""
     return is_causal(config) and head_of(config) == "causal_lm"
+
+
+def denoises(config: Config) -> bool:
+    """Return whether the model writes text by filling masked tokens (models/denoising.py)."""
+    return isinstance(config.objective, MaskedDiffusionConfig)
 
 
 def samples(config: Config) -> bool:

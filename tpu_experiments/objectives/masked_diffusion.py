@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.models.dropout import GOLDEN, NOISE, token_words
+from tpu_experiments.models.dropout import GOLDEN, NOISE, token_words, uniform
 from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.models.loss import Scores, chunked_losses, chunked_scores
 from tpu_experiments.objectives.base import Computing, Rows, Summary
@@ -228,11 +228,6 @@ def times(rows: Rows) -> Tensor:
     A row's word is the time of its first document; those behind it follow by the golden ratio, modulo 1.
     """
     return uniform(rows[NOISE][:, None] + (rows["segments"] - 1) * GOLDEN)
-
-
-def uniform(words: Tensor) -> Tensor:
-    """Return int32 words as float32 in [0, 1), in their order."""
-    return (words.to(torch.float32) * 2.0**-32 + 0.5).clamp(min=0.0, max=1 - 2.0**-24)
 
 
 def without_token(logits: Tensor, token: int) -> Tensor:
