@@ -196,8 +196,8 @@ def require_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     if config.questions and not writes_text(config):
         key = next(iter(config.questions.values()))[0]
         raise ConfigError(
-            f"{key} with objective={config.objective.name}; its models write no text and answer no questions; leave "
-            "the questions out."
+            f"{key} with objective={config.objective.name}; questions are asked of causal decoders alone; leave the "
+            "questions out."
         )
 
 
