@@ -111,6 +111,42 @@ def test_encoders_have_the_products_that_are_counted(model: str, attention: str)
     assert found == pytest.approx(flops.total + outside + head + distances, rel=1e-9)
 
 
+@pytest.mark.xla
+def test_masked_diffusion_has_the_products_of_both_sides() -> None:
+    import torch
+
+    from tpu_experiments.models.loss import NUM_FIRST
+    from tpu_experiments.objectives.base import Computing
+    from tpu_experiments.objectives.masked_diffusion import MaskedDiffusion
+    from tpu_experiments.planning.hlo.program import read_program
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+    from tpu_experiments.runtime.xla.programs import hlo_of
+
+    config = composed(
+        "model=llama_mini", "objective=masked_diffusion", "model.size=tiny", "model.dtype=float32", "lora=none",
+        "model.attention=sdpa", "sharding=replicated", "model.stack=unrolled",
+    )  # fmt: skip
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    objective = MaskedDiffusion(computing=Computing(loop=runtime.loop))
+    run = Run(config, runtime, row_loss=objective.row_loss, count=objective.count)
+    host = random_batch(0, rows=ROWS, seq_len=SEQ_LEN) | {"noise": torch.zeros(1, ROWS, dtype=torch.int32)}
+    batch = runtime.put(host, rows_dim=1)
+    found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops / (ROWS * SEQ_LEN)
+    arch = run.model.source.config
+    flops = trained_flops(config, arch, seq_len=SEQ_LEN)
+    # The backward pass computes the logits again, and the forward pass those of the first tokens.
+    head = 2.0 * arch.hidden_size * (arch.vocab_size + NUM_FIRST)
+    assert found == pytest.approx(flops.total + head, rel=1e-9)
+    causal = trained_flops(composed("model=llama_mini", "lora=none"), arch, seq_len=SEQ_LEN)
+    assert flops.attention / causal.attention == pytest.approx(2 * SEQ_LEN / (SEQ_LEN + 1))
+
+
+def test_keys_within_a_window_are_on_both_sides() -> None:
+    seen = [sum(abs(query - key) <= 3 for key in range(10)) for query in range(10)]
+    assert flops.mean_keys(10, window=3, causal=False) == sum(seen) / 10
+    assert flops.mean_keys(10, window=None, causal=False) == 10
+
+
 @pytest.mark.slow
 @pytest.mark.xla
 @pytest.mark.parametrize("model", ["modernbert_base", "eurobert_210m"])

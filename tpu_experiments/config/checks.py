@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import AXES, SAVABLE
 from tpu_experiments.config.places import Kind, place_problem
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
 from tpu_experiments.config.start import start_problems
 from tpu_experiments.config.targets import target_problems
 from tpu_experiments.config.task_schema import (
@@ -447,6 +447,16 @@ def _packing(config: Config) -> list[str]:
     return problems
 
 
+def _objective(config: Config) -> list[str]:
+    objective = config.objective
+    if not isinstance(objective, MaskedDiffusionConfig) or not objective.end_padding or config.prepare.packing == "pad":
+        return []
+    return [
+        f"objective.end_padding=true with prepare.packing={config.prepare.packing}; the padding behind a row's answer "
+        "is learnt where a row holds one document; use prepare.packing=pad prepare.long_documents=truncate."
+    ]
+
+
 def _targets(config: Config) -> list[str]:
     """Return problems with every `_target_`: outside the allowed prefixes, or missing.
 
@@ -518,6 +528,7 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     _model,
     _sample,
     _packing,
+    _objective,
     tracing_problems,
     _targets,
     _checkpoint,

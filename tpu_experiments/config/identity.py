@@ -31,6 +31,7 @@ from tpu_experiments.config.schema import (
     ClassifyConfig,
     Config,
     MaskedConfig,
+    MaskedDiffusionConfig,
     NextTokenConfig,
     ObjectiveConfig,
     OwnObjectiveConfig,
@@ -183,7 +184,7 @@ def require_same(stored: Mapping[str, Any], config: Config, *, folder: str) -> N
     )
 
 
-OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig)
+OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig, MaskedDiffusionConfig)
 """Schemas of the objectives of this project."""
 log = logging.getLogger(__name__)
 MODEL_KEYS = ("seed", "plugins", "model", "lora", "curriculum", "prepare", "trainer")

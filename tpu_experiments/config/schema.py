@@ -320,6 +320,21 @@ class ClassifyConfig(ObjectiveConfig):
 
 
 @dataclass
+class MaskedDiffusionConfig(ObjectiveConfig):
+    """Masked tokens of a text at every rate of masking, for decoders without a causal mask (arXiv 2502.09992)."""
+
+    _target_: str = "tpu_experiments.objectives.masked_diffusion.MaskedDiffusion"
+    mask_token: str | None = None
+    """Token that stands for a masked one where the tokenizer has no mask token of its own: a reserved one, that no text
+    contains."""
+    min_mask_rate: float = number(default=1e-3, above=0, below=1)
+    """Smallest probability of masking: a document's is drawn between this and 1, and its loss divided by it."""
+    end_padding: bool = False
+    """Whether the padding behind a row's answer is learnt as end-of-sequence tokens, so that the model learns how long
+    an answer is (LLaDA's fine-tuning); needs `prepare.packing=pad`."""
+
+
+@dataclass
 class OwnObjectiveConfig(ObjectiveConfig):
     """An objective of the user's own."""
 
@@ -566,6 +581,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_mlm": MaskedConfig,
         "base_rtd": ReplacedTokenConfig,
         "base_classify": ClassifyConfig,
+        "base_masked_diffusion": MaskedDiffusionConfig,
         "base": OwnObjectiveConfig,
     },
     "optim": {

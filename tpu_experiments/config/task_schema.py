@@ -222,6 +222,18 @@ class AnswerTaskConfig(ChoiceConfig, WeightsConfig, TaskConfig):
 
 
 @dataclass
+class DenoisingConfig:
+    """How models of masked diffusion write: blocks of masked tokens, each filled in fixed steps (arXiv 2502.09992)."""
+
+    block: int = number(default=32, at_least=1, at_most=2**16)
+    """Tokens of a block. Blocks are filled from left to right, and a block's tokens in any order."""
+    steps: int = number(default=32, at_least=1, at_most=2**16)
+    """Forward passes for a block, at most as many as it has tokens; fewer fill several tokens at once."""
+    remasking: str = choice("low_confidence", "random", default="low_confidence")
+    """Which of a step's predictions stay masked: those that the model is least sure of, or random ones."""
+
+
+@dataclass
 class GenerateTaskConfig(AnswerTaskConfig):
     """Settings of task=generate."""
 
@@ -244,6 +256,7 @@ class GenerateTaskConfig(AnswerTaskConfig):
     """Answers sampled for each prompt."""
     batch_rows: int = number(default=8, at_least=1)
     """Largest number of prompts of a file that are answered in one batch."""
+    denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
 
 
 @dataclass
@@ -313,6 +326,11 @@ def generating_problems(task: GenerateTaskConfig) -> list[str]:
         problems.append(
             f"task.num_return_sequences={task.num_return_sequences} with task.do_sample=false; the likeliest tokens "
             "are one answer; set task.do_sample=true."
+        )
+    if task.denoising.steps > task.denoising.block:
+        problems.append(
+            f"task.denoising.steps={task.denoising.steps} with task.denoising.block={task.denoising.block}; every step "
+            "fills at least one token of a block; use fewer steps, or a longer block."
         )
     return problems + answering_problems(task)
 

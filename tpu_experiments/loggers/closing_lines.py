@@ -16,6 +16,8 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.storage.run_folder import RunFolder, has_other_length, open_run, with_settings_of_run
 
+BOUND = "perplexity_bound"
+"""Measure that bounds the perplexity from above; with `_low` and `_high` the ends of its interval."""
 OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*)=")
 """Arguments of a command that a follow-up run with the same settings does not repeat."""
 
@@ -78,7 +80,8 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
     board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
     evaluate = f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base"
     if not _writes_text(result):
-        return [board, evaluate]
+        fill = f"  python run.py task=generate {run}{one}   # fill masked tokens after a prompt"
+        return [board, *([fill] if BOUND in result.get("eval_measures", {}) else []), evaluate]
     lines = [
         board,
         f"  python run.py task=generate {run}{one}   # type prompts to it",
@@ -92,7 +95,14 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
 
 
 def _perplexity_text(result: dict[str, Any]) -> str:
-    """Return the perplexity in brackets, of masked tokens that of an encoder; empty where the loss is of no tokens."""
+    """Return the perplexity in brackets, of masked tokens that of an encoder, of masked diffusion its upper bound.
+
+    It is empty where the loss is of no tokens.
+    """
+    measures = result.get("eval_measures", {})
+    if BOUND in measures:
+        ends = (_loss(measures.get(f"{BOUND}_{end}"), digits=2) for end in ("low", "high"))
+        return f"  (perplexity <= {_loss(measures[BOUND], digits=2)}, 95 %: {' to '.join(ends)})"
     if not result.get("has_perplexity", not result.get("parts")):
         return ""
     kind = "perplexity" if _writes_text(result) else "of masked tokens: perplexity"
@@ -162,7 +172,8 @@ def _stage_lines(stage: dict[str, Any]) -> list[str]:
 def _measure_lines(result: dict[str, Any]) -> list[str]:
     """Return accuracy and bits per byte, where they are known."""
     before, after = result.get("eval_measures_before", {}), result.get("eval_measures", {})
-    parts = [f"{name.replace('_', ' ')} {_loss(before.get(name))} -> {_loss(value)}" for name, value in after.items()]
+    shown = {name: value for name, value in after.items() if not name.startswith(BOUND)}
+    parts = [f"{name.replace('_', ' ')} {_loss(before.get(name))} -> {_loss(value)}" for name, value in shown.items()]
     return [f"    {', '.join(parts)}"] if parts else []
 
 

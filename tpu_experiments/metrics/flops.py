@@ -16,7 +16,13 @@ from typing import Any, Literal
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_places, num_texts
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
-from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedConfig, ReplacedTokenConfig
+from tpu_experiments.config.schema import (
+    ClassifyConfig,
+    Config,
+    MaskedConfig,
+    MaskedDiffusionConfig,
+    ReplacedTokenConfig,
+)
 
 REQUIRED = (
     "hidden_size",
@@ -289,7 +295,7 @@ class FlopsPerToken:
     recomputation: float
     """Layers recomputed by the backward pass, attention and adapters included; 0 without."""
     attention: float
-    """Scores and weighted values, forward and backward, causal half only."""
+    """Scores and weighted values, forward and backward, of decoders the causal half only."""
     head: float
     """Logits, forward and backward."""
     lora: float
@@ -349,6 +355,7 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
         recompute=recomputes(config),
         saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
         kernel=config.model.attention == "flash",
+        causal=not isinstance(config.objective, MaskedDiffusionConfig),
     )
 
 
@@ -470,8 +477,14 @@ def flops_by_length(
     return counted if is_recomputed else {length: replace(each, recomputation=0.0) for length, each in counted.items()}
 
 
-def mean_keys(seq_len: int, *, window: int | None) -> float:
-    """Return the mean number of keys per query over a row that is one document; packed rows need fewer."""
+def mean_keys(seq_len: int, *, window: int | None, causal: bool = True) -> float:
+    """Return the mean number of keys per query over a row that is one document; packed rows need fewer.
+
+    Args:
+        causal: otherwise keys are on both sides of the query, as far as `window` on each.
+    """
+    if not causal:
+        return 2 * mean_keys(seq_len, window=window + 1) - 1 if window else float(seq_len)
     reach = min(window or seq_len, seq_len)
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len
 
@@ -488,6 +501,7 @@ def flops_of_token(
     recompute: bool = False,
     saved: Collection[str] = (),
     kernel: bool = True,
+    causal: bool = True,
 ) -> FlopsPerToken:
     """Return FLOPs per token of forward, backward and recomputation; the optimizer's are not counted.
 
@@ -500,6 +514,7 @@ def flops_of_token(
         recompute: the backward pass recomputes the layers from their inputs.
         saved: exceptions that are saved: `attention`, or projections by name.
         kernel: attention is a kernel, which saves what its own backward pass needs where attention is saved.
+        causal: a token attends to those before it alone.
 
     Raises:
         ConfigError: a model that decoder.py does not support.
@@ -507,7 +522,7 @@ def flops_of_token(
     decoder, trained = read_decoder(arch), trainable == "full"
     names = [] if trained else list(targets)
     layers, head = 2.0 * decoder.num_layers * decoder.layer_matrices, 2.0 * decoder.embedding
-    keys = sum(mean_keys(seq_len, window=window) for window in decoder.windows)
+    keys = sum(mean_keys(seq_len, window=window, causal=causal) for window in decoder.windows)
     attention = 4.0 * decoder.num_heads * decoder.head_dim * keys
     adapters = 2.0 * decoder.adapter_parameters(rank=lora_rank, targets=names)
     twice = dora and dropout > 0

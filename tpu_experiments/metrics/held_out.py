@@ -49,6 +49,8 @@ COLUMNS = ("tokens", "bytes", "nats", "text_nats", "hits")
 ALL = "all"
 """Name of the entry over all sources."""
 MEASURES = ("loss", "perplexity", "bits_per_byte", "accuracy")
+BOUNDS = {"perplexity": "perplexity_bound", "bits_per_byte": "bits_per_byte_bound"}
+"""Names of measures whose loss is an upper bound of -log p."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,16 @@ def without(found: Comparison, measure: str) -> Comparison:
         return None if values is None else {name: value for name, value in values.items() if name != measure}
 
     return replace(found, base=rest(found.base) or {}, trained=rest(found.trained), difference=rest(found.difference))
+
+
+def as_bounds(found: Comparison) -> Comparison:
+    """Return the comparison with the measures of a bound under names that say so (`BOUNDS`)."""
+
+    def named(values: dict[str, Estimate] | None) -> dict[str, Estimate] | None:
+        return None if values is None else {BOUNDS.get(name, name): value for name, value in values.items()}
+
+    base, trained, difference = (named(values) for values in (found.base, found.trained, found.difference))
+    return replace(found, base=base or {}, trained=trained, difference=difference)
 
 
 def document_sums(

@@ -86,6 +86,11 @@ def place_words(words_R: Tensor, places: Tensor, *, site: int) -> Tensor:
     return hashed(own_R[:, None] ^ (places * GOLDEN))
 
 
+def uniform(words: Tensor) -> Tensor:
+    """Return int32 words as float32 in [0, 1), in their order."""
+    return (words.to(torch.float32) * 2.0**-32 + 0.5).clamp(min=0.0, max=1 - 2.0**-24)
+
+
 def _mixed(word: Tensor) -> Tensor:
     """Mix int32 words by the multiplications and one of the shifts of lowbias32.
 

@@ -114,7 +114,11 @@ def next_ids(
     scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, choice=choice)
     if not choice.do_sample:
         return scores_BV.argmax(-1).to(torch.int32)
-    probabilities_BC, ids_BC = candidates(scores_BV, choice=choice, temperature=temperature)
+    return drawn_of(*candidates(scores_BV, choice=choice, temperature=temperature), uniform_B)
+
+
+def drawn_of(probabilities_BC: Tensor, ids_BC: Tensor, uniform_B: Tensor) -> Tensor:
+    """Return ids (B,) int32 drawn from candidates by uniform numbers (B,) float32 in [0, 1)."""
     reached_BC = probabilities_BC.cumsum(-1)
     # Inverse transform sampling. Scaled by the last sum, the distribution function reaches 1 despite rounding.
     place_B1 = (reached_BC <= uniform_B[:, None] * reached_BC[:, -1:]).sum(-1, keepdim=True)

@@ -133,7 +133,7 @@ def differences(
     Args:
         module: the copy, as training calls it.
         reference: a copy with the same weights, as transformers calls it; one of a decoder that is to attend on both
-            sides gets a mask that hides nothing.
+            sides gets a mask that hides nothing within a layer's window.
 
     Returns:
         `past`: earlier tokens, when the last one changes; `alone`: a document with padding behind it, against the same
@@ -219,8 +219,13 @@ def _random_ids(count: int) -> Tensor:
 
 
 def _alone(reference: nn.Module, ids: Tensor, *, is_opened: bool) -> Tensor:
-    """Return logits (T, V) of one document as transformers computes them."""
-    mask = {"attention_mask": torch.zeros(1, 1, len(ids), len(ids))} if is_opened else {}
+    """Return logits (T, V) of one document as transformers computes them.
+
+    Args:
+        is_opened: whether a decoder gets masks that hide nothing but what is outside a layer's window.
+    """
+    ones = torch.ones(1, len(ids), dtype=torch.int64)
+    mask = {"attention_mask": forward.attention_input(ones, module=reference, causal=False)} if is_opened else {}
     logits: Tensor = reference(input_ids=ids[None], **mask).logits[0]
     return logits
 

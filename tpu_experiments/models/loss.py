@@ -39,6 +39,8 @@ class Terms:
     """c in c tanh(logits / c) (Gemma 2, arXiv 2408.00118)."""
     z_loss: float
     """Factor of log(Z)^2, which is added to the loss (PaLM, arXiv 2204.02311, 1e-4)."""
+    left_out: int | None = None
+    """Token that is never predicted: its logit counts as minus infinity."""
 
 
 def chunked_row_losses(
@@ -88,9 +90,14 @@ def chunked_losses(
     constrain: Constrain = unconstrained,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
+    left_out: int | None = None,
 ) -> Tensor:
-    """Return the weighted sum (B,) of the losses of given targets, nats; otherwise as `chunked_row_losses`."""
-    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss)
+    """Return the weighted sum (B,) of the losses of given targets, nats; otherwise as `chunked_row_losses`.
+
+    Args:
+        left_out: token that is never predicted.
+    """
+    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss, left_out)
     inputs = (hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
         sums_B, _ = _sums(*inputs)
@@ -141,9 +148,14 @@ def chunked_scores(
     loop: Loop,
     constrain: Constrain = unconstrained,
     soft_cap: float | None = None,
+    left_out: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted sums (B,), and loss in nats and hit (B, T) of given targets, as `chunked_token_scores`."""
-    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss=0.0)
+    """Return the weighted sums (B,), and loss in nats and hit (B, T) of given targets, as `chunked_token_scores`.
+
+    Args:
+        left_out: token that is never predicted.
+    """
+    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss=0.0, left_out=left_out)
 
     def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
         chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
@@ -261,11 +273,15 @@ class _Chunk:
         self.row_BCH = F.embedding(targets_BC, head_VH).float()
         self.target_BC = capped((hidden_BCH.float() * self.row_BCH).sum(-1), terms.soft_cap)
         some_BCV = capped(torch.matmul(hidden_BCH, head_VH[:NUM_FIRST].T).float(), terms.soft_cap)
+        if terms.left_out is not None and terms.left_out < NUM_FIRST:
+            some_BCV = torch.where(index_V[:NUM_FIRST] == terms.left_out, torch.finfo(torch.float32).min, some_BCV)
         shift_BC = torch.maximum(self.target_BC, some_BCV.amax(-1))
         logits_BCV = capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
         exp_BCV = torch.exp(torch.clamp(logits_BCV - shift_BC[..., None], max=MAX_EXPONENT))
         # A comparison, not a scatter: elementwise work is fused into the product, and rows keep their sharding.
         exp_BCV = torch.where(targets_BC[..., None] == index_V, 0.0, exp_BCV)
+        if terms.left_out is not None:
+            exp_BCV = torch.where(index_V == terms.left_out, 0.0, exp_BCV)
         self.exp_BCV, self.shift_BC = exp_BCV, shift_BC
         self.others_BC = exp_BCV.sum(-1)
         self.sum_BC = self.others_BC + torch.exp(self.target_BC - shift_BC)
@@ -315,6 +331,8 @@ def _slope(
     logits_BCV = capped(torch.matmul(hidden_BCH, head_VH.T).float(), terms.soft_cap)
     # The clamp is for positions whose log-partition was computed from clamped exponents.
     slope_BCV = torch.exp(torch.clamp(logits_BCV - log_z_BC[..., None], max=0.0))
+    if terms.left_out is not None:
+        slope_BCV = torch.where(index_V == terms.left_out, 0.0, slope_BCV)
     if terms.z_loss:
         slope_BCV = slope_BCV * (1 + 2 * terms.z_loss * log_z_BC[..., None])
     slope_BCV = slope_BCV - (targets_BC[..., None] == index_V).to(torch.float32)

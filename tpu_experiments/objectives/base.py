@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
@@ -145,6 +145,14 @@ def has_perplexity(config: Config) -> bool:
     return bool(getattr(locate(config.objective._target_, key="objective"), "has_perplexity", True))
 
 
+def has_bound(config: Config) -> bool:
+    """Return whether the objective's loss is an upper bound of -log p per token, so that exp(loss) bounds perplexity.
+
+    A class says so by its attribute `has_bound`, False where it has none.
+    """
+    return bool(getattr(locate(config.objective._target_, key="objective"), "has_bound", False))
+
+
 def measured_by(objective: Objective) -> Measured | None:
     """Return the objective as one with measures of its own, if it has the methods of `Measured`."""
     has_measures = callable(getattr(objective, "sums", None)) and callable(getattr(objective, "summary", None))
@@ -167,6 +175,14 @@ def has_draws(config: Config) -> bool:
     return bool(locate(config.objective._target_, key="objective").draws)
 
 
+def has_spread_draws(config: Config) -> bool:
+    """Return whether the random words of a batch's rows are equally spaced (training/batches.py).
+
+    A class says so by its attribute `spread_draws`, False where it has none.
+    """
+    return bool(getattr(locate(config.objective._target_, key="objective"), "spread_draws", False))
+
+
 def is_causal(config: Config) -> bool:
     """Return whether the objective's models attend to earlier tokens alone."""
     return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
@@ -175,6 +191,11 @@ def is_causal(config: Config) -> bool:
 def writes_text(config: Config) -> bool:
     """Return whether the model can continue a text: whether it is a causal language model."""
     return is_causal(config) and head_of(config) == "causal_lm"
+
+
+def denoises(config: Config) -> bool:
+    """Return whether the model writes text by filling masked tokens (models/denoising.py)."""
+    return isinstance(config.objective, MaskedDiffusionConfig)
 
 
 def samples(config: Config) -> bool:

@@ -14,7 +14,7 @@ from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
 from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.steps.epochs import write_epochs
@@ -191,11 +191,28 @@ def require_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         ConfigError: one of them does not.
     """
     objective_of(config, Computing(), tokenizer=tokenizer)
+    if isinstance(config.objective, MaskedDiffusionConfig):
+        require_own_mask(config, tokenizer, mask_token=config.objective.mask_token)
     if config.questions and not writes_text(config):
         key = next(iter(config.questions.values()))[0]
         raise ConfigError(
-            f"{key} with objective={config.objective.name}; its models write no text and answer no questions; leave "
-            "the questions out."
+            f"{key} with objective={config.objective.name}; questions are asked of causal decoders alone; leave the "
+            "questions out."
+        )
+
+
+def require_own_mask(config: Config, tokenizer: PreTrainedTokenizerBase, *, mask_token: str | None) -> None:
+    """Require the mask token of masked diffusion to be none of the chat format's, since it is never predicted.
+
+    Raises:
+        ConfigError: conversations hold it.
+    """
+    token = str(tokenizer.mask_token or mask_token)
+    chats = [name for name, source in config.data.items() if source.kind == "chat"]
+    if chats and token in str(tokenizer.chat_template or ""):
+        raise ConfigError(
+            f"objective.mask_token={token}; the chat format writes it into every conversation of data.{chats[0]}, and "
+            "a mask token is never predicted; name a token that no text has, such as a reserved one."
         )
 
 

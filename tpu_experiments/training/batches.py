@@ -38,7 +38,7 @@ from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.objectives.base import has_draws, samples
+from tpu_experiments.objectives.base import has_draws, has_spread_draws, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import default_folder
@@ -374,14 +374,22 @@ def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> B
     """
     if not has_noise(config):
         return batch
-    return with_noise(batch, seed=config.seed, index=stage << 32 | step)
+    return with_noise(batch, seed=config.seed, index=stage << 32 | step, is_spread=has_spread_draws(config))
 
 
-def with_noise(batch: Batch, *, seed: int, index: int) -> Batch:
-    """Return the batch with a random word for every row, a function of the seed, the batch's index and the row's."""
+def with_noise(batch: Batch, *, seed: int, index: int, is_spread: bool = False) -> Batch:
+    """Return the batch with a random word for every row, a function of the seed, the batch's index and the row's.
+
+    Args:
+        is_spread: the words of a batch are equally spaced behind the first one, modulo 2**32, so that their values are
+            those of a low-discrepancy sampler (arXiv 2107.00630); each by itself is uniform.
+    """
     key = np.array([seed % 2**64, index], np.uint64)
-    words_G = np.random.Philox(key=key, counter=NOISE_STREAM).random_raw(batch.num_rows)
-    return replace(batch, noise_G=(words_G >> np.uint64(32)).astype(np.uint32).view(np.int32))
+    words_G = np.random.Philox(key=key, counter=NOISE_STREAM).random_raw(batch.num_rows) >> np.uint64(32)
+    if is_spread:
+        places_G = np.arange(batch.num_rows, dtype=np.uint64) << np.uint64(32)
+        words_G = words_G[0] + places_G // np.uint64(batch.num_rows)
+    return replace(batch, noise_G=words_G.astype(np.uint32).view(np.int32))
 
 
 def trim_padding(batch: Batch, *, config: Config) -> Batch:
@@ -413,7 +421,10 @@ def with_held_out_noise(name: str, batches: Iterable[Batch], *, config: Config) 
     if not has_draws(config):
         return batches
     first = HELD_OUT_STREAM + (zlib.crc32(name.encode()) << 24)
-    return (with_noise(batch, seed=config.seed, index=first + number) for number, batch in enumerate(batches))
+    return (
+        with_noise(batch, seed=config.seed, index=first + number, is_spread=has_spread_draws(config))
+        for number, batch in enumerate(batches)
+    )
 
 
 def evaluation_rows(stages: Sequence[Stage]) -> int:

@@ -11,10 +11,10 @@ from huggingface_hub.repocard_data import EvalResult
 
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
 from tpu_experiments.export.card import CARD, adapter_code, fenced, is_hub_id, part_code, whole_code
 from tpu_experiments.models.huggingface import HEADS
-from tpu_experiments.objectives.base import has_perplexity, head_of, writes_text
+from tpu_experiments.objectives.base import has_bound, has_perplexity, head_of, writes_text
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.training.start import lineage_text
@@ -117,7 +117,18 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
             double_quant=config.model.base_double_quant,
             trust=trust,
         )
+    if isinstance(config.objective, MaskedDiffusionConfig):
+        code += [
+            "# The class is a causal decoder's: a mask that hides nothing, (rows, 1, tokens, tokens), opens it.",
+            "# logits = model(input_ids=ids, attention_mask=torch.zeros(1, 1, ids.shape[1], ids.shape[1])).logits",
+        ]
     text = fenced(code, language="python")
+    if isinstance(config.objective, MaskedDiffusionConfig):
+        token = f", or `{config.objective.mask_token}` where it has none" if config.objective.mask_token else ""
+        text += (
+            f"\n\nThe model predicts masked tokens (the tokenizer's mask token{token}) from both sides, each at its "
+            "own place. The class's `generate` is for causal models and writes nonsense with it."
+        )
     if trust:
         text += (
             f"\n\nTrained with `model.remote_code=run`: Python code that `{config.model.path}` brings was run, and "
@@ -130,6 +141,13 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
     if isinstance(config.objective, ClassifyConfig):
         return f"{_own_measures(result)}\n\nOver {result['eval_tokens']:,} texts that were not trained on. Labels: " + (
             ", ".join(f"`{label}`" for label in config.objective.labels or ())
+        )
+    if has_bound(config):
+        return (
+            f"{_own_measures(result)}\n\nOver {result['eval_tokens']:,} tokens of documents that were not trained on. "
+            "The loss is an upper bound of -log p in nats per token; `perplexity bound` is its exponential, which the "
+            "perplexity does not exceed, with the ends of its 95 % interval. Accuracy is of masked tokens, at a number "
+            "of them that is uniform in 1 to all."
         )
     if not has_perplexity(config):
         return _own_measures(result)

@@ -7,6 +7,7 @@ parameters in the same compiled program.
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.data.tokens.widths import widths_of
@@ -18,6 +19,7 @@ from tpu_experiments.metrics.held_out import (
     LabelPairs,
     Resampling,
     answer_scores,
+    as_bounds,
     compared_answers,
     compared_by_source,
     compared_by_value,
@@ -25,7 +27,7 @@ from tpu_experiments.metrics.held_out import (
     compared_measures,
     without,
 )
-from tpu_experiments.objectives.base import has_perplexity, writes_text
+from tpu_experiments.objectives.base import has_bound, has_perplexity, writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
@@ -73,9 +75,9 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
             max_prompts=max(map(len, inputs.exchanges.values()), default=0),
             ngrams=inputs.ngrams,
         )
-    writes = writes_text(config)
-    widths = widths_of(inputs.tokenizer) if writes else None
-    if widths is None and writes:
+    has_bytes = writes_text(config) or has_bound(config)
+    widths = widths_of(inputs.tokenizer) if has_bytes else None
+    if widths is None and has_bytes:
         log.warning(
             "bits per byte is not reported: this tokenizer is neither byte-level nor has SentencePiece's blanks"
         )
@@ -100,10 +102,9 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
     values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
     by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, resampling=how)
     if not has_perplexity(config):
-        found = {name: without(each, "perplexity") for name, each in found.items()}
-        by_value = {
-            name: {value: without(each, "perplexity") for value, each in own.items()} for name, own in by_value.items()
-        }
+        named = as_bounds if has_bound(config) else partial(without, measure="perplexity")
+        found = {name: named(each) for name, each in found.items()}
+        by_value = {name: {value: named(each) for value, each in own.items()} for name, own in by_value.items()}
     labels = {}
     if isinstance(config.objective, ClassifyConfig):
         names = config.objective.labels or ()

@@ -9,7 +9,7 @@ from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config, MaskedConfig
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
-from tpu_experiments.objectives.base import Computing, model_source, objective_of
+from tpu_experiments.objectives.base import Computing, model_source, objective_of, writes_text
 from tpu_experiments.objectives.masked import Masked
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.ngrams import Ngrams, counted
@@ -63,6 +63,11 @@ def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
     found = held_out_of(config, tokenizer=tokenizer)
     splits = {name: held_out.cut(seq_len) for name, held_out in found.items()}
     check_length(config, seq_len)
+    if task.generate and not writes_text(config):
+        raise ConfigError(
+            f"task.generate={task.generate} with objective={config.objective.name}; task=evaluate compares the answers "
+            "of causal decoders alone; leave it out."
+        )
     if task.generate and task.max_new_tokens >= seq_len:
         raise ConfigError(
             f"task.max_new_tokens={task.max_new_tokens}; it leaves no room for the prompt in the {seq_len} tokens of a "

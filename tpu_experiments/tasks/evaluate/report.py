@@ -5,8 +5,15 @@ from dataclasses import asdict
 from typing import Any
 
 from tpu_experiments.metrics.bootstrap import Estimate
-from tpu_experiments.metrics.held_out import MEASURES, SCORES, Comparison, LabelComparison, MeasureComparison
-from tpu_experiments.objectives.base import has_perplexity, is_causal
+from tpu_experiments.metrics.held_out import (
+    BOUNDS,
+    MEASURES,
+    SCORES,
+    Comparison,
+    LabelComparison,
+    MeasureComparison,
+)
+from tpu_experiments.objectives.base import has_bound, has_perplexity, is_causal
 from tpu_experiments.pages.table import aligned
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 
@@ -43,7 +50,7 @@ def facts(
         "place": subject.place or None,
         "model": subject.config.model.name,
         "objective": subject.config.objective.name,
-        **{name: values[name].value for name in MEASURES if name in values},
+        **{name: values[name].value for name in (*MEASURES, *BOUNDS.values()) if name in values},
         **_macro_f1(labels),
         "sources": {name: asdict(comparison) for name, comparison in found.items()},
         **({"labels": {name: asdict(comparison) for name, comparison in labels.items()}} if labels else {}),
@@ -75,6 +82,11 @@ def as_text(
     tables = [title, *own, *others, *by, *([answers_table(answers)] if answers else [])]
     if labels:
         tables.append("majority: the accuracy of giving every text the most frequent label")
+    elif has_bound(subject.config):
+        tables.append(
+            "loss: an upper bound of -log p in nats per token, estimated with one draw of masks for each document; "
+            "accuracy: of masked tokens, at a number of them that is uniform in 1 to all"
+        )
     elif not has_perplexity(subject.config):
         tables.append(
             "loss and accuracy are the discriminator's, of every token but a document's first; precision, recall and "
@@ -91,8 +103,12 @@ def as_text(
 
 def table(found: Compared, *, first: str = "source") -> str:
     """Return a table with a line for every source; `base -> trained` where both exist."""
-    header = (first, "documents", "tokens", "loss", "difference", "perplexity", "bits per byte", "accuracy")
-    return aligned([header, *(_line(name, comparison) for name, comparison in found.items())])
+    is_bound = any(name in comparison.base for comparison in found.values() for name in BOUNDS.values())
+    mark = " <=" if is_bound else ""
+    header = (
+        first, "documents", "tokens", "loss", "difference", f"perplexity{mark}", f"bits per byte{mark}", "accuracy"
+    )  # fmt: skip
+    return aligned([header, *(_line(name, comparison, is_bound=is_bound) for name, comparison in found.items())])
 
 
 def labels_table(found: Compared, labels: ComparedLabels) -> str:
@@ -193,10 +209,17 @@ def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
     return {"answers": scores["answers"], **sides}
 
 
-def _line(name: str, found: Comparison) -> tuple[str, ...]:
+def _line(name: str, found: Comparison, *, is_bound: bool) -> tuple[str, ...]:
+    """Return a source's line; of bounds, with the interval of the last perplexity."""
+
     def both(measure: str, form: str) -> str:
-        trained = None if found.trained is None else found.trained.get(measure)
-        return _pair(found.base.get(measure), trained, form)
+        key = BOUNDS.get(measure, measure) if is_bound else measure
+        trained = None if found.trained is None else found.trained.get(key)
+        shown = _pair(found.base.get(key), trained, form)
+        last = found.base.get(key) if trained is None else trained
+        if measure != "perplexity" or not is_bound or last is None or last.low is None or last.high is None:
+            return shown
+        return f"{shown} [{form.format(last.low)}, {form.format(last.high)}]"
 
     difference = "-" if found.difference is None else _with_interval(found.difference["loss"])
     return (

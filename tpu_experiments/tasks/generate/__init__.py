@@ -5,18 +5,20 @@ Prompts come from the command, a file or a terminal.
 
 import logging
 import sys
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.objectives.base import denoises
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answer, Answers, Continuations
 from tpu_experiments.tasks.generate.conversation import answer_typed_lines
-from tpu_experiments.tasks.generate.decoder import decoder_of, llama_cpp_of, reader_of
+from tpu_experiments.tasks.generate.decoder import decoder_of, denoiser_of, llama_cpp_of, reader_of
 from tpu_experiments.tasks.generate.origin import origin_of
 from tpu_experiments.tasks.generate.prompts import Prompt, given_prompts
 
@@ -62,7 +64,9 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
     else:
         runtime = make_runtime(config)
         num_rows = min(task.batch_rows, max(1, len(prompts)) * task.num_return_sequences)
-        decoder = decoder_of(runtime, origin, source, task=task, num_rows=num_rows, seed=config.seed)
+        how: dict[str, Any] = {"task": task, "num_rows": num_rows, "seed": config.seed}
+        made_of = denoiser_of if denoises(origin.config) else decoder_of
+        decoder = made_of(runtime, origin, source, **how)
         log.info("%s of model %s, %s, on %s", origin.text, origin.config.model.name, reader.kind, runtime.device)
     answers = Answers(decoder, reader, runtime=runtime, num_sequences=task.num_return_sequences)
     if prompts:

@@ -3,12 +3,14 @@
 from torch import nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config
-from tpu_experiments.config.task_schema import AnswerTaskConfig
+from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
+from tpu_experiments.config.task_schema import AnswerTaskConfig, GenerateTaskConfig
+from tpu_experiments.models.denoising import Denoiser
 from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.objectives.base import model_source, writes_text
+from tpu_experiments.objectives.base import denoises, model_source, writes_text
+from tpu_experiments.objectives.masked import vocabulary_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.answers import Reader
 from tpu_experiments.tasks.generate.llama_cpp import LlamaCpp, gguf_file
@@ -27,7 +29,9 @@ def reader_of(origin: Origin, task: AnswerTaskConfig, *, format: str) -> tuple[R
         ConfigError: the tokenizer has no chat template, or no bucket leaves room for an answer.
     """
     config = origin.config
-    if not writes_text(config):
+    if denoises(config):
+        require_denoising(origin, task)
+    elif not writes_text(config):
         raise ConfigError(
             f"{origin.text} was trained with objective={config.objective.name}; such a model fills masked tokens or "
             "gives a text a label, and writes none; score it with task=evaluate, or load its model/ with transformers."
@@ -42,16 +46,40 @@ def reader_of(origin: Origin, task: AnswerTaskConfig, *, format: str) -> tuple[R
         return ids_of(prompt, kind=kind, tokenizer=tokenizer, vocab_size=vocab_size)
 
     ends = ends_of(tokenizer, kind=kind, config=source.config, folder=source.folder)
-    return Reader(ids, tokenizer, ends, kind, _buckets(task, limit=limit)), source
+    at_once = task.tokens_per_call
+    if denoises(config) and isinstance(task, GenerateTaskConfig):
+        at_once = task.denoising.block
+    return Reader(ids, tokenizer, ends, kind, _buckets(task, limit=limit, tokens_at_once=at_once)), source
 
 
-def _buckets(task: AnswerTaskConfig, *, limit: int | None) -> list[int]:
+def require_denoising(origin: Origin, task: AnswerTaskConfig) -> None:
+    """Require the settings of a model of masked diffusion to be those that it can write with.
+
+    Raises:
+        ConfigError: another task than task=generate, a GGUF file, or a penalty of earlier tokens.
+    """
+    what = f"{origin.text} was trained with objective={origin.config.objective.name}"
+    if not isinstance(task, GenerateTaskConfig) or task.is_llama_cpp:
+        key = "a GGUF file" if task.is_llama_cpp else f"task={task.name}"
+        raise ConfigError(f"{what}; {key} is for causal decoders, which write token by token; use task=generate.")
+    if task.repetition_penalty != 1 or task.no_repeat_ngram_size:
+        raise ConfigError(
+            f"{what}, and task.repetition_penalty={task.repetition_penalty:g} "
+            f"task.no_repeat_ngram_size={task.no_repeat_ngram_size}; both look at the text before a token, and here "
+            "later tokens may be there first; leave them out."
+        )
+
+
+def _buckets(task: AnswerTaskConfig, *, limit: int | None, tokens_at_once: int) -> list[int]:
     """Return the prompt lengths that leave room for the answer.
+
+    Args:
+        tokens_at_once: the answer is computed in multiples of this.
 
     Raises:
         ConfigError: none does.
     """
-    more = -(-task.max_new_tokens // task.tokens_per_call) * task.tokens_per_call
+    more = -(-task.max_new_tokens // tokens_at_once) * tokens_at_once
     fitting = [bucket for bucket in sorted(set(task.buckets)) if limit is None or bucket + more <= limit]
     if not fitting:
         raise ConfigError(
@@ -72,7 +100,32 @@ def decoder_of(
     Raises:
         ConfigError: they are not of this model, or not whole.
     """
-    module = build_frozen(
+    module = frozen_of(runtime, origin, source)
+    return decoder_over(module, runtime, task=task, num_rows=num_rows, seed=seed)
+
+
+def denoiser_of(
+    runtime: Runtime, origin: Origin, source: HuggingFaceModel, *, task: GenerateTaskConfig, num_rows: int, seed: int
+) -> Denoiser:
+    """Load the weights of a model of masked diffusion onto the device; arguments and errors as of `decoder_of`."""
+    objective = origin.config.objective
+    assert isinstance(objective, MaskedDiffusionConfig)
+    tokenizer = load_run_tokenizer(origin.config)
+    return Denoiser(
+        frozen_of(runtime, origin, source),
+        runtime=runtime,
+        choice=task,
+        settings=task.denoising,
+        mask_id=vocabulary_of(tokenizer, mask_token=objective.mask_token).mask_id,
+        num_rows=num_rows,
+        max_new_tokens=task.max_new_tokens,
+        seed=seed,
+    )
+
+
+def frozen_of(runtime: Runtime, origin: Origin, source: HuggingFaceModel) -> nn.Module:
+    """Return the model on the device, its weights frozen."""
+    return build_frozen(
         source,
         lora=origin.lora,
         trained=origin.trained,
@@ -80,7 +133,6 @@ def decoder_of(
         reduced_with_seed=origin.reduced_with_seed,
         origin=origin.text,
     )
-    return decoder_over(module, runtime, task=task, num_rows=num_rows, seed=seed)
 
 
 def decoder_over(module: nn.Module, runtime: Runtime, *, task: AnswerTaskConfig, num_rows: int, seed: int) -> Decoder:
