@@ -32,6 +32,7 @@ WHAT = {
     "merged": "with its weights in {dtype}",
     "int8": "with its layers' weights in int8, one scale per output feature (W8A16), in compressed-tensors' layout",
     "nf4": "with its layers' weights in NF4 with double quantisation, in bitsandbytes' layout",
+    "bitnet": "with the ternary weights of its layers in 2 bits, in the layout of transformers' BitLinear",
     "gguf": "as GGUF files for llama.cpp and what is built on it",
 }
 
@@ -228,9 +229,9 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
         else:
             blocks += ["vLLM reads it too (not tried here):", fenced([*fetch, over], language="bash")]
     else:
-        is_quantised = card.form in ("int8", "nf4")
+        is_quantised = card.form in ("int8", "nf4", "bitnet")
         code = whole_code(place, dtype=None if is_quantised else card.dtype, options=within + trust)
-        package = {"int8": "compressed-tensors", "nf4": "bitsandbytes"}.get(card.form)
+        package = {"int8": "compressed-tensors", "nf4": "bitsandbytes", "bitnet": "accelerate"}.get(card.form)
         blocks.append(fenced(code, language="python"))
         if package:
             blocks.append(f"It needs `pip install {package}`.")

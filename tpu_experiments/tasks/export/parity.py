@@ -25,6 +25,7 @@ MAX_PERPLEXITY_RATIO = {
     "q8_0": 1.005,
     "int8": 1.01,
     "nf4": 1.05,
+    "bitnet": 1.002,
 }
 """Largest perplexity of an export over that of the trained model, by form or by data type of a GGUF file."""
 
@@ -47,7 +48,7 @@ class Parity:
     """Outcome of one comparison."""
 
     form: str
-    """`peft`, `merged`, `int8`, `nf4`, or a GGUF file by its data type."""
+    """`peft`, `merged`, `int8`, `nf4`, `bitnet`, or a GGUF file by its data type."""
     verdict: str
     """`ok`, `worse`, or `not checked`."""
     reason: str

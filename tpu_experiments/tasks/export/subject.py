@@ -18,6 +18,9 @@ from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
 from tpu_experiments.training.batches import load_run_tokenizer
 
+OF_DENSE, OF_TERNARY = ("gguf", "int8", "nf4"), ("bitnet",)
+"""Forms that are for dense weights alone, and for ternary ones alone."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -84,6 +87,7 @@ class Subject:
             "lora": [origin.lora.r, origin.lora.alpha, origin.lora.scaling, origin.lora.dora],
             "reduced_with_seed": origin.reduced_with_seed,
             "base": [self.base_path, origin.config.model.revision, origin.config.model.dtype],
+            **({"linear": origin.config.model.linear} if origin.config.model.linear != "plain" else {}),
             "quantised": [origin.config.model.base, origin.config.model.base_double_quant],
             "drawn_with_seed": origin.config.seed if self.source.random else None,
             "dtype": str(self.dtype),
@@ -114,6 +118,13 @@ def subject_of(config: Config, task: ExportTaskConfig) -> Subject:
         raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")
     if "peft" in task.forms and origin.lora.r == 0:
         raise ConfigError(f"task.forms has peft, and {origin.text} has no adapter; leave it out of task.forms.")
+    is_ternary = origin.config.model.linear == "bitnet"
+    wrong = [form for form in task.forms if form in (OF_DENSE if is_ternary else OF_TERNARY)]
+    if wrong:
+        raise ConfigError(
+            f"task.forms has {wrong[0]}, and {origin.text} was trained with model.linear={origin.config.model.linear}; "
+            f"{'its weights are ternary: name bitnet or merged' if is_ternary else 'it has no ternary weights'}."
+        )
     model = whole_model(
         source,
         lora=origin.lora,
