@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ FILE = REPOSITORY.parent / "shared" / "data" / "ro_text.jsonl"
 HELD_OUT = 0.05
 """Share of the documents that chooses the rate, and of those that measure."""
 SIZES: dict[str, dict[str, int]] = {
+    "0.2 M": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_key_value_heads": 2},
     "0.6 M": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_key_value_heads": 2},
     "1.4 M": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_key_value_heads": 2},
     "3.2 M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_key_value_heads": 2},
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/scratch"))
     parser.add_argument("--steps", type=int, default=7200)
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3])
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[1:])
     parser.add_argument("--more-seeds", type=int, nargs="*", default=[1], help="of the smallest, for the spread")
     arguments = parser.parse_args()
     out, steps = arguments.out, arguments.steps
@@ -88,9 +89,16 @@ def data(out: Path) -> list[str]:
     ]
 
 
-def train(out: Path, size: str, *, rate: float, steps: int, seed: int) -> dict[str, Any]:
-    """Train a model from scratch; return its result.json."""
-    name = f"{size.replace(' ', '')}-{rate:g}-{steps}-{seed}"
+def train(
+    out: Path, size: str, *, rate: float, steps: int, seed: int, kind: str = "", more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train a model from scratch; return its result.json.
+
+    Args:
+        kind: a word in the run's name that stands for `more`.
+        more: overrides of a curriculum, in the place of one stage of these steps.
+    """
+    name = f"{kind}{size.replace(' ', '')}-{rate:g}-{steps}-{seed}"
     file = out / name / "result.json"
     width = SIZES[size]["hidden_size"]
     arch = {**SIZES[size], "num_attention_heads": NUM_HEADS, "head_dim": width // NUM_HEADS}
@@ -104,7 +112,7 @@ def train(out: Path, size: str, *, rate: float, steps: int, seed: int) -> dict[s
             "model.dtype=float32",
             "model.remat=none",
             f"model.tokenizer_path={out}/tokenizer",
-            f"curriculum.stages.main={{tokens_per_parameter:null,steps:{steps}}}",
+            *(more or [f"curriculum.stages.main={{tokens_per_parameter:null,steps:{steps}}}"]),
             f"optim.lr={rate}",
             f"trainer={{seq_len:{SEQ_LEN},global_batch_rows:{ROWS},eval_every_steps:0,max_eval_rows:100000,"
             "loss_chunk_tokens:null}",

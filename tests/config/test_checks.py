@@ -72,6 +72,18 @@ CASES = {
     "DoRA without adapters": (["lora=none", "lora.dora=true"], ["lora.dora=true with lora=none; DoRA trains"]),
     "LoftQ over a dense base": (["lora.init=loftq"], ["lora.init=loftq with model.base=dense;", "model.base=nf4"]),
     "LoftQ over int8": (["lora.init=loftq", "model.base=int8"], ["lora.init=loftq with model.base=int8;"]),
+    "adapters on ternary weights": (
+        ["model.linear=bitnet"],
+        ["model.linear=bitnet with lora.r=16; all weights are trained", "use lora=none."],
+    ),
+    "a ternary encoder": (
+        ["model.linear=bitnet", "lora=none", "objective=mlm"],
+        ["model.linear=bitnet with objective=mlm; transformers' BitNet is a decoder"],
+    ),
+    "warm-up of nothing": (
+        ["model.linear_warmup_steps=9"],
+        ["model.linear_warmup_steps=9 with model.linear=plain; nothing is quantised; set it to 0"],
+    ),
     "no adapter target": (["lora.targets=[]"], ["lora.targets=[] with lora.r=16; name the modules", "lora=none"]),
     "saved name": (["model.saved=[up_porj]"], ["model.saved has 'up_porj'", "Did you mean 'up_proj'?"]),
     "steps and epochs": (

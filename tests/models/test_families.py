@@ -89,7 +89,7 @@ FAMILIES = (
 )
 REFUSED = (
     ("BERT", "bert", "an encoder"),
-    ("BitNet", "bitnet", "ternary weights"),
+    ("BitNet", "bitnet", "ternary weights, unless `model.linear=bitnet`"),
     ("Mamba, Mamba 2, RWKV, Jamba", "mamba", "a state beside the attention"),
 )
 

@@ -15,7 +15,13 @@ from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import AXES, SAVABLE
 from tpu_experiments.config.places import Kind, place_problem
-from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
+from tpu_experiments.config.schema import (
+    ClassifyConfig,
+    Config,
+    MaskedConfig,
+    MaskedDiffusionConfig,
+    ReplacedTokenConfig,
+)
 from tpu_experiments.config.start import start_problems
 from tpu_experiments.config.targets import target_problems
 from tpu_experiments.config.task_schema import (
@@ -32,6 +38,7 @@ from tpu_experiments.config.tracing import tracing_problems
 
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
+ENCODER_OBJECTIVES = tuple(kind._target_ for kind in (MaskedConfig, ReplacedTokenConfig, ClassifyConfig))
 OF_TASKS = (doctoring_problems, exporting_problems, tokenizer_problems)
 NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "quantize", "tokenizer")
 
@@ -299,6 +306,7 @@ def _model(config: Config) -> list[str]:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     problems += _variants(config)
     problems += _base(config)
+    problems += _linear(config)
     key, chosen = "model.dtype", model.dtype
     if isinstance(config.task, AnswerTaskConfig):
         key, chosen = "task.dtype", config.task.dtype or model.dtype
@@ -355,6 +363,29 @@ def _base(config: Config) -> list[str]:
         problems.append(
             f"model.base=int8 with {keys[-1]}=float16; sums over integer codes exceed float16's 65,504; use "
             "model.base=nf4 or dense."
+        )
+    return problems
+
+
+def _linear(config: Config) -> list[str]:
+    """Return what layers with quantised weights cannot do."""
+    model, problems = config.model, []
+    if model.linear_warmup_steps and model.linear == "plain":
+        problems.append(
+            f"model.linear_warmup_steps={model.linear_warmup_steps} with model.linear=plain; nothing is quantised; set "
+            "it to 0, or use model.linear=bitnet."
+        )
+    if model.linear == "plain":
+        return problems
+    if config.lora.r > 0 and config.task.name == "train":
+        problems.append(
+            f"model.linear={model.linear} with lora.r={config.lora.r}; all weights are trained, and an adapter would "
+            "not be ternary; use lora=none."
+        )
+    if config.objective._target_ in ENCODER_OBJECTIVES:
+        problems.append(
+            f"model.linear={model.linear} with objective={config.objective.name}; transformers' BitNet is a decoder; "
+            "use objective=next_token."
         )
     return problems
 

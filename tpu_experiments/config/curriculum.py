@@ -55,6 +55,8 @@ class Stage:
     replay_weights: tuple[float, ...] = ()
     learn: str = "answers"
     trainable: tuple[str, ...] = ()
+    weight_decay: float | None = None
+    """Decay of this stage; None where no stage has one of its own, and `optim.weight_decay` is part of the program."""
     exit: ExitTestConfig = field(default_factory=ExitTestConfig)
 
     @property
@@ -217,8 +219,16 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
         replay_weights=_weights(config, replayed) if stage.replay else (),
         learn=stage.learn,
         trainable=tuple(stage.trainable),
+        weight_decay=_weight_decay(config, stage),
         exit=stage.exit,
     )
+
+
+def _weight_decay(config: Config, stage: StageConfig) -> float | None:
+    """Return the decay of a stage, where any of them has one of its own."""
+    if all(each.weight_decay is None for each in config.curriculum.stages.values()):
+        return None
+    return config.optim.weight_decay if stage.weight_decay is None else stage.weight_decay
 
 
 def _weights(config: Config, sources: Sequence[str]) -> tuple[float, ...]:

@@ -80,6 +80,7 @@ UNSET: dict[str, Any] = {
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
     "tokens_per_parameter": None,
     "label_field": None,
+    "weight_decay": None,
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
 """Values of keys of a source or stage that have the same effect as leaving the key out."""
@@ -87,6 +88,8 @@ ADDED: dict[str, Any] = {
     "model.base": "dense",
     "model.base_double_quant": True,
     "model.base_activations": "as_they_are",
+    "model.linear": "plain",
+    "model.linear_warmup_steps": 0,
     "optim.b_lr_ratio": 1.0,
     "optim.no_decay": [],
     "optim.ema": 0.0,

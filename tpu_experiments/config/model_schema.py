@@ -88,6 +88,13 @@ class ModelConfig:
     base_activations: str = choice("as_they_are", "int8", default="as_they_are")
     """`int8`: products of `base=int8` round their input to int8, with a scale per token, and multiply integers: faster
     on v5e, slower on v6e, and less exact."""
+    linear: str = choice("plain", "bitnet", default="plain")
+    """Linear modules of the layers. `bitnet`: weights of -1, 0 and 1 times their mean magnitude, and inputs of 8 bits
+    with a scale per token (BitNet b1.58, arXiv 2402.17764), trained in float through the rounding; a Llama becomes
+    transformers' BitNet, which has two further norms in a layer. It needs `lora=none`."""
+    linear_warmup_steps: int = number(default=0, at_least=0)
+    """Steps of the first stage over which `linear=bitnet` goes from the values as they are to the quantised ones, for a
+    start from a pre-trained Llama; 0 quantises from the first step on. Evaluations are of the quantised model."""
     attention: str = choice("sdpa", "eager", "flash", default="sdpa")
     """`sdpa`, `eager`: transformers' implementations, with a precomputed 4-D mask, so that nothing is read on the host.
     `flash`: the TPU kernel, which does not store the score matrix; on other devices the same as `sdpa`."""

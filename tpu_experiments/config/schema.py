@@ -227,6 +227,8 @@ class StageConfig:
     """Rows per optimizer step over all devices."""
     lr: float | None = number(default=None, above=0)
     """Peak learning rate."""
+    weight_decay: float | None = number(default=None, at_least=0)
+    """Weight decay per unit of learning rate, in the place of `optim.weight_decay`; the stages share one program."""
     schedule: StageScheduleConfig = field(default_factory=StageScheduleConfig)
     """Learning-rate schedule over the steps of this stage."""
     optimizer: str = choice("carry", "fresh", default="carry")

@@ -1,7 +1,8 @@
-"""Export of a whole model with quantised layers, in the two layouts that transformers and inference servers read.
+"""Export of a whole model with quantised layers, in the layouts that transformers and inference servers read.
 
 `int8`: W8A16, symmetric, one scale per output feature, in compressed-tensors' layout `pack-quantized` (four codes to an
 int32): the only one that vLLM reads for 8-bit weights with 16-bit activations. `nf4`: bitsandbytes' own serialisation.
+`bitnet`: the codes of ternary weights, four to a byte, as transformers' `BitLinear` has them.
 Embeddings, norms, biases and the head stay in the data type of the export. Codes are made of the merged float32 weights
 by `models.quantised`, so that a base that was int8 or NF4 in training is quantised anew, with its adapter in it.
 Legend: N output features, K input features, G blocks of 64 weights."""
@@ -19,12 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.weights import Effect, WholeModel
+from tpu_experiments.models.bitnet import ternary
 from tpu_experiments.models.quantised import ABSMAX, BLOCK, NESTED, NESTED_BLOCK, NF4, OFFSET, SCALE, Format
 from tpu_experiments.runtime.dynamic_type import SIGNED
 
 HEAD = "lm_head"
 PACKED = 4
-"""Codes of 8 bits in an int32."""
+"""Codes of 8 bits in an int32, and codes of 2 bits in a byte."""
 COMPRESSED_TENSORS = "0.15.0.1"
 """Version of compressed-tensors whose layout is written."""
 MAX_STATE_BYTES = 256
@@ -179,6 +181,47 @@ class NF4Layout:
         }
 
 
+class TernaryLayout:
+    """Four codes of 2 bits to a byte, each plus 1; row i of R bytes has the rows i, i + R, i + 2 R and i + 3 R.
+
+    This is `transformers.integrations.bitnet.pack_weights`, for its `BitLinear`, which divides by `weight_scale`.
+    """
+
+    form, needs = "bitnet", f"whose number of output features {PACKED} divides"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Take the data type in which the weights were given to the layers in training."""
+        self.dtype = dtype
+
+    def holds(self, shape: tuple[int, int]) -> bool:
+        """Return whether four codes fill every byte."""
+        return shape[0] % PACKED == 0
+
+    def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
+        """Return codes (N / 4, K) and the factor (1,), empty."""
+        rows, columns = shape
+        return {
+            name: torch.empty(rows // PACKED, columns, dtype=torch.uint8, device="meta"),
+            f"{name}_scale": torch.empty(1, dtype=torch.float32, device="meta"),
+        }
+
+    def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return packed codes, and the factor that the weight was multiplied by before it was rounded."""
+        codes_NK, inverse = ternary(weight_NK.to(self.dtype))
+        parts = (codes_NK + 1).to(torch.uint8).chunk(PACKED)
+        packed = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+        return {name: packed, f"{name}_scale": inverse.view(1)}
+
+    def config(self, kept: list[str]) -> dict[str, Any]:
+        """Return the settings as transformers' BitNetQuantConfig writes them."""
+        return {
+            "quant_method": "bitnet",
+            "linear_class": "bitlinear",
+            "quantization_mode": "offline",
+            "modules_to_not_convert": kept,
+        }
+
+
 class Holder(Protocol):
     """What weights a form can hold."""
 
@@ -218,18 +261,25 @@ def write_quantised(
     max_shard_bytes: float = math.inf,
     generation: str | None = None,
     effect: Effect | None = None,
+    holds_all: bool = False,
 ) -> Quantised:
     """Write the model with its layers' weights in a layout of codes, one file's tensors in memory at a time.
 
     Args:
         dtype: of everything that is not quantised; int8's scales are float32.
         effect: receives what the adapters change, before quantisation.
+        holds_all: whether every weight of the layers must be quantised.
 
     Raises:
-        ConfigError: most weights of the layers cannot be quantised.
+        ConfigError: most weights of the layers cannot be quantised, or one that must be.
     """
     chosen = chosen_weights(model, layout)
     left = [name for name in model.shapes if name in model.linears and name not in chosen]
+    if left and holds_all:
+        raise ConfigError(
+            f"task.forms has {layout.form}; {left[0]} is {_shape(model.shapes[left[0]])}, and it holds weights "
+            f"{layout.needs}; leave it out of task.forms."
+        )
     quantised = frozenset(chosen)
     shapes: dict[str, Tensor] = {}
     for name, empty in model.shapes.items():

@@ -131,7 +131,7 @@ def whole_model(
         f"{n}.weight" for n, part in plain.named_modules() if type(part) is nn.Linear and is_target(n, ALL_LINEAR)
     }
     held = {name: parameter.detach() for name, parameter in empty.items()}
-    return WholeModel(source.config, type(plain).__name__, held, frozenset(linears), any(adapted.values()), read)
+    return WholeModel(source.export_config, type(plain).__name__, held, frozenset(linears), any(adapted.values()), read)
 
 
 def _merged(

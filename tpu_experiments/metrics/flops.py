@@ -42,6 +42,8 @@ class Family:
     """RMSNorms over the hidden size per layer."""
     head_norms: int = 0
     """RMSNorms over the head size per layer."""
+    inner_norms: int = 0
+    """RMSNorms over the MLP's inner size per layer."""
     qkv_bias: bool = False
     tied: bool = False
     """`tie_word_embeddings` where the config does not have it."""
@@ -57,6 +59,7 @@ FAMILIES = {
     "qwen3": Family(head_norms=2, window="late"),
     "gemma3_text": Family(norms=4, head_norms=2, tied=True, window="period"),
     "eurobert": Family(),
+    "bitnet": Family(norms=3, inner_norms=1),
 }
 
 
@@ -104,6 +107,7 @@ class Decoder:
         """Elements of norms and biases."""
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.family.qkv_bias else 0
         norms = self.family.norms * self.hidden + self.family.head_norms * self.head_dim
+        norms += self.family.inner_norms * self.intermediate
         return self.num_layers * (norms + biases) + self.hidden
 
     @property

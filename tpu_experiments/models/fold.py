@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_experiments.config.mesh import Axes
+from tpu_experiments.models.bitnet import current_mix, mixed
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.layer_graph import LayerGraph
@@ -246,7 +247,9 @@ class FoldedLayers(nn.Module):
         weights: list[dict[str, Tensor]] = [
             dict(self.layer(self.start + j).named_parameters()) for j in range(self.period)
         ]
-        drawn = current_noise()
+        drawn, mix = current_noise(), current_mix()
+        specs = [(*spec, None if mix is None else len(constants)) for spec in specs]
+        constants = constants if mix is None else (*constants, mix)
         if drawn is not None:
             constants = (*constants, drawn.words_R)
             for j, own in enumerate(weights):
@@ -350,13 +353,14 @@ def call_layer(
     template: nn.Module, hidden: Tensor, weights: Mapping[str, Tensor], constants: Sequence[Tensor], *, spec: Any
 ) -> Tensor:
     """Call one layer with `weights` in place of its own and its other inputs reassembled from `constants`."""
-    structure, places = spec
+    structure, places, place_of_mix = spec
     leaves = [constants[place] if isinstance(place, int) else place[0] for place in places]
     rest, keywords = tree_unflatten(leaves, structure)
     own = dict(weights)
     number = own.pop(NUMBER, None)
     words = None if number is None else constants[-1]
-    with noise(words, layer=number), cast_weights(own, dtype=hidden.dtype) as cast:
+    mix = None if place_of_mix is None else constants[place_of_mix]
+    with noise(words, layer=number), mixed(mix), cast_weights(own, dtype=hidden.dtype) as cast:
         output = functional_call(template, cast, (hidden, *rest), keywords)
     return output[0] if isinstance(output, tuple) else output
 

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.attention import FLASH, bidirectional_mask, causal_mask
+from tpu_experiments.models.bitnet import MIX, mixed
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.rope import with_rope_in_kernel
@@ -67,7 +68,8 @@ def logits_of(
         causal: whether a token attends to those before it alone, or to its whole document.
     """
     inputs = model_inputs(module, batch, causal=causal)
-    with noise(batch.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+    drawn, mix = noise(batch.get(NOISE)), mixed(batch.get(MIX))
+    with drawn, mix, in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         return with_rope_in_kernel(
             module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
         )
@@ -83,7 +85,8 @@ def hidden_of(
     `parameters`: cast it to the data type of the hidden states for the product.
     """
     inputs, without_head = model_inputs(module, batch, causal=causal), _WithoutHead(module)
-    with noise(batch.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+    drawn, mix = noise(batch.get(NOISE)), mixed(batch.get(MIX))
+    with drawn, mix, in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         hidden_BTH, head_VH = with_rope_in_kernel(
             module, lambda: functional_call(without_head, own, kwargs=inputs, tie_weights=True)

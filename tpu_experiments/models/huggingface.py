@@ -4,6 +4,7 @@ Nothing here holds a second copy of the model: the module is built on the meta d
 tensor at a time. Of a model that sees or hears as well (Gemma 3 from 4B on) the decoder of text alone is loaded and
 trained."""
 
+import copy
 import hashlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.attention import FLASH
+from tpu_experiments.models.bitnet import ONLINE, bitnet_config, is_new_norm
 from tpu_experiments.models.conversion import ConvertedTensor, StoredTensor, converted_tensors, stored_tensors
 from tpu_experiments.models.experts import EVERY_EXPERT
 from tpu_experiments.models.forward import CAUSAL_ALONE, rehearse
@@ -114,7 +116,8 @@ COUNTS = {
 a module is built in seconds."""
 _STATE = "their layers hand a state from token to token, past the mask that keeps documents and padding out"
 NOT_BUILT = {
-    "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with",
+    "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with, which "
+    "model.linear=bitnet trains",
     "longformer": "their attention takes a mask of padding alone, (rows, tokens), which cannot keep the documents of a "
     "row apart, and reads it on the host in every step (`any().item()`)",
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2"), _STATE),
@@ -190,8 +193,10 @@ class HuggingFaceModel:
         else:
             overlay = self.model.tiny_arch if self.model.size == "tiny" else {}
             config = config_from_arch({**self.model.arch, **overlay})
+        if self.model.linear == "bitnet":
+            config = bitnet_config(config, origin=self._config_origin)
         self.require_head(config)
-        if config.model_type in NOT_BUILT:
+        if config.model_type in NOT_BUILT and self.model.linear == "plain":
             raise ConfigError(
                 f"model={self.model.name}; models of type {config.model_type!r} are not built here: "
                 f"{NOT_BUILT[config.model_type]}; take a model with attention over ready masks and plain weights."
@@ -282,7 +287,11 @@ class HuggingFaceModel:
     @property
     def export_config(self) -> PretrainedConfig:
         """The config that an export of all parameters has."""
-        return self.config
+        if self.model.linear != "bitnet":
+            return self.config
+        config = copy.deepcopy(self.config)
+        config.quantization_config = dict(ONLINE)
+        return config
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[ModelPart]:
         """Yield the models that are exported beside the one of all parameters, given its host tensors."""
@@ -341,12 +350,20 @@ class HuggingFaceModel:
 
     @cached_property
     def new_head(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a classifier's parameters that the checkpoint does not give, which are drawn.
+        """Names and shapes of parameters that the checkpoint does not give, which are drawn.
 
-        They are those of its head that the checkpoint lacks, and, if the checkpoint is not a classifier of the same
-        labels, the matrix and bias of the logits.
+        They are those of a classifier's head that the checkpoint lacks, and, if the checkpoint is not a classifier of
+        the same labels, the matrix and bias of the logits; and norms that a Llama lacks as a BitNet, which are 1.
         """
-        if self.head != CLASSIFIER or self.random:
+        if self.random:
+            return {}
+        if self.model.linear == "bitnet":
+            named = self._on_meta_once.named_parameters()
+            absent = {n: tuple(p.shape) for n, p in named if is_new_norm(n) and n not in self._tensors_by_name}
+            if absent:
+                log.info("%d norms that the checkpoint lacks begin as 1, first %s", len(absent), next(iter(absent)))
+            return absent
+        if self.head != CLASSIFIER:
             return {}
         module = self._on_meta_once
         own = head_parameters(module)

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from tpu_experiments.config.model_schema import SAVED
+from tpu_experiments.models.bitnet import current_mix, mixed
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.fold import LayerCall, decoder_layers
@@ -78,13 +79,13 @@ class RecomputedLayers(nn.Module):
 
     def run(self, index: int, hidden: Tensor, rest: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Compute layer `index` for the model's own loop."""
-        layer, drawn = self.layer(index), current_noise()
+        layer, drawn, mix = self.layer(index), current_noise(), current_mix()
         weights = dict(layer.named_parameters())
         words = None if drawn is None else drawn.words_R
 
         def compute(hidden: Tensor) -> Any:
             self._ranks.clear()  # a recomputation ends within a layer, at the last tensor that is needed
-            with noise(words), cast_weights(weights, dtype=hidden.dtype) as cast:
+            with noise(words), mixed(mix), cast_weights(weights, dtype=hidden.dtype) as cast:
                 return functional_call(layer, cast, (hidden, *rest), keywords)
 
         if not torch.is_grad_enabled():

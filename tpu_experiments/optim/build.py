@@ -8,9 +8,15 @@ from tpu_experiments.optim.base import Optimizer
 from tpu_experiments.optim.decay_groups import DecayGroups
 from tpu_experiments.optim.ema import AveragedOptimizer
 from tpu_experiments.optim.lora_plus import LoraPlus
+from tpu_experiments.optim.stage_decay import StageDecay
 
 OF_WRAPPERS = ("lr", "clip_norm", "b_lr_ratio", "no_decay", "ema")
 """Keys of `optim` that are no settings of the class."""
+
+
+def has_stage_decay(config: Config) -> bool:
+    """Return whether a stage has a weight decay of its own."""
+    return any(stage.weight_decay is not None for stage in config.curriculum.stages.values())
 
 
 def optimizer_of(config: Config) -> Optimizer:
@@ -19,8 +25,11 @@ def optimizer_of(config: Config) -> Optimizer:
     for name in ("_target_", *OF_WRAPPERS):
         settings.pop(name)
     kind = locate(chosen._target_, key="optim")
-    optimizer: Optimizer = kind(**settings)
-    if chosen.no_decay:
+    if has_stage_decay(config):
+        optimizer: Optimizer = StageDecay(kind(**{**settings, "weight_decay": 0.0}), no_decay=chosen.no_decay)
+    else:
+        optimizer = kind(**settings)
+    if chosen.no_decay and not has_stage_decay(config):
         without_decay = kind(**{**settings, "weight_decay": 0.0})
         optimizer = DecayGroups(optimizer, without_decay, patterns=chosen.no_decay)
     if chosen.b_lr_ratio != 1:

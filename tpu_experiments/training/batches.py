@@ -37,6 +37,7 @@ from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
+from tpu_experiments.models.bitnet import MIX
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.objectives.base import has_draws, has_spread_draws, samples
 from tpu_experiments.optim.schedules import multiplier
@@ -333,13 +334,13 @@ def step_batches(
     config: Config,
     first: int,
     process: tuple[int, int],
-    mask: Mapping[str, Tensor],
+    added: Mapping[str, Tensor],
     skipped_steps: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
     """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
-    `skipped_steps` count in the schedule and have no batch. `mask` goes into every batch (training/step.py).
+    `skipped_steps` count in the schedule and have no batch. `added` goes into every batch (training/step.py).
     """
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
@@ -353,13 +354,36 @@ def step_batches(
         whole = with_step_noise(whole, stage.index, step, config=config)
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
-        yield info, {**training_tensors(mine, geometry, lr=lr), **mask}
+        mix = quantised_share(config, stage=stage.index, step=step)
+        yield info, {**training_tensors(mine, geometry, lr=lr, mix=mix), **added}
 
 
-def training_tensors(batch: Batch, geometry: Geometry, *, lr: float) -> dict[str, Tensor]:
-    """Return a process's rows as (A, R, T) int32, noise as (A, R), learning rate as (1,) float32."""
+def training_tensors(batch: Batch, geometry: Geometry, *, lr: float, mix: float | None = None) -> dict[str, Tensor]:
+    """Return a process's rows as (A, R, T) int32, noise as (A, R), learning rate as (1,) float32.
+
+    Args:
+        mix: `quantised_share`, the same for every row: (A, R) float32.
+    """
     tensors = {n: t.reshape(geometry.accumulation, -1, *t.shape[1:]) for n, t in host_tensors(batch).items()}
+    if mix is not None:
+        tensors[MIX] = torch.full(tensors["ids"].shape[:2], mix, dtype=torch.float32)
     return tensors | {"lr": torch.tensor([lr], dtype=torch.float32)}
+
+
+def quantised_share(config: Config, *, stage: int, step: int) -> float | None:
+    """Return the share of quantised values at a step of a stage; None in a run without such a warm-up.
+
+    It rises linearly from 0 at the first step to 1 after `model.linear_warmup_steps` of the first stage.
+    """
+    num_steps = config.model.linear_warmup_steps
+    if not num_steps:
+        return None
+    return min(1.0, step / num_steps) if stage == 0 else 1.0
+
+
+def first_mix(config: Config) -> float | None:
+    """Return the share of quantised values for the first gradients, which compares them as they are trained at last."""
+    return None if quantised_share(config, stage=0, step=0) is None else 1.0
 
 
 def has_noise(config: Config) -> bool:

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -33,8 +33,8 @@ from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import stacked
-from tpu_experiments.training.batches import stage_rows, training_tensors, with_step_noise
-from tpu_experiments.training.step import TrainStep, mask_tensors
+from tpu_experiments.training.batches import first_mix, stage_rows, training_tensors, with_step_noise
+from tpu_experiments.training.step import TrainStep, stage_tensors
 
 if TYPE_CHECKING:  # the trainer calls this module
     from tpu_experiments.training.trainer import Trainer
@@ -194,8 +194,8 @@ def step_on_devices(trainer: "Trainer", batch: Batch) -> Report:
     before = to_host(trainer.parameters)
     write_parameters(trainer, perturbed(before))
     mine = batch.slice_process(*runtime.share)
-    everything = mask_tensors((), trainer.parameters, stages=trainer.inputs.stages)
-    tensors = training_tensors(mine, stage.geometry, lr=stage.lr) | everything
+    everything = stage_tensors(replace(stage, trainable=()), trainer.parameters, stages=trainer.inputs.stages)
+    tensors = training_tensors(mine, stage.geometry, lr=stage.lr, mix=first_mix(trainer.config)) | everything
     output = trainer.step_program(runtime.put(tensors, rows_dim=1))
     runtime.wait()
     report = Report(float(output.loss.cpu()), float(output.grad_norm.cpu()), first_slots(trainer.state))
@@ -240,7 +240,7 @@ def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
         )
         state = zero_state(optimizer, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
         geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])
-        _, new, output = step(parameters, state, training_tensors(rows, geometry, lr=stage.lr))
+        _, new, output = step(parameters, state, training_tensors(rows, geometry, lr=stage.lr, mix=first_mix(config)))
     return Report(float(output.loss), float(output.grad_norm), first_slots(new))
 
 

@@ -109,6 +109,8 @@ class Reading:
     """Number of leading entries of `losses` that an earlier process of the run computed."""
     loss_scale: float | None = None
     """Factor of the last step's loss; None outside float16."""
+    shares: list[list[float]] = field(default_factory=list)
+    """Shares of the codes -1, 0 and 1 by layer, of the last finite step; empty if not computed."""
 
     @property
     def mean_loss(self) -> float:
@@ -208,7 +210,9 @@ def read_reports(
     arrived = time.perf_counter()
     values = (grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps), each, len(carried))
     assert last.output is not None
-    return Reading(last.step, last.lr, losses, *values, loss_scale=_value(last.output.loss_scale))
+    shares = [] if finite is None or finite.shares is None else finite.shares.cpu().tolist()
+    scale = _value(last.output.loss_scale)
+    return Reading(last.step, last.lr, losses, *values, loss_scale=scale, shares=shares)
 
 
 def _value(tensor: Tensor | None) -> float | None:

@@ -173,10 +173,18 @@ class RunOutputs:
             earlier = read_records(self.folder.path(METRICS_FILE))
             self._records = [_figure_values(record) for record in earlier if record["step"] <= step]
 
-    def training(self, reading: Reading, *, stage: str, meters: dict[str, float], groups: Sequence[str]) -> None:
-        """Log one training record: mean loss of the interval, learning rate, norms and meters.
+    def training(
+        self,
+        reading: Reading,
+        *,
+        stage: str,
+        meters: dict[str, float],
+        groups: Sequence[str],
+        layers: Sequence[int] = (),
+    ) -> None:
+        """Log one training record: mean loss of the interval, learning rate, norms, shares of codes and meters.
 
-        `groups` names the norms.
+        `groups` names the norms, `layers` numbers the layers with ternary weights.
         """
         if self.loggers is None:
             return
@@ -193,7 +201,12 @@ class RunOutputs:
             values = {name: value for name, value in values.items() if math.isfinite(value)}
             values["train/skipped"] = float(len(reading.skipped))
         every = self.config.trainer.norms_every_steps
-        if reading.norms and every and reading.step // every > (reading.first_step - 1) // every:
+        is_due = bool(every) and reading.step // every > (reading.first_step - 1) // every
+        if is_due:
+            for layer, shares in zip(layers, reading.shares, strict=False):  # none without a finite step
+                named = zip(("minus", "zero", "plus"), shares, strict=True)
+                values |= {f"ternary/{name}_layer_{layer:02d}": share for name, share in named}
+        if reading.norms and is_due:
             for kind, norms in zip(("grad", "update"), reading.norms, strict=True):
                 values |= {f"norms/{kind}_{group}": norm for group, norm in zip(groups, norms, strict=True)}
         self._steps[stage] += reading.num_steps

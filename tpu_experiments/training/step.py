@@ -20,11 +20,13 @@ from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.norms import changes, group_norms
+from tpu_experiments.models.bitnet import MIX, ternary_shares
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.objectives.base import Computing, Rows
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.base import Optimizer, ParameterGroup, State, clip, global_norm
 from tpu_experiments.optim.loss_scale import adapted, scale_of
+from tpu_experiments.optim.stage_decay import DECAY, with_decay
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, unconstrained
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
@@ -33,10 +35,14 @@ TRAINS = "trains"
 """Key of the trainable mask in a batch, float32 (N,); without it every parameter is updated."""
 
 
-def mask_tensors(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
-    """Return the tensors to add to a stage's batches: the trainable mask, if any stage has patterns."""
-    trains = trainable_mask(patterns, names, stages=stages)
-    return {} if trains is None else {TRAINS: trains}
+def stage_tensors(stage: Stage, names: Iterable[str], *, stages: Iterable[Stage]) -> dict[str, Tensor]:
+    """Return the tensors to add to a stage's batches.
+
+    They are the trainable mask, if any stage has patterns, and the weight decay, if any stage has one of its own.
+    """
+    trains = trainable_mask(stage.trainable, names, stages=stages)
+    found = {} if trains is None else {TRAINS: trains}
+    return found if stage.weight_decay is None else found | {DECAY: torch.tensor([stage.weight_decay])}
 
 
 def trainable_mask(patterns: Sequence[str], names: Iterable[str], *, stages: Iterable[Stage]) -> Tensor | None:
@@ -102,6 +108,8 @@ class StepOutput:
     norms: Tensor | None = None
     """Norms of gradient (before clipping) and update by group of parameters, shape (2, groups); None if not
     computed."""
+    shares: Tensor | None = None
+    """Shares of the codes -1, 0 and 1 by layer before the update, shape (layers, 3); None if not computed."""
     loss_scale: Tensor | None = None
     """Factor by which the loss was multiplied for its gradient, shape (); None outside float16."""
 
@@ -133,16 +141,18 @@ class TrainStep:
         loop: Loop = python_loop,
         constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
+        ternary: Sequence[str] = (),
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         """Take the parts of a step.
 
         Args:
+            ternary: weights whose codes are counted by layer.
             groups: parameters that are clipped apart, each with its own limit, in the place of `clip_norm`; together
                 they have all parameters.
         """
         self.groups = groups
-        self.norm_groups = norm_groups
+        self.norm_groups, self.ternary = norm_groups, ternary
         self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
         self.sum_over_processes, self.row_loss, self.count = sum_over_processes, row_loss, count
         self.loop, self.constrain = loop, constrain
@@ -157,7 +167,8 @@ class TrainStep:
         Args:
             parameters: float32 trainable parameters by name.
             batch: `ids`, `learn`, `positions`, `segments` (A, R, T) int32, `lr` (1,) float32, and `noise` (A, R)
-                int32 where adapters have dropout, `trains` (N,) where a stage of the run does not train everything.
+                int32 where adapters have dropout, `trains` (N,) where a stage of the run does not train everything,
+                `weight_decay` (1,) where a stage has one of its own, `ternary_mix` (A, R) in a warm-up of quantisation.
         """
         names = row_tensors(batch)
         micro_batches = [{k: batch[k][i] for k in names} for i in range(batch["ids"].shape[0])]
@@ -178,6 +189,7 @@ class TrainStep:
             chosen = masks_by_parameter(batch[TRAINS], parameters) if TRAINS in batch else {}
             named |= {name: torch.where(mask, named[name], 0.0) for name, mask in chosen.items()}
             norm = global_norm(named)
+            state = with_decay(state, batch[DECAY]) if DECAY in batch else state
             new_parameters, new_state = self.optimizer.update(
                 parameters, self.clipped(named, norm=norm), state, lr=batch["lr"]
             )
@@ -193,9 +205,10 @@ class TrainStep:
             norms = None
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
+            shares = ternary_shares(parameters, self.ternary) if self.ternary else None
             # Replicated: reading a sharded tensor would compile a further program in the middle of a run.
             row_losses_AR = self.constrain(row_losses_AR, axes=())
-        return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms, scale)
+        return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms, shares, scale)
 
     def clipped(self, grads: Mapping[str, Tensor], *, norm: Tensor) -> Mapping[str, Tensor]:
         """Return the gradients scaled to at most the limit of all of them, or of each group; `norm` is that of all."""
@@ -245,7 +258,7 @@ def mean_loss(sums: Tensor, total: Tensor) -> Tensor:
 
 def row_tensors(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the names of a batch's tensors that have an entry for every row."""
-    return (*ROW_TENSORS, NOISE) if NOISE in batch else ROW_TENSORS
+    return (*ROW_TENSORS, *(name for name in (NOISE, MIX) if name in batch))
 
 
 def finite(x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.metrics.flops import flops_by_length
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.norms import grouped
+from tpu_experiments.models.bitnet import layers_of, ternary_weights
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
@@ -88,8 +89,8 @@ from tpu_experiments.training.step import (
     TrainStep,
     commit,
     computing_of,
-    mask_tensors,
     seed_of,
+    stage_tensors,
 )
 from tpu_experiments.training.stop import StopFlag, StoppedByRequest
 
@@ -235,6 +236,7 @@ class Trainer:
         self.optimizer = with_loss_scale(with_group_rates(self.build_optimizer(), groups), config)
         self.state = self.fresh_state()
         self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
+        self.ternary = ternary_weights(self.model.module) if config.trainer.norms_every_steps else []
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
         recomputed = any(map(is_stack, self.parameters)) or is_recomputed(self.model.module)
         flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_recomputed=recomputed)
@@ -249,6 +251,7 @@ class Trainer:
             loop=runtime.loop,
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
+            ternary=self.ternary,
             groups=groups,
         )
         self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
@@ -445,7 +448,7 @@ class Trainer:
             config=self.config,
             first=first,
             process=self.runtime.share,
-            mask=mask_tensors(stage.trainable, self.parameters, stages=self.inputs.stages),
+            added=stage_tensors(stage, self.parameters, stages=self.inputs.stages),
             skipped_steps=skipped_steps,
         )
         with self.watch.measure("train"), self.count_work():
@@ -790,7 +793,9 @@ class Trainer:
             self.guard.observe(reading, self.progress)
             self.guard.decide(reading, self.progress.guard)
             meters = self.meters.values(reading)
-            self.outputs.training(reading, stage=stage.name, meters=meters, groups=list(self.norm_groups))
+            self.outputs.training(
+                reading, stage=stage.name, meters=meters, groups=list(self.norm_groups), layers=layers_of(self.ternary)
+            )
             if any(map(math.isnan, reading.supervised)):
                 stage.epochs = None
             if stage.epochs is not None:

@@ -15,7 +15,7 @@ from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.peft import without_start, write_adapter
-from tpu_experiments.export.quantised import Int8Layout, NF4Layout, write_quantised
+from tpu_experiments.export.quantised import Int8Layout, NF4Layout, TernaryLayout, write_quantised
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
@@ -95,7 +95,9 @@ def write_merged(folder: str, subject: Subject) -> Written:
         generation=subject.generation,
     )
     require_effect(effect, subject)
-    copy = Copy("merged", lambda folder, dtype: TransformersModel(folder, dtype=dtype), is_exact=dtype == torch.float32)
+    # A rounding that falls to the other side moves a log-probability by more than the order of a sum does.
+    is_exact = dtype == torch.float32 and subject.source.model.linear == "plain"
+    copy = Copy("merged", lambda folder, dtype: TransformersModel(folder, dtype=dtype), is_exact=is_exact)
     return Written(digests, [copy], {"dtype": str(dtype).removeprefix("torch."), "merge": effect.facts()})
 
 
@@ -218,6 +220,26 @@ def write_codes(folder: str, subject: Subject, *, form: str) -> Written:
     return Written(made.digests, [copy], facts, notes)
 
 
+def write_ternary(folder: str, subject: Subject) -> Written:
+    """Write the whole model with the ternary weights that it computes with, in 2 bits each.
+
+    Raises:
+        ConfigError: a weight of the layers has a number of output features that 4 does not divide.
+    """
+    made = write_quantised(
+        folder,
+        TernaryLayout(subject.source.dtype),
+        model=subject.model,
+        dtype=subject.dtype,
+        tokenizer=subject.tokenizer,
+        max_shard_bytes=subject.max_shard_bytes,
+        generation=subject.generation,
+        holds_all=True,
+    )
+    facts = {"dtype": str(subject.dtype).removeprefix("torch."), "quantised": made.quantised}
+    return Written(made.digests, [Copy("bitnet", lambda folder, dtype: TransformersModel(folder, dtype=dtype))], facts)
+
+
 Writer = Callable[[str, Subject], Written]
 """Writes a form into a local folder."""
 WRITERS: dict[str, Writer] = {
@@ -226,5 +248,6 @@ WRITERS: dict[str, Writer] = {
     "gguf": write_gguf,
     "int8": partial(write_codes, form="int8"),
     "nf4": partial(write_codes, form="nf4"),
+    "bitnet": write_ternary,
 }
 """By form, in the order of `config.task_schema.FORMS`."""

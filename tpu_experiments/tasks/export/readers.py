@@ -156,6 +156,8 @@ class TransformersModel:
                 self.model = peft.PeftModel.from_pretrained(self.model, adapter, trust_remote_code=False)
                 self.name = f"PEFT {peft.__version__}"
         self.model.eval()
+        # BitNet's functions are compiled by torch.compile, which takes a C++ compiler and minutes.
+        self.compiling = "force_eager" if stored.get("quant_method") == "bitnet" else "default"
         self.tokenizer = AutoTokenizer.from_pretrained(adapter or folder, trust_remote_code=False)
 
     def ids(self, text: str) -> list[int]:
@@ -165,7 +167,8 @@ class TransformersModel:
     @torch.no_grad()
     def log_probs(self, ids: Sequence[int]) -> Tensor:
         """Return the log-probabilities (T, V) of the token after each of `ids`."""
-        logits: Tensor = self.model(input_ids=torch.tensor([list(ids)])).logits
+        with torch.compiler.set_stance(self.compiling):
+            logits: Tensor = self.model(input_ids=torch.tensor([list(ids)])).logits
         return torch.log_softmax(logits[0].to(torch.float32), -1)
 
     @torch.no_grad()
@@ -174,7 +177,8 @@ class TransformersModel:
         written: list[int] = []
         given, cache = torch.tensor([list(ids)]), None
         for _ in range(num):
-            out = self.model(input_ids=given, past_key_values=cache, use_cache=True)
+            with torch.compiler.set_stance(self.compiling):
+                out = self.model(input_ids=given, past_key_values=cache, use_cache=True)
             cache, given = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
             written.append(int(given))
         return written

@@ -31,6 +31,8 @@ OF_CODES = (
     "row_tokens",
 )
 """Settings of task=quantize that determine what is written."""
+OF_DENSE, OF_TERNARY = ("gguf", "int8", "nf4"), ("bitnet",)
+"""Forms that are for dense weights alone, and for ternary ones alone."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Subject:
             "lora": [origin.lora.r, origin.lora.alpha, origin.lora.scaling, origin.lora.dora],
             "reduced_with_seed": origin.reduced_with_seed,
             "base": [self.base_path, origin.config.model.revision, origin.config.model.dtype],
+            **({"linear": origin.config.model.linear} if origin.config.model.linear != "plain" else {}),
             "quantised": [origin.config.model.base, origin.config.model.base_double_quant],
             "drawn_with_seed": origin.config.seed if self.source.random else None,
             "dtype": str(self.dtype),
@@ -134,6 +137,19 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
         raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")
     if isinstance(task, ExportTaskConfig) and "peft" in task.forms and origin.lora.r == 0:
         raise ConfigError(f"task.forms has peft, and {origin.text} has no adapter; leave it out of task.forms.")
+    is_ternary = origin.config.model.linear == "bitnet"
+    asked = task.forms if isinstance(task, ExportTaskConfig) else []
+    wrong = [form for form in asked if form in (OF_DENSE if is_ternary else OF_TERNARY)]
+    if wrong:
+        raise ConfigError(
+            f"task.forms has {wrong[0]}, and {origin.text} was trained with model.linear={origin.config.model.linear}; "
+            f"{'its weights are ternary: name bitnet or merged' if is_ternary else 'it has no ternary weights'}."
+        )
+    if is_ternary and not isinstance(task, ExportTaskConfig):
+        raise ConfigError(
+            f"task={task.name}; {origin.text} was trained with model.linear=bitnet, whose weights have fewer bits than "
+            "that; write them with task=export 'task.forms=[bitnet]'."
+        )
     model = whole_model(
         source,
         lora=origin.lora,

@@ -13,6 +13,7 @@ from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.models.bitnet import MIX
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.objectives.base import samples
@@ -20,7 +21,7 @@ from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
-from tpu_experiments.training.step import ROW_TENSORS, mask_tensors
+from tpu_experiments.training.step import ROW_TENSORS, stage_tensors
 
 Shape = tuple[int, int, int]
 
@@ -91,7 +92,7 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
     lowered: Lowered = trainer.runtime.lower(
         lambda sent: stepped(trainer, sent),
         name="train",
-        batch=batch_like(shape, config=trainer.config) | mask_like(trainer),
+        batch=batch_like(shape, config=trainer.config) | added_like(trainer),
         rows_dim=1,
         renewed=lambda out: renewed(trainer, out),
     )
@@ -129,15 +130,18 @@ def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> 
 def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
     """Return placeholders for a training batch."""
     batch = rows_like(shape) | {"lr": torch.empty(1, device="meta")}
+    if config.model.linear_warmup_steps:
+        batch[MIX] = torch.empty(shape[:2], device="meta")
     if has_noise(config):
         batch[NOISE] = torch.empty(shape[:2], dtype=torch.int32, device="meta")
     return batch
 
 
-def mask_like(trainer: Any) -> dict[str, Tensor]:
-    """Return placeholders for the trainable masks, where a stage does not train everything."""
-    choice = mask_tensors((), trainer.parameters, stages=trainer.inputs.stages)
-    return {name: numbers.to("meta") for name, numbers in choice.items()}
+def added_like(trainer: Any) -> dict[str, Tensor]:
+    """Return placeholders for what stages add to their batches: trainable masks and weight decay."""
+    stages = trainer.inputs.stages
+    added = stage_tensors(stages[0], trainer.parameters, stages=stages)
+    return {name: numbers.to("meta") for name, numbers in added.items()}
 
 
 @contextmanager

@@ -1,0 +1,74 @@
+"""What ternary weights cost at small scale: BitNet beside the Llama of the same sizes, in bits per byte.
+
+    python -m tests.benchmarks.ternary --out /tmp/ternary
+
+Three sizes of tests/benchmarks/scratch.py from scratch on real Romanian, each as it is and with model.linear=bitnet, on
+the same rows in the same order. Each arm takes the rate whose loss on the evaluation split is the lowest at the
+smallest size; the test split chooses nothing. The ternary arm has the two halves of
+conf/curriculum/bitnet_two_stage.yaml: the rate falls by a third where weight decay ends. What is finished in --out is
+not run again. Prints Markdown.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.scratch import SIZES, VOCAB_SIZE, data, run, tested, train
+
+RATES = {"dense": (3e-3, 6e-3), "ternary": (3e-3, 6e-3)}
+
+
+def main() -> None:
+    """Train the tokenizer and every model, and print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("/tmp/ternary"))
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[:3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    arguments = parser.parse_args()
+    out, steps, sizes = arguments.out, arguments.steps, arguments.sizes
+    run("task=tokenizer", f"task.vocab_size={VOCAB_SIZE}", *data(out), "name=tokenizer", f"task.folder={out}/tokenizer")
+    best = {}
+    for arm, rates in RATES.items():
+        tried = {rate: trained(out, sizes[0], arm=arm, rate=rate, steps=steps, seed=0)["eval_loss"] for rate in rates}
+        best[arm] = min(tried, key=lambda rate: tried[rate])
+        print(f"{arm}: {', '.join(f'{loss:.4f} at {rate:g}' for rate, loss in tried.items())}", flush=True)
+    print("| size | arm | seed | loss, evaluation | bits per byte, test | 95 % over documents | shares of -1, 0, 1 |")
+    print("|---|---|---|---|---|---|---|")
+    for size, seed, arm in itertools.product(sizes, arguments.seeds, RATES):
+        result = trained(out, size, arm=arm, rate=best[arm], steps=steps, seed=seed)
+        bits = tested(out, result)["bits_per_byte"]
+        print(
+            f"| {size} ({result['num_parameters']:,}) | {arm} | {seed} | {result['eval_loss']:.4f} | "
+            f"{bits['value']:.3f} | {bits['low']:.3f} to {bits['high']:.3f} | "
+            f"{shares(out / result['name']) if arm == 'ternary' else ''} |",
+            flush=True,
+        )
+
+
+def trained(out: Path, size: str, *, arm: str, rate: float, steps: int, seed: int) -> dict[str, Any]:
+    """Train one model; return its result.json."""
+    if arm == "dense":
+        return train(out, size, rate=rate, steps=steps, seed=seed)
+    first, second = steps // 2, steps - steps // 2
+    more = ["model.linear=bitnet", "curriculum=bitnet_two_stage"]
+    for stage, count, peak in (("first", first, rate), ("second", second, rate / 3)):
+        more.append(f"curriculum.stages.{stage}={{steps:{count},tokens_per_parameter:null,lr:{peak}}}")
+    return train(out, size, rate=rate, steps=steps, seed=seed, kind="ternary-", more=more)
+
+
+def shares(folder: Path) -> str:
+    """Return the least and the most of each share over the layers, at the last record of norms."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = next(r for r in reversed(records) if any(key.startswith("ternary/") for key in r))
+    found = []
+    for name in ("minus", "zero", "plus"):
+        values = [value for key, value in last.items() if key.startswith(f"ternary/{name}_")]
+        found.append(f"{min(values):.3f} to {max(values):.3f}")
+    return "; ".join(found)
+
+
+if __name__ == "__main__":
+    main()
