@@ -22,11 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PARALLEL_TOKENS = 2048
-"""Longest row in the parallel form: the compiler takes 4 to 7 times as long for chunks of 64 tokens, at equal speed
-(rows of 512 and 1,024 tokens on torch_xla's CPU device)."""
-CHUNK_TOKENS = 512
-"""L of longer rows: few chunks, since each is compiled."""
+from tpu_experiments.config.recurrence import chunk_of
+
 GRID = 2.0**-9
 """Sums of logarithms of forget gates are split at it, since they grow to thousands while their differences matter near
 0: multiples of it are exact in float32 to 2^15, the most that 2,048 tokens reach under the soft cap of 15, and the rest
@@ -62,7 +59,7 @@ def over_rows(cell: Cell, segments_BT: Tensor, *, eps: float, chunk_tokens: int 
     Args:
         segments_BT: numbers of documents, one after another; padding, 0, is a document of its own.
         eps: added to the denominator.
-        chunk_tokens: L; None takes the parallel form up to `PARALLEL_TOKENS` and `CHUNK_TOKENS` above.
+        chunk_tokens: L; None is that of config/recurrence.py, the parallel form up to 2,048 tokens.
     """
     num_tokens = segments_BT.shape[1]
     chunks = _Chunks.of(cell, segments_BT, size=chunk_tokens or chunk_of(num_tokens))
@@ -75,11 +72,6 @@ def with_last_state(cell: Cell, segments_BT: Tensor, *, eps: float) -> tuple[Ten
     chunks = _Chunks.of(cell, segments_BT, size=chunk_of(num_tokens))
     matrix, vector, stabiliser = (each[:, :, -1] for each in chunks.states())
     return chunks.outputs(eps=eps)[:, :, -num_tokens:], State(matrix, vector, stabiliser)
-
-
-def chunk_of(num_tokens: int) -> int:
-    """Return the tokens of a chunk of rows of this length; the whole row is the parallel form."""
-    return num_tokens if num_tokens <= PARALLEL_TOKENS else CHUNK_TOKENS
 
 
 def one_token(cell: Cell, state: State, *, eps: float) -> tuple[Tensor, State]:

@@ -5,6 +5,7 @@ loads what is exported here and whose checkpoints are loaded. Its own forward pa
 of a row to the next, and its kernel for training unrolls chunks of 64 tokens, which compile for minutes. The cell is in
 models/mlstm.py. Legend: B rows, T tokens, H hidden, N heads, E width of values of a head, V vocabulary."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,22 @@ class Memory:
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state
+
+
+class StateCache:
+    """States of all layers, in the place of a cache of keys and values.
+
+    Args:
+        layers: their states (`State`); None makes empty ones for as many layers.
+    """
+
+    def __init__(self, num_layers: int, layers: Sequence[tuple[Tensor, ...]] | None = None) -> None:
+        states = [None] * num_layers if layers is None else [State(*kept) for kept in layers]
+        self.memories = [Memory(state) for state in states]
+
+    def kept(self) -> list[State]:
+        """Return the states that there are, in the order of layers."""
+        return [memory.state for memory in self.memories if memory.state is not None]
 
 
 class RMSNorm(nn.Module):
@@ -185,19 +202,19 @@ class Backbone(xLSTMPreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: list[Memory] | None = None,
+        past_key_values: StateCache | None = None,
         **_: Any,
     ) -> BaseModelOutput:
         """Return the last hidden states (B, T, H).
 
         Args:
             attention_mask: segments (B, T), the numbers of documents; None: every row is one document.
-            past_key_values: a memory for each layer.
+            past_key_values: empty states, filled by this call; or those of the tokens before, which it replaces.
         """
         segments_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         hidden_BTH = self.embeddings(input_ids)
         for index, block in enumerate(self.blocks):
-            more = () if past_key_values is None else (past_key_values[index],)
+            more = () if past_key_values is None else (past_key_values.memories[index],)
             hidden_BTH = block(hidden_BTH, segments_BT, *more)
         return BaseModelOutput(last_hidden_state=self.out_norm(hidden_BTH))
 
@@ -220,9 +237,13 @@ class xLSTMForCausalLM(xLSTMPreTrainedModel):  # noqa: N801  # transformers' nam
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def empty_memory(self) -> list[Memory]:
-        """Return a memory without a state for each layer, for generation."""
-        return [Memory() for _ in range(self.config.num_hidden_layers)]
+    def empty_cache(self) -> StateCache:
+        """Return a cache for `past_key_values` of whole prompts."""
+        return StateCache(self.config.num_hidden_layers)
+
+    def filled_cache(self, layers: Sequence[tuple[Tensor, ...]]) -> StateCache:
+        """Return a cache for `past_key_values` of the next token, given the states that layers keep."""
+        return StateCache(self.config.num_hidden_layers, layers)
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutput:
         """Return logits (B, T, V), soft-capped, float32.
