@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.recall --seeds 0 1 2
 
-A row writes values under keys, 24 times, one token for each pair of a key and a value, so that a key of eight is
-written three times on average; then every key is asked for once, in random order, and the value that was written under
+A row writes values under keys, 96 times, one token for each pair of a key and a value, so that a key of eight is
+written twelve times on average; then every key is asked for once, in random order, and the value that was written under
 it last is to be predicted. Rows are drawn anew for each step: what is learnt is the rule. The linear model has the same
 config and start, but its forget gate leaves everything and its input gate takes every token alike (arXiv 2006.16236).
 Prints a line for every few hundred steps, and then the share of right answers in 512 new rows."""
@@ -18,7 +18,7 @@ from transformers import xLSTMConfig
 
 from tpu_experiments.models.xlstm import MLSTMLayer, xLSTMForCausalLM
 
-KEYS, VALUES, WRITES = 8, 8, 24
+KEYS, VALUES, WRITES = 8, 8, 96
 OPEN = {"igate_preact": 0.0, "fgate_preact": 100.0}
 """Gates before their activations: exp(0) and sigmoid(100) are 1."""
 
@@ -86,7 +86,7 @@ def main() -> None:
     """Train both models for each seed and print a line of the table for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--kinds", nargs="+", default=["xlstm", "linear"])
