@@ -49,6 +49,35 @@ def test_the_program_has_the_products_that_are_counted(model: str, remat: str, l
     assert flops.model == pytest.approx(flops.total - flops.recomputation)
 
 
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("chunk", "lora"), [(SEQ_LEN, "none"), pytest.param(16, "all_linear_r8", marks=pytest.mark.slow)]
+)
+def test_an_xlstm_has_the_products_that_are_counted(chunk: int, lora: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpu_experiments.models import mlstm
+    from tpu_experiments.planning.hlo.program import read_program
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+    from tpu_experiments.runtime.xla.programs import hlo_of
+
+    for module in (mlstm, flops_module):
+        monkeypatch.setattr(module, "chunk_of", lambda _: chunk)
+    words = ["model=xlstm_small", "model.size=tiny", "model.dtype=float32"]
+    config = composed(*words, f"lora={lora}", "lora.targets=[all-linear]")
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    run = Run(config, runtime)
+    batch = runtime.put(random_batch(0, rows=ROWS, seq_len=SEQ_LEN), rows_dim=1)
+    found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops
+    arch = run.model.source.config
+    sizes = read_decoder(arch)
+    assert sizes.parameters == sum(p.numel() for name, p in run.model.source.empty().named_parameters())
+    counted = trained_flops(config, arch, seq_len=SEQ_LEN)
+    # All scores of a chunk are computed, not the causal half.
+    outside = (
+        4 * 2.0 * sizes.num_layers * (arch.hidden_size * 1.5) * (chunk - flops_module.mean_keys(chunk, window=None))
+    )
+    assert found / (ROWS * SEQ_LEN) == pytest.approx(counted.total + outside, rel=1e-9)
+
+
 def test_what_a_policy_saves_is_what_the_layers_save() -> None:
     assert flops.SAVED is layer_graph.SAVED
 

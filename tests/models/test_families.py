@@ -86,6 +86,7 @@ FAMILIES = (
     Family("GPT-2", "gpt2", values=dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)),
     Family("GPT-NeoX", "gpt_neox", values=FULL),
     Family("GPT-OSS", "gpt_oss", attention="eager", values={"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("xLSTM", "xlstm", attention="sdpa", values={"num_heads": 4}),
 )
 REFUSED = (
     ("BERT", "bert", "an encoder"),

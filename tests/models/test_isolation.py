@@ -7,7 +7,7 @@ import torch
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.models import forward
+from tpu_experiments.models import forward, mlstm
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import MOST_PARAMETERS, require_isolation, small_copy
 
@@ -44,14 +44,24 @@ def test_decoders_pass(model_type, attention, caplog):
     assert not caplog.records  # an unchecked model is a warning
 
 
-def test_a_recurrent_model_is_refused_where_rows_are_packed(caplog):
-    source = source_of("xlstm", attention="eager")
+def test_a_recurrent_model_is_refused_where_rows_are_packed(caplog, monkeypatch):
+    source = source_of("xlstm")
+    monkeypatch.setattr("tpu_experiments.models.huggingface.OWN_CLASSES", {})  # transformers' class as it is
     with pytest.raises(
         ConfigError, match=r"xlstm a document changes the logits of the next .* set prepare.packing=pad"
     ):
         require_isolation(source, is_packed=True)
     require_isolation(source, is_packed=False)
     assert not caplog.records
+
+
+def test_an_xlstm_that_does_not_end_a_document_is_refused(monkeypatch):
+    def over_one_document(cell, segments_BT, *, eps):
+        return mlstm.over_rows(cell, torch.ones_like(segments_BT), eps=eps)
+
+    monkeypatch.setattr("tpu_experiments.models.xlstm.over_rows", over_one_document)
+    with pytest.raises(ConfigError, match="xlstm a document changes the logits of the next one"):
+        require_isolation(source_of("xlstm"), is_packed=True)
 
 
 def test_an_encoder_is_refused():

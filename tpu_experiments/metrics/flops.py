@@ -1,7 +1,7 @@
 """Sizes of a model read from its transformers config, FLOPs of training per token, and the share of the chip's peak.
 
 Known are dense decoders with grouped-query attention and a gated MLP, whose seven projections carry the names q, k,
-v, o, gate, up and down; any other model type is refused rather than counted wrongly.
+v, o, gate, up and down, encoders, and xLSTM; any other model type is refused rather than counted wrongly.
 
 A multiply-add is 2 FLOPs. A dense forward pass is 2 N FLOPs per token for N elements of matrices (arXiv 2001.08361,
 table 1), and the backward pass as much again for the gradient of the activations and once more for that of the
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_places, num_texts
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
+from tpu_experiments.config.recurrence import chunk_of
 from tpu_experiments.config.schema import (
     ClassifyConfig,
     Config,
@@ -114,6 +115,16 @@ class Decoder:
     def parameters(self) -> int:
         """Elements of everything, as `module.parameters()` counts them."""
         return self.matrices + self.vectors
+
+    @property
+    def last_projection(self) -> str:
+        """Name of the projection after which a layer ends."""
+        return MLP_PROJECTIONS[-1]
+
+    def attention(self, seq_len: int, *, causal: bool = True) -> float:
+        """Return the FLOPs per token of scores and weighted values, forward, over a row that is one document."""
+        keys = sum(mean_keys(seq_len, window=window, causal=causal) for window in self.windows)
+        return 4.0 * self.num_heads * self.head_dim * keys
 
     def adapted(self, targets: Iterable[str]) -> list[tuple[int, int]]:
         """Return (in, out) of every Linear that `lora.targets` names, by the rule of config/model_schema.py."""
@@ -225,8 +236,89 @@ def _read_encoder(arch: Any, *, kind: str) -> Encoder:
     )
 
 
+@dataclass(frozen=True)
+class Recurrent(Decoder):
+    """Sizes of an xLSTM (models/xlstm.py); `head_dim` is the width of a head's values."""
+
+    query_dim: int
+    """Width of a head's queries and keys."""
+    biased: bool
+    """Whether projections and norms have biases; those of the gates do in any case."""
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of the matrices of one layer."""
+        hidden, inner = self.hidden, self.intermediate
+        queries, values = self.num_heads * self.query_dim, self.num_heads * self.head_dim
+        found = {"q": (hidden, queries), "k": (hidden, queries), "v": (hidden, values)}
+        found |= {"ogate_preact": (hidden, values), "out_proj": (values, hidden)}
+        found |= dict.fromkeys(("igate_preact", "fgate_preact"), (hidden, self.num_heads))
+        return found | dict.fromkeys(("proj_up_gate", "proj_up"), (hidden, inner)) | {"proj_down": (inner, hidden)}
+
+    @property
+    def last_projection(self) -> str:
+        """Name of the projection after which a layer ends."""
+        return "proj_down"
+
+    @property
+    def vectors(self) -> int:
+        """Elements of norms and biases."""
+        norms = 2 * self.hidden + self.num_heads * self.head_dim
+        gates = 2 * self.num_heads
+        biases = norms + sum(high for _, high in self.projections.values()) if self.biased else gates
+        return self.num_layers * (norms + biases) + self.hidden
+
+    def attention(self, seq_len: int, *, causal: bool = True) -> float:
+        """Return the FLOPs per token of the cell's products, forward, over a row that is one document.
+
+        They are scores and weighted values within a chunk, causal half, and where a row has several chunks, those that
+        write and read the state.
+        """
+        chunk = chunk_of(seq_len)
+        within = 2.0 * self.num_heads * (self.query_dim + self.head_dim) * mean_keys(chunk, window=None)
+        across = 4.0 * self.num_heads * self.query_dim * self.head_dim if chunk < seq_len else 0.0
+        return self.num_layers * (within + across)
+
+    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for layer in range(self.num_layers):
+            for leaf, shape in self.projections.items():
+                part = "ffn" if leaf.startswith("proj_") else "mlstm_layer"
+                yield f"backbone.blocks.{layer}.{part}.{leaf}", shape
+        yield "lm_head", (self.hidden, self.vocab_size)
+
+
+def _read_recurrent(arch: Any) -> Recurrent:
+    """Read an xLSTM's sizes, with the defaults of transformers 5.23."""
+    hidden, layers = int(_required(arch, "hidden_size")), int(_required(arch, "num_hidden_layers"))
+    heads = int(_required(arch, "num_heads"))
+    multiple = int(_value(arch, "ffn_round_up_to_multiple_of") or 64)
+    inner = int((hidden * float(_value(arch, "ffn_proj_factor") or 2.667) + multiple - 1) // multiple * multiple)
+    queries, values = _value(arch, "qk_dim_factor"), _value(arch, "v_dim_factor")
+    return Recurrent(
+        hidden=hidden,
+        intermediate=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=int(hidden * (1.0 if values is None else values)) // heads,
+        vocab_size=int(_required(arch, "vocab_size")),
+        tied=False,
+        windows=(None,) * layers,
+        family=Family(),
+        query_dim=int(hidden * (0.5 if queries is None else queries)) // heads,
+        biased=bool(_value(arch, "use_bias")),
+    )
+
+
+def _required(arch: Any, name: str) -> Any:
+    value = _value(arch, name)
+    if value is None:
+        raise ConfigError(f"model.arch.{name} is not set; task=plan counts from it; set it.")
+    return value
+
+
 def read_decoder(arch: Any) -> Decoder:
-    """Read the sizes from `model.arch` or from a transformers config, of an encoder too.
+    """Read the sizes from `model.arch` or from a transformers config, of an encoder or an xLSTM too.
 
     Raises:
         ConfigError: the model type is not supported here, or a size is missing.
@@ -234,6 +326,8 @@ def read_decoder(arch: Any) -> Decoder:
     kind = _value(arch, "model_type")
     if kind in ENCODERS and kind not in FAMILIES:
         return _read_encoder(arch, kind=kind)
+    if kind == "xlstm":
+        return _read_recurrent(arch)
     family = FAMILIES.get(kind)
     if family is None:
         raise ConfigError(
@@ -526,8 +620,7 @@ def flops_of_token(
     decoder, trained = read_decoder(arch), trainable == "full"
     names = [] if trained else list(targets)
     layers, head = 2.0 * decoder.num_layers * decoder.layer_matrices, 2.0 * decoder.embedding
-    keys = sum(mean_keys(seq_len, window=window, causal=causal) for window in decoder.windows)
-    attention = 4.0 * decoder.num_heads * decoder.head_dim * keys
+    attention = decoder.attention(seq_len, causal=causal)
     adapters = 2.0 * decoder.adapter_parameters(rank=lora_rank, targets=names)
     twice = dora and dropout > 0
     second = 2.0 * sum(wide * high for wide, high in decoder.adapted(names)) if twice else 0.0
@@ -565,7 +658,7 @@ def _recomputed(
     again = {
         name: wide * high
         for name, (wide, high) in decoder.projections.items()
-        if name not in saved and (name != "down_proj" or is_last_read)
+        if name not in saved and (name != decoder.last_projection or is_last_read)
     }
     repeated = [shape for leaf, shape in decoder.adapted_by_leaf(targets) if leaf in again]
     adapters = sum((rank + (wide if twice else 0)) * high for wide, high in repeated)

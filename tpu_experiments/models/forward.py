@@ -222,10 +222,14 @@ def _without_mask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
 def attention_input(segments_BT: Tensor, *, module: nn.Module, causal: bool = True) -> Any:
     """Return the model's `attention_mask`: segment ids for `flash`, masks for other implementations.
 
+    Models without attention that keep documents apart by themselves (xLSTM) get the segments (B, T).
+
     Raises:
         ConfigError: `flash` with attention on both sides, which the kernel does not compute.
     """
     config: Any = module.config
+    if getattr(module, "reads_segments", False):
+        return segments_BT
     if config._attn_implementation != FLASH:
         return in_attention_form(attention_masks(segments_BT, config=config, causal=causal), module)
     if not causal:
@@ -286,9 +290,12 @@ _known: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
 
 
 def soft_cap_of(module: nn.Module) -> float | None:
-    """Return c of Gemma's c tanh(logits / c); None where the logits are not capped."""
+    """Return c of Gemma's and xLSTM's c tanh(logits / c); None where the logits are not capped."""
     config: Any = module.config
-    return getattr(config.get_text_config(), "final_logit_softcapping", None)
+    text = config.get_text_config()
+    names = ("final_logit_softcapping", "output_logit_soft_cap")
+    cap: float | None = next((c for c in (getattr(text, name, None) for name in names) if c is not None), None)
+    return cap
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:

@@ -1,10 +1,11 @@
 """Text from token ids with a cache of one shape: one program reads prompts, one writes tokens, for each bucket.
 
-Prompts are padded on the left, so that the rows of a batch write at one slot. Every layer keeps every token, those
-that slide too: their window is in the mask. The next token is chosen with static shapes and equals transformers'
-logits processors; draws come from one uniform number a token, made on the host, so they are the same on every device
-for the same logits. Legend: B rows, T slots of the prompt, S slots in all, N tokens written in one call, K key/value
-heads, D head dimension, V vocabulary, C candidates."""
+A layer keeps the keys and values of every token, those that slide too: their window is in the mask. Layers of xLSTM
+keep a state of one size instead (models/mlstm.py). Prompts are padded on the left, so that the rows of a batch write at
+one slot. The next token is chosen with static shapes and equals transformers' logits processors; draws come from one
+uniform number a token, made on the host, so they are the same on every device for the same logits. Legend: B rows, T
+slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
+candidates."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,10 @@ class FreshCache:
         self.num_slots = num_slots
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def kept(self) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values in the order of layers."""
+        return [self.layers[index] for index in sorted(self.layers)]
+
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values, padded to (B, K, S, D); transformers' layers call it."""
         empty = (0, 0, 0, self.num_slots - key.shape[2])
@@ -50,8 +55,12 @@ class FilledCache:
         slot: number of the token's slot, (1,).
     """
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]], *, slot: Tensor) -> None:
+    def __init__(self, layers: Sequence[tuple[Tensor, ...]], *, slot: Tensor) -> None:
         self.layers, self.slot = layers, slot.long()
+
+    def kept(self) -> Sequence[tuple[Tensor, ...]]:
+        """Return keys and values in the order of layers."""
+        return self.layers
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write a layer's key and value of one token and return all slots; transformers' layers call it."""
@@ -286,15 +295,16 @@ class Bucket:
         return ids_BS.cpu()[:, self.length : self.length + num]
 
     def prefill(self, batch: Batch) -> dict[str, Tensor]:
-        """Compute keys and values of prompts `ids` (B, T), and the first token after them (prefill program).
+        """Compute what layers keep of prompts `ids` (B, T), and the first token after them (prefill program).
 
         Raises:
-            ConfigError: the model's layers keep no keys and values.
+            ConfigError: the model's layers keep neither keys and values nor a state.
         """
-        module, ids_BT, pads_B = self.decoder.module, batch["ids"], batch["pads"]
+        module: Any = self.decoder.module
+        ids_BT, pads_B = batch["ids"], batch["pads"]
         index_T = torch.arange(self.length, device=ids_BT.device, dtype=torch.int32)
         segments_BT = (index_T >= pads_B[:, None]).to(torch.int32)
-        cache = FreshCache(self.num_slots)
+        cache = module.empty_cache() if has_own_cache(module) else FreshCache(self.num_slots)
         logits_BV = _logits(
             module,
             ids_BT,
@@ -302,11 +312,11 @@ class Bucket:
             masks=attention_input(segments_BT, module=module),
             cache=cache,
         )
-        layers = [cache.layers[index] for index in sorted(cache.layers)]
+        layers = cache.kept()
         if not layers:
             raise ConfigError(
-                f"task=generate with {type(module).__name__}; its layers keep no keys and values, which is the only "
-                "cache that is known here; use transformers' generate."
+                f"task=generate with {type(module).__name__}; its layers keep no keys and values, nor states that are "
+                "known here; use transformers' generate."
             )
         slot = torch.full((1,), self.length - 1, device=ids_BT.device, dtype=torch.int32)
         ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots - self.length))
@@ -340,21 +350,30 @@ class Bucket:
     def next_state(
         self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor, temperature: Tensor | None
     ) -> Tensors:
-        """Return `state` with the token after `slot`; keys and values of the token in `slot` are written."""
-        module, slot, ids_BS = self.decoder.module, state["slot"], state["ids"]
-        layers = [(state[name], state[f"value{name[3:]}"]) for name in state if name.startswith("key")]
+        """Return `state` with the token after `slot`; layers have read the token in `slot`."""
+        module: Any = self.decoder.module
+        slot, ids_BS = state["slot"], state["ids"]
+        layers = _layers(state)
+        cache = module.filled_cache(layers) if has_own_cache(module) else FilledCache(layers, slot=slot)
         with without_kernel(module):
             logits_BV = _logits(
                 module,
                 ids_BS.index_select(1, slot.long()),
                 positions=slot - pads_B[:, None],
-                masks=slot_masks(pads_B, slot=slot, num_slots=self.num_slots, module=module),
-                cache=FilledCache(layers, slot=slot),
+                masks=self._masks(pads_B, slot=slot),
+                cache=cache,
             )
         return (
             *self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B, temperature=temperature),
-            *_named(layers).values(),
+            *_named(cache.kept()).values(),
         )
+
+    def _masks(self, pads_B: Tensor, *, slot: Tensor) -> Any:
+        """Return the model's `attention_mask` for one token; None where a state has seen all tokens before it."""
+        module = self.decoder.module
+        if has_own_cache(module):
+            return None
+        return slot_masks(pads_B, slot=slot, num_slots=self.num_slots, module=module)
 
     def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Any) -> Tensors:
         """Choose the next token; returns the ids with it in place, and its slot."""
@@ -370,6 +389,21 @@ def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any,
     return logits_BV
 
 
-def _named(layers: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Name keys and values, in the order of layers."""
-    return {f"{kind}{i}": t for i, pair in enumerate(layers) for kind, t in zip(("key", "value"), pair, strict=True)}
+def has_own_cache(module: nn.Module) -> bool:
+    """Return whether a model makes its cache itself: by `empty_cache()` and `filled_cache(layers)`."""
+    return hasattr(module, "empty_cache")
+
+
+def _named(layers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Name the tensors that layers keep, in the order of layers."""
+    return {f"layer{i}.{j}": tensor for i, kept in enumerate(layers) for j, tensor in enumerate(kept)}
+
+
+def _layers(state: dict[str, Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return the tensors that `_named` named, layer by layer."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, tensor in state.items():
+        layer, is_kept, _ = name.partition(".")
+        if is_kept:
+            layers.setdefault(layer, []).append(tensor)
+    return [tuple(kept) for kept in layers.values()]

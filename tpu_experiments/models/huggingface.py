@@ -38,6 +38,9 @@ from tpu_experiments.models.bitnet import ONLINE, bitnet_config, is_new_norm
 from tpu_experiments.models.conversion import ConvertedTensor, StoredTensor, converted_tensors, stored_tensors
 from tpu_experiments.models.experts import EVERY_EXPERT
 from tpu_experiments.models.forward import CAUSAL_ALONE, rehearse
+from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
+from tpu_experiments.models.xlstm import require_settings as require_xlstm_settings
+from tpu_experiments.models.xlstm import xLSTMForCausalLM
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
 
@@ -124,6 +127,8 @@ NOT_BUILT = {
 }
 """Model types of transformers that would be trained wrongly here. Types that are not listed are checked by
 isolation.py."""
+OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {("causal_lm", XLSTM): xLSTMForCausalLM}
+"""Classes of the project in the place of transformers', by head and model type, with the same parameters."""
 UNFIT = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that transformers' classes raise over inconsistent values."""
 
@@ -177,11 +182,19 @@ class HuggingFaceModel:
         self.folder = None if self.random else self.find_folder()
         self.whole_config = self._config()
         self.config = decoder_config(self.whole_config)
-        self.config._attn_implementation = FLASH if model.attention == "flash" else model.attention
+        if self.config.model_type == XLSTM:
+            require_xlstm_settings(model, self.config)
+        self.config._attn_implementation = self._attention()
         self.config._experts_implementation = EVERY_EXPERT
         self.labels_of_checkpoint = None if self.folder is None else own_labels(self.config)
         if labels:
             set_labels(self.config, labels)
+
+    def _attention(self) -> str:
+        """Return transformers' name of the attention."""
+        if self.config.model_type == XLSTM:  # it has none, and its class takes no other name
+            return "eager"
+        return FLASH if self.model.attention == "flash" else self.model.attention
 
     def find_folder(self) -> Path | None:
         """Return the checkpoint's folder; a Hub id is downloaded."""
@@ -233,11 +246,20 @@ class HuggingFaceModel:
     def built(
         self, config: PretrainedConfig, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
     ) -> PreTrainedModel:
-        """Build a module with random weights by transformers' class for the objective's head.
+        """Build a module with random weights, as training calls it.
 
         Args:
             dtype: data type of the weights; None is that of the config.
         """
+        own = OWN_CLASSES.get((self.head, config.model_type))
+        if own is not None:
+            return cast(PreTrainedModel, own._from_config(config, dtype=dtype))
+        return self.built_by_transformers(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+    def built_by_transformers(
+        self, config: PretrainedConfig, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+    ) -> PreTrainedModel:
+        """Build a module with random weights by transformers' class for the objective's head."""
         auto = HEADS[self.head].auto
         return cast(PreTrainedModel, auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code))
 

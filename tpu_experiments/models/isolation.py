@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models import attention, classification, experts, forward
+from tpu_experiments.models import attention, classification, experts, forward, mlstm, xlstm
 from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
 from tpu_experiments.storage.cache import default_folder
 
@@ -119,7 +119,8 @@ def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
     digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {is_packed}".encode())
     digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
-    modules = (forward, attention, experts, *([classification] if source.head == CLASSIFIER else []))
+    modules = [forward, attention, experts, *([classification] if source.head == CLASSIFIER else [])]
+    modules += [mlstm, xlstm] if source.config.model_type == xlstm.MODEL_TYPE else []
     for file in (__file__, *(str(module.__file__) for module in modules)):
         digest.update(Path(file).read_bytes())
     return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
@@ -257,8 +258,8 @@ def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Mod
             own = copy.deepcopy(config)  # a module keeps its config
             own._attn_implementation = "eager" if is_plain else source.config._attn_implementation
             own._experts_implementation = "eager" if is_plain else source.config._experts_implementation
-            module = source.built(own, dtype=torch.float32, trust_remote_code=source.runs_code)
-            made.append(module.eval())
+            build = source.built_by_transformers if is_plain else source.built
+            made.append(build(own, dtype=torch.float32, trust_remote_code=source.runs_code).eval())
         for parameter in made[0].parameters():
             _randomise(parameter)
     made[1].load_state_dict(made[0].state_dict())

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tpu_experiments.config.recurrence import chunk_of
 from tpu_experiments.config.schema import BLOCK, MIN_ELEMENTS
-from tpu_experiments.metrics.flops import Decoder, Trainable, read_decoder
+from tpu_experiments.metrics.flops import Decoder, Recurrent, Trainable, read_decoder
 
 GIB = 2**30
 
@@ -205,8 +206,14 @@ def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
     Counted in the manner of arXiv 2205.05198, section 4.1: input, both normalised inputs and the middle of the residual
     stream (4 x hidden); queries, keys and values, queries and keys again after the rotation, and the attention's
     output; gate, activated gate, up and their product. sdpa keeps the probabilities, and keys and values repeated to
-    all heads.
+    all heads. An xLSTM keeps decays, scores and their product over a chunk, two of them in float32, and the states of
+    the chunks where there are several.
     """
+    if isinstance(decoder, Recurrent):
+        chunk, values = chunk_of(seq_len), decoder.num_heads * decoder.head_dim
+        states = 2.0 * decoder.query_dim * values / chunk if chunk < seq_len else 0.0
+        kept = 4.0 * decoder.hidden + 2 * decoder.num_heads * decoder.query_dim + 6 * values + 4 * decoder.intermediate
+        return kept + 5 * decoder.num_heads * chunk + states
     queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
     kept = 4.0 * decoder.hidden + (queries + 2 * keys) + (queries + keys) + queries + 4 * decoder.intermediate
     if attention == "sdpa":
