@@ -34,6 +34,10 @@ ELSEWHERE = {
 }
 
 
+SIZES = ("rows", "group", "vector", "codebook")
+"""Settings of task=quantize that are for larger models."""
+
+
 def task_of(words: list[str]) -> str:
     """Name of the task that a command runs."""
     return next((word.removeprefix("task=") for word in words if word.startswith("task=")), "train")
@@ -63,6 +67,12 @@ def smoke_form(words: list[str]) -> list[str]:
         kept = [word for word in kept if not word.startswith(("model=", "data=", "task.push"))]
         few = ("task.parity.documents=2", "task.parity.tokens=40", "task.parity.max_new_tokens=4")
         return [*kept, "task.run=RUN", *few]
+    if task == "quantize":  # of a model of 64 features
+        kept = [word for word in kept if not word.startswith(("model=", "data=", *(f"task.{n}=" for n in SIZES)))]
+        sizes = ["task.codebook=16"] if "task.method=vptq" in kept else ["task.group=32"]
+        rows = [] if "task.method=rtn" in kept else ["task.rows=2"]
+        few = ("task.parity.documents=2", "task.parity.tokens=40", "task.parity.max_new_tokens=4")
+        return [*kept, "task.run=RUN", *sizes, *rows, *few]
     if task == "tokenizer":  # of the shipped samples, which have some 4,000 words
         kept = [word for word in kept if not word.startswith(("task.vocab_size=", "task.compare_with="))]
         return [*kept, *SMOKE[:2], "task.vocab_size=600"]
