@@ -35,6 +35,7 @@ FILE = REPOSITORY.parent / "shared" / "data" / "ro_text.jsonl"
 HELD_OUT = 0.05
 """Share of the documents that chooses the rate, and of those that measure."""
 SIZES: dict[str, dict[str, int]] = {
+    "0.1 M": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 2},
     "0.2 M": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_key_value_heads": 2},
     "0.6 M": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_key_value_heads": 2},
     "1.4 M": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_key_value_heads": 2},
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/scratch"))
     parser.add_argument("--steps", type=int, default=7200)
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3])
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[1:])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[2:])
     parser.add_argument("--more-seeds", type=int, nargs="*", default=[1], help="of the smallest, for the spread")
     arguments = parser.parse_args()
     out, steps = arguments.out, arguments.steps

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.benchmarks.scratch import SIZES, VOCAB_SIZE, data, run, tested, train
 
-RATES = {"dense": (3e-3, 6e-3), "ternary": (3e-3, 6e-3)}
+ARMS = ("dense", "ternary")
 
 
 def main() -> None:
@@ -26,18 +26,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/ternary"))
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[:3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments = parser.parse_args()
     out, steps, sizes = arguments.out, arguments.steps, arguments.sizes
     run("task=tokenizer", f"task.vocab_size={VOCAB_SIZE}", *data(out), "name=tokenizer", f"task.folder={out}/tokenizer")
     best = {}
-    for arm, rates in RATES.items():
-        tried = {rate: trained(out, sizes[0], arm=arm, rate=rate, steps=steps, seed=0)["eval_loss"] for rate in rates}
+    for arm in ARMS:
+        tried = {
+            rate: trained(out, sizes[0], arm=arm, rate=rate, steps=steps, seed=0)["eval_loss"]
+            for rate in arguments.rates
+        }
         best[arm] = min(tried, key=lambda rate: tried[rate])
         print(f"{arm}: {', '.join(f'{loss:.4f} at {rate:g}' for rate, loss in tried.items())}", flush=True)
+    for size, seed, arm in itertools.product(sizes, arguments.seeds, ARMS):
+        result = trained(out, size, arm=arm, rate=best[arm], steps=steps, seed=seed)
+        print(f"{size}, {arm}, seed {seed}: {result['eval_loss']:.4f}", flush=True)
     print("| size | arm | seed | loss, evaluation | bits per byte, test | 95 % over documents | shares of -1, 0, 1 |")
     print("|---|---|---|---|---|---|---|")
-    for size, seed, arm in itertools.product(sizes, arguments.seeds, RATES):
+    for size, seed, arm in itertools.product(sizes, arguments.seeds, ARMS):
         result = trained(out, size, arm=arm, rate=best[arm], steps=steps, seed=seed)
         bits = tested(out, result)["bits_per_byte"]
         print(

@@ -26,6 +26,7 @@ VARIANTS = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 3},
     "qwen3": {"use_sliding_window": False},
     "gemma3_text": {},
+    "bitnet": {},
     "mistral tied": {"tie_word_embeddings": True},
 }
 

@@ -11,7 +11,7 @@ window."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_places, num_texts
@@ -43,14 +43,21 @@ class Family:
     """RMSNorms over the hidden size per layer."""
     head_norms: int = 0
     """RMSNorms over the head size per layer."""
-    inner_norms: int = 0
-    """RMSNorms over the MLP's inner size per layer."""
+    inner_norms: ClassVar[int] = 0
+    """RMSNorms over the MLP's inner size per layer. No field: the digests of stored plans are of the fields."""
     qkv_bias: bool = False
     tied: bool = False
     """`tie_word_embeddings` where the config does not have it."""
     window: str = "none"
     """Which layers attend within `sliding_window`: `none`, `all`, `period` (all but each sixth), `late` (those from
     `max_window_layers`, when `use_sliding_window`)."""
+
+
+@dataclass(frozen=True)
+class BitNetFamily(Family):
+    """A Llama with a norm in front of o_proj and one in front of down_proj."""
+
+    inner_norms: ClassVar[int] = 1
 
 
 FAMILIES = {
@@ -60,7 +67,7 @@ FAMILIES = {
     "qwen3": Family(head_norms=2, window="late"),
     "gemma3_text": Family(norms=4, head_norms=2, tied=True, window="period"),
     "eurobert": Family(),
-    "bitnet": Family(norms=3, inner_norms=1),
+    "bitnet": BitNetFamily(norms=3),
 }
 
 
