@@ -45,6 +45,7 @@ CASES = {
         "optim.no_decay=['*embed_tokens*']",
         "optim.ema=0.99",
     ),
+    "xlstm, rows over 4, all weights": ("model=xlstm_small", ALL, "sharding=replicated"),
     "mistral, data 2 x fsdp 2, all weights, 8-bit moments": ("model=mistral7b", ALL, HSDP, "optim=adamw8bit", WIDE),
     "mistral, data 2 x tensor 2, 8-bit moments": (
         "model=mistral7b",

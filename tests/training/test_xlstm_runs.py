@@ -45,21 +45,21 @@ def test_a_run_is_evaluated_writes_and_is_exported_again(trained: Path) -> None:
     again = (f"task.run={trained}", "hw=cpu", "hw.num_threads=1")
     for words in (
         ("task=evaluate", "hw.runtime=eager"),
-        ("task=generate", "hw.runtime=eager", "task.prompt=Dunărea", "task.max_new_tokens=4", "task.buckets=[32]"),
+        ("task=generate", "hw.runtime=eager", "task.prompt=Salut", "task.max_new_tokens=4", "task.buckets=[32]"),
         ("task=export",),
     ):
-        done = run(*words, *again, output_dir=trained.parent)
+        done = run(*words, *again, output_dir=trained.parent, as_typed=True)
         assert done.returncode == 0, done.stdout + done.stderr
     scores = json.loads((trained / "test_results.json").read_text())["sources"]["fineweb_edu"]["trained"]
     assert 0 < scores["bits_per_byte"] < 10
-    done = run("task=export", "task.forms=[gguf]", *again, output_dir=trained.parent)
+    done = run("task=export", "task.forms=[gguf]", *again, output_dir=trained.parent, as_typed=True)
     assert done.returncode == 2
     assert "leave gguf out of task.forms" in done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_a_run_is_killed_resumed_and_equal(tmp_path: Path) -> None:
-    done = run(*WORDS, "task=resume_check", output_dir=tmp_path)
+    done = run(*WORDS, "task=resume_check", output_dir=tmp_path, as_typed=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "resume_check" / "mine" / "resume_check.json").read_text())
     assert found["equal"]
