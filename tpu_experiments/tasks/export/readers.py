@@ -176,10 +176,11 @@ class TransformersModel:
         """Return the likeliest continuation, with transformers' own cache."""
         written: list[int] = []
         given, cache = torch.tensor([list(ids)]), None
+        name = "cache_params" if self.model.config.model_type == "xlstm" else "past_key_values"
         for _ in range(num):
             with torch.compiler.set_stance(self.compiling):
-                out = self.model(input_ids=given, past_key_values=cache, use_cache=True)
-            cache, given = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+                out = self.model(input_ids=given, **{name: cache}, use_cache=True)
+            cache, given = getattr(out, name), out.logits[:, -1].argmax(-1, keepdim=True)
             written.append(int(given))
         return written
 
