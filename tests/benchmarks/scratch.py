@@ -91,13 +91,21 @@ def data(out: Path) -> list[str]:
 
 
 def train(
-    out: Path, size: str, *, rate: float, steps: int, seed: int, kind: str = "", more: Sequence[str] = ()
+    out: Path,
+    size: str,
+    *,
+    rate: float,
+    steps: int,
+    seed: int,
+    experiment: str = "llama_mini_pretrain",
+    kind: str = "",
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train a model from scratch; return its result.json.
 
     Args:
-        kind: a word in the run's name that stands for `more`.
-        more: overrides of a curriculum, in the place of one stage of these steps.
+        kind: a word in the run's name that stands for the experiment.
+        more: overrides of the stages, in the place of one of these steps.
     """
     name = f"{kind}{size.replace(' ', '')}-{rate:g}-{steps}-{seed}"
     file = out / name / "result.json"
@@ -105,7 +113,7 @@ def train(
     arch = {**SIZES[size], "num_attention_heads": NUM_HEADS, "head_dim": width // NUM_HEADS}
     if not file.exists():
         run(
-            "experiment=llama_mini_pretrain",
+            f"experiment={experiment}",
             *data(out),
             *(f"model.arch.{key}={value}" for key, value in {**arch, "vocab_size": VOCAB_SIZE}.items()),
             # 0.02 at the width of llama_mini, and the same multiple of 1 / sqrt(width) here.

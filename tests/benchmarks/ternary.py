@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("/tmp/ternary"))
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[:3])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["0.2 M", "0.6 M", "1.4 M"])
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments = parser.parse_args()
@@ -60,10 +60,10 @@ def trained(out: Path, size: str, *, arm: str, rate: float, steps: int, seed: in
     if arm == "dense":
         return train(out, size, rate=rate, steps=steps, seed=seed)
     first, second = steps // 2, steps - steps // 2
-    more = ["model.linear=bitnet", "curriculum=bitnet_two_stage"]
+    more = ["schedule.warmup_steps=null"]
     for stage, count, peak in (("first", first, rate), ("second", second, rate / 3)):
         more.append(f"curriculum.stages.{stage}={{steps:{count},tokens_per_parameter:null,lr:{peak}}}")
-    return train(out, size, rate=rate, steps=steps, seed=seed, kind="ternary-", more=more)
+    return train(out, size, rate=rate, steps=steps, seed=seed, experiment="bitnet_pretrain", kind="ternary-", more=more)
 
 
 def shares(folder: Path) -> str:
