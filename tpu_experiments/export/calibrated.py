@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.export.calibration import Calibrated, Parts
-from tpu_experiments.export.quantised import COMPRESSED_TENSORS, Shapes
+from tpu_experiments.export.quantised import Shapes, pack_quantized
 from tpu_experiments.quantisation.grid import Grid, rounded, with_feedback
 from tpu_experiments.quantisation.packing import packed_bytes, packed_words, unpacked_bytes
 from tpu_experiments.quantisation.vectors import Encoded, Vectors, encoded
@@ -66,25 +66,7 @@ class GridForm:
 
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as compressed-tensors writes them."""
-        weights = {
-            "num_bits": self.grid.bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": self.grid.group,
-            "dynamic": False,
-        }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": kept,
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-            "version": COMPRESSED_TENSORS,
-        }
+        return pack_quantized(kept, num_bits=self.grid.bits, strategy="group", group_size=self.grid.group)
 
 
 class VectorForm:

@@ -73,6 +73,27 @@ class Quantised:
     """Why they do; empty where there are none."""
 
 
+def pack_quantized(kept: list[str], **weights: Any) -> dict[str, Any]:
+    """Return the settings of symmetric integers in words of 32 bits as compressed-tensors writes them.
+
+    Args:
+        kept: names of the modules that are not quantised.
+        weights: bits and grouping of the integers, by its names.
+    """
+    weights = {"type": "int", "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": kept,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "version": COMPRESSED_TENSORS,
+    }
+
+
 class Int8Layout:
     """Four codes to an int32, lowest byte first, each plus 128; compressed-tensors' `pack-quantized`."""
 
@@ -105,18 +126,7 @@ class Int8Layout:
 
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as compressed-tensors writes them."""
-        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": kept,
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-            "version": COMPRESSED_TENSORS,
-        }
+        return pack_quantized(kept, num_bits=8, strategy="channel")
 
 
 class NF4Layout:
