@@ -37,7 +37,7 @@ def quantize(*words, folder):
     return forks.run(["run.py", "task=quantize", *words, *SMALL, f"output_dir={folder}"])
 
 
-@pytest.mark.parametrize("method", only(["gptq"], METHODS))
+@pytest.mark.parametrize("method", only(["vptq"], METHODS))
 def test_a_run_is_written_compared_and_read_back(make_config, tmp_path, method):
     run = write_run(tmp_path / "made", make_config, "model=tiny")
     done = quantize(f"task.run={run}", f"task.method={method}", *METHODS[method], folder=tmp_path)

@@ -56,9 +56,9 @@ def read_vector_model(folder: str, *, dtype: torch.dtype = torch.float32) -> nn.
     tensors: dict[str, Tensor] = {}
     for file in sorted(Path(folder).glob("model*.safetensors")):
         tensors |= load_file(file)
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     del config.quantization_config
-    module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     for name in [n.removesuffix("_codebook") for n in tensors if n.endswith("weight_codebook")]:
         parts = {n.removeprefix(name): tensors.pop(n) for n in list(tensors) if n.startswith(f"{name}_")}
         path = name.removesuffix(".weight")

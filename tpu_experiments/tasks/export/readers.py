@@ -126,7 +126,7 @@ class TransformersModel:
         base: ModelConfig | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        self.name = f"transformers {transformers.__version__}"
+        self.name, self.compiling = f"transformers {transformers.__version__}", "default"
         if module is not None:
             self.model: Any = module
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -156,8 +156,8 @@ class TransformersModel:
                 self.model = peft.PeftModel.from_pretrained(self.model, adapter, trust_remote_code=False)
                 self.name = f"PEFT {peft.__version__}"
         self.model.eval()
-        # BitNet's functions are compiled by torch.compile, which takes a C++ compiler and minutes.
-        self.compiling = "force_eager" if stored.get("quant_method") == "bitnet" else "default"
+        if stored.get("quant_method") == "bitnet":
+            self.compiling = "force_eager"  # its functions are compiled by torch.compile: a C++ compiler and minutes
         self.tokenizer = AutoTokenizer.from_pretrained(adapter or folder, trust_remote_code=False)
 
     def ids(self, text: str) -> list[int]:
