@@ -133,14 +133,17 @@ FOLDED = {"modernbert": "1:7:3", "eurobert": "0:7:1", "deberta-v2": "0:7:1", "ro
 """The first layers of their stacks: ModernBERT's first layer has no norm, and then two are local and one is global."""
 
 
+@pytest.mark.parametrize("where", only(["cpu"], ["cpu", "xla"]))
 @pytest.mark.parametrize("folds", only(["modernbert", "deberta-v2"], FOLDED))
-def test_folded_layers_compute_what_they_compute_one_by_one(folds):
+def test_folded_layers_compute_what_they_compute_one_by_one(folds, where):
     """DeBERTa's layers return a tuple, and give gradients to an embedding that all of them read."""
     source = source_of(next(one for one in ENCODERS if one.model_type == folds), num_hidden_layers=7)
     plain, rows = source.built(source.config, dtype=torch.float32).eval(), packed_rows()
     torch.manual_seed(0)
     weights_BTV = torch.randn(*rows["ids"].shape, 512) * (rows["segments"] > 0)[..., None]
-    device, folding = torch_xla.device(), Folding(xla_loop)
+    device, loop, remat = (
+        ("cpu", python_loop, "none") if where == "cpu" else (torch_xla.device(), xla_loop, "layer_inputs")
+    )
 
     def gradients(module, parameters, to):
         given = {name: tensor.to(to) for name, tensor in rows.items()}
@@ -152,7 +155,7 @@ def test_folded_layers_compute_what_they_compute_one_by_one(folds):
     named = {name: p.detach().clone().requires_grad_() for name, p in plain.named_parameters()}
     loss, expected = gradients(plain, named, "cpu")
     folded = source.empty().eval()
-    fold(folded, folding, rehearse=partial(source.rehearse, folded), remat="layer_inputs")
+    fold(folded, Folding(loop), rehearse=partial(source.rehearse, folded), remat=remat)
     assert any(f".{FOLDED[folds]}." in name for name, _ in folded.named_parameters())
     held = {name: p.detach() for name, p in plain.named_parameters()}
     own = {name: stacked(held, name).to(device).requires_grad_() for name, _ in folded.named_parameters()}
