@@ -51,7 +51,7 @@ def test_a_run_is_evaluated_writes_and_is_exported_again(trained: Path) -> None:
         done = run(*words, *again, output_dir=trained.parent, as_typed=True)
         assert done.returncode == 0, done.stdout + done.stderr
     scores = json.loads((trained / "test_results.json").read_text())["sources"]["fineweb_edu"]["trained"]
-    assert 0 < scores["bits_per_byte"] < 10
+    assert 0 < scores["bits_per_byte"]["value"] < 10
     done = run("task=export", "task.forms=[gguf]", *again, output_dir=trained.parent, as_typed=True)
     assert done.returncode == 2
     assert "leave gguf out of task.forms" in done.stdout + done.stderr
