@@ -17,7 +17,7 @@ from tpu_experiments.export.calibration import Calibrated, Parts
 from tpu_experiments.export.quantised import Shapes, pack_quantized
 from tpu_experiments.quantisation.grid import Grid, rounded, with_feedback
 from tpu_experiments.quantisation.packing import packed_bytes, packed_words, unpacked_bytes
-from tpu_experiments.quantisation.vectors import Encoded, Vectors, encoded
+from tpu_experiments.quantisation.vectors import Encoded, Vectors, encoded, index_bits
 
 VECTORS = "tpu_experiments_vptq"
 """`quant_method` of config.json for weights as vectors of codebooks."""
@@ -76,7 +76,7 @@ class VectorForm:
 
     def __init__(self, how: Vectors) -> None:
         self.how = how
-        self.needs = f"of a height that task.length={how.length} divides"
+        self.needs = f"of a height that task.vector={how.length} divides"
 
     def holds(self, shape: tuple[int, int]) -> bool:
         """Return whether columns are whole vectors."""
@@ -108,18 +108,18 @@ Form = GridForm | VectorForm
 def index_shapes(how: Vectors, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, int], int]]:
     """Return the shape of each array of indices of a weight (N, K), and the bits of an index."""
     rows, columns = shape
-    few, half = how.num_outliers(columns), max(1, how.length // 2)
-    found = {"_indices": ((rows // how.length, columns - few), _bits(how.size))}
+    few = how.num_outliers(columns)
+    found = {"_indices": ((rows // how.length, columns - few), index_bits(how.size))}
     if how.residual:
-        found["_residual_indices"] = ((rows // how.length, columns - few), _bits(how.residual))
+        found["_residual_indices"] = ((rows // how.length, columns - few), index_bits(how.residual))
     if few:
-        found["_outlier_indices"] = ((rows // half, few), _bits(how.outlier_size))
+        found["_outlier_indices"] = ((rows // how.outlier_length, few), index_bits(how.outlier_size))
     return found
 
 
 def part_sizes(how: Vectors, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return size and data type of every tensor that stands for a weight (N, K), by the end of its name."""
-    few, half = how.num_outliers(shape[1]), max(1, how.length // 2)
+    few = how.num_outliers(shape[1])
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         end: ((math.ceil(math.prod(size) * bits / 8),), torch.uint8)
         for end, (size, bits) in index_shapes(how, shape).items()
@@ -128,7 +128,8 @@ def part_sizes(how: Vectors, shape: tuple[int, int]) -> dict[str, tuple[tuple[in
     if how.residual:
         sizes["_residual_codebook"] = ((how.residual, how.length), torch.float16)
     if few:
-        sizes |= {"_outliers": ((few,), torch.int32), "_outlier_codebook": ((how.outlier_size, half), torch.float16)}
+        book = (how.outlier_size, how.outlier_length)
+        sizes |= {"_outliers": ((few,), torch.int32), "_outlier_codebook": (book, torch.float16)}
     return sizes | {"_shape": ((2,), torch.int64)}
 
 
@@ -170,10 +171,6 @@ def from_parts(parts: Parts, how: Vectors) -> Encoded:
         outlier_VO=indices.get("_outlier_indices"),
         outlier_CL=books.get("_outlier_codebook"),
     )
-
-
-def _bits(size: int) -> int:
-    return max(1, math.ceil(math.log2(size)))
 
 
 class Stored:

@@ -6,7 +6,6 @@ will be given. One layer's weights are in memory at a time. What each layer gave
 quantisation goes on at the layer where it was. Legend: R rows, T tokens, H hidden, N output, K input features."""
 
 import logging
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import chunks_of, tensors_in
 
 log = logging.getLogger(__name__)
-LAYER_FILE = re.compile(r"layer_(\d{5})\.safetensors")
 HIDDEN, ERRORS = "hidden_{}.safetensors", "layer_{:05d}.json"
 """Hidden states that the next layer is given, and the proxy errors of a layer's weights."""
 Parts = Mapping[str, Tensor]

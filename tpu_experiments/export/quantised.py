@@ -35,8 +35,8 @@ Shapes = Mapping[str, Tensor]
 """Empty tensors on the meta device, by name."""
 
 
-class Layout(Protocol):
-    """How a quantised weight is stored."""
+class Holder(Protocol):
+    """What weights a form can hold."""
 
     form: str
     needs: str
@@ -45,6 +45,10 @@ class Layout(Protocol):
     def holds(self, shape: tuple[int, int]) -> bool:
         """Return whether a weight (N, K) can be stored."""
         ...
+
+
+class Layout(Holder, Protocol):
+    """How a quantised weight is stored."""
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return the tensors that stand for the weight `name`, empty."""
@@ -232,24 +236,13 @@ class TernaryLayout:
         }
 
 
-class Holder(Protocol):
-    """What weights a form can hold."""
-
-    form: str
-    needs: str
-
-    def holds(self, shape: tuple[int, int]) -> bool:
-        """Return whether a weight (N, K) can be stored."""
-        ...
-
-
 def chosen_weights(model: WholeModel, layout: Holder) -> list[str]:
     """Return the names of the weights of the layers that a form quantises.
 
     Raises:
         ConfigError: most weights of the layers cannot be quantised.
     """
-    chosen = [name for name in model.shapes if name in model.linears and layout.holds(_shape(model.shapes[name]))]
+    chosen = [name for name in model.shapes if name in model.linears and layout.holds(matrix_shape(model.shapes[name]))]
     inside = sum(empty.numel() for name, empty in model.shapes.items() if any(p.isdigit() for p in name.split(".")))
     covered = sum(model.shapes[name].numel() for name in chosen)
     if 2 * covered < inside:
@@ -287,13 +280,13 @@ def write_quantised(
     left = [name for name in model.shapes if name in model.linears and name not in chosen]
     if left and holds_all:
         raise ConfigError(
-            f"task.forms has {layout.form}; {left[0]} is {_shape(model.shapes[left[0]])}, and it holds weights "
+            f"task.forms has {layout.form}; {left[0]} is {matrix_shape(model.shapes[left[0]])}, and it holds weights "
             f"{layout.needs}; leave it out of task.forms."
         )
     quantised = frozenset(chosen)
     shapes: dict[str, Tensor] = {}
     for name, empty in model.shapes.items():
-        shapes |= layout.shapes(name, _shape(empty)) if name in quantised else {name: empty.to(dtype)}
+        shapes |= layout.shapes(name, matrix_shape(empty)) if name in quantised else {name: empty.to(dtype)}
     # Every other matrix. The head is named also where it is tied, and no tensor of its own.
     others = [name.removesuffix(".weight") for name, t in model.shapes.items() if t.ndim == 2 and name not in quantised]
     kept = list(dict.fromkeys([HEAD, *others]))
@@ -322,6 +315,7 @@ def write_quantised(
     return Quantised(digests, len(chosen), left, note)
 
 
-def _shape(tensor: Tensor) -> tuple[int, int]:
+def matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """Return (N, K) of a weight."""
     rows, columns = tensor.shape
     return rows, columns

@@ -36,6 +36,11 @@ class Vectors:
     outlier_size: int = 256
     """Vectors of that codebook, of half the length."""
 
+    @property
+    def outlier_length(self) -> int:
+        """Return the length of the outliers' vectors."""
+        return max(1, self.length // 2)
+
     def num_outliers(self, columns: int) -> int:
         """Return the number of columns with a codebook of their own."""
         return round(self.outliers * columns)
@@ -43,15 +48,19 @@ class Vectors:
     def bits(self, shape: tuple[int, int]) -> float:
         """Return the bits per weight of a matrix (N, K): indices, and codebooks in 16 bits."""
         rows, columns = shape
-        few = self.num_outliers(columns)
-        length = max(1, self.length // 2)
-        of_residual = math.ceil(math.log2(self.residual)) if self.residual else 0
-        indices = rows // self.length * (columns - few) * (math.ceil(math.log2(self.size)) + of_residual)
+        few, length = self.num_outliers(columns), self.outlier_length
+        of_residual = index_bits(self.residual) if self.residual else 0
+        indices = rows // self.length * (columns - few) * (index_bits(self.size) + of_residual)
         books = 16 * self.length * (self.size + self.residual)
         if few:
-            indices += rows // length * few * math.ceil(math.log2(self.outlier_size)) + 16 * few
+            indices += rows // length * few * index_bits(self.outlier_size) + 16 * few
             books += 16 * length * self.outlier_size
         return (indices + books) / (rows * columns)
+
+
+def index_bits(size: int) -> int:
+    """Return the bits of a number of one of the `size` vectors of a codebook."""
+    return max(1, math.ceil(math.log2(size)))
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,6 @@ def encoded(weight_NK: Tensor, hessian_KK: Tensor, how: Vectors, *, seed: int, f
     outliers_O = torch.argsort(importance_K, descending=True, stable=True)[:few].sort().values
     is_outlier_K = torch.zeros(columns, dtype=torch.bool)
     is_outlier_K[outliers_O] = True
-    half = max(1, how.length // 2)
 
     def book_of(values_NM: Tensor, length: int, size: int, importance_M: Tensor) -> Tensor:
         points = values_NM.t().reshape(-1, length)
@@ -132,7 +140,7 @@ def encoded(weight_NK: Tensor, hessian_KK: Tensor, how: Vectors, *, seed: int, f
         left = (points - first_CL[nearest(points, first_CL)]).reshape(plain_NM.shape[1], rows).t()
         second_CL = book_of(left, how.length, how.residual, importance_M)
     if few:
-        own_CL = book_of(weight_NK[:, is_outlier_K], half, how.outlier_size, importance_K[is_outlier_K])
+        own_CL = book_of(weight_NK[:, is_outlier_K], how.outlier_length, how.outlier_size, importance_K[is_outlier_K])
 
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     factor = Feedback(hessian_KK) if feedback else None

@@ -15,7 +15,7 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import EvaluateTaskConfig, QuantizeTaskConfig
 from tpu_experiments.export.calibrated import Form, GridForm, Stored, VectorForm
 from tpu_experiments.export.calibration import Calibrated, calibrated
-from tpu_experiments.export.quantised import chosen_weights, write_quantised
+from tpu_experiments.export.quantised import chosen_weights, matrix_shape, write_quantised
 from tpu_experiments.export.vector_model import read_vector_model
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -99,7 +99,7 @@ def write_quantised_form(folder: str, subject: Subject, *, config: Config, task:
     require_effect(effect, subject)
     paths.remove_tree(layers)
     sizes = {name: model.shapes[name].numel() for name in chosen}
-    bits = sum(form.bits(_shape(model.shapes[name])) * size for name, size in sizes.items()) / sum(sizes.values())
+    bits = sum(form.bits(matrix_shape(model.shapes[name])) * size for name, size in sizes.items()) / sum(sizes.values())
     facts: dict[str, object] = {
         "dtype": str(subject.dtype).removeprefix("torch."),
         "quantised": written.quantised,
@@ -118,11 +118,6 @@ def _read(folder: str, dtype: torch.dtype, *, method: str) -> Reader:
     if method != "vptq":
         return TransformersModel(folder, dtype=dtype)
     return TransformersModel(folder, dtype=dtype, module=read_vector_model(folder, dtype=dtype))
-
-
-def _shape(tensor: Tensor) -> tuple[int, int]:
-    rows, columns = tensor.shape
-    return rows, columns
 
 
 def _note(task: QuantizeTaskConfig, bits: float, made: Calibrated) -> str:
