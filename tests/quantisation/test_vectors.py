@@ -47,8 +47,7 @@ def test_what_is_written_decodes_to_the_same(layer, how):
     sizes = {end: (tuple(tensor.shape), tensor.dtype) for end, tensor in parts.items()}
     assert sizes == part_sizes(how, (96, 96))
     held = sum(tensor.nbytes for end, tensor in parts.items() if end != "_shape") * 8 / 96**2
-    # The numbers of the outliers are int32 in the file and count as 16 bits.
-    assert held == pytest.approx(VectorForm(how).bits((96, 96)), abs=16 * how.num_outliers(96) / 96**2 + 1e-9)
+    assert held == pytest.approx(VectorForm(how).bits((96, 96)), abs=1e-9)
 
 
 def test_the_same_seed_gives_the_same_bytes(layer):

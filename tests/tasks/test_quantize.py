@@ -47,7 +47,7 @@ def test_a_run_is_written_compared_and_read_back(make_config, tmp_path, method):
     (parity,) = facts["parity"]
     assert parity["verdict"] in ("ok", "worse"), parity
     assert parity["perplexity_ratio_low"] <= parity["perplexity_ratio"] <= parity["perplexity_ratio_high"]
-    assert facts["bits_per_weight"] == pytest.approx({"rtn": 4.5, "gptq": 4.5, "vptq": 1.3}[method], abs=0.4)
+    assert facts["bits_per_weight"] == pytest.approx({"rtn": 5.0, "gptq": 5.0, "vptq": 1.3}[method], abs=0.4)
     assert (len(facts["lost"]) > 0) == (method != "rtn")
     assert not (run / "export" / f"{method}_layers").exists()
     if method == "vptq":
@@ -60,6 +60,10 @@ def test_a_run_is_written_compared_and_read_back(make_config, tmp_path, method):
     assert logits.isfinite().all()
     names = load_file(folder / "model.safetensors")
     assert any(name.endswith(("weight_packed", "weight_codebook")) for name in names)
+    parts = [tensor for name, tensor in names.items() if ".weight_" in name and not name.endswith("_shape")]
+    count = sum(int(t.prod()) for name, t in names.items() if name.endswith(".weight_shape"))
+    stored = 8 * sum(tensor.nbytes for tensor in parts) / count
+    assert facts["bits_per_weight"] == pytest.approx(stored, rel=1e-3), "indices end at whole bytes"
     assert "bits each" in (folder / "README.md").read_text()
 
 

@@ -39,8 +39,8 @@ class GridForm:
         return shape[1] % self.grid.group == 0
 
     def bits(self, shape: tuple[int, int]) -> float:
-        """Return the bits of a weight, scales in 16 bits among them."""
-        return self.grid.bits + 16 / self.grid.group
+        """Return the bits of a weight as stored, its part of a scale in float32 among them."""
+        return self.grid.bits + 32 / self.grid.group
 
     def encode(self, weight_NK: Tensor, hessian_KK: Tensor | None, *, seed: int) -> tuple[Parts, Tensor]:
         """Return words, scales and the shape, and the weight that they decode to; nothing is drawn by `seed`."""

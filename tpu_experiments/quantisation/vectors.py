@@ -46,14 +46,14 @@ class Vectors:
         return round(self.outliers * columns)
 
     def bits(self, shape: tuple[int, int]) -> float:
-        """Return the bits per weight of a matrix (N, K): indices, and codebooks in 16 bits."""
+        """Return the bits per weight of a matrix (N, K) as stored: indices, numbers of outliers, float16 codebooks."""
         rows, columns = shape
         few, length = self.num_outliers(columns), self.outlier_length
         of_residual = index_bits(self.residual) if self.residual else 0
         indices = rows // self.length * (columns - few) * (index_bits(self.size) + of_residual)
         books = 16 * self.length * (self.size + self.residual)
         if few:
-            indices += rows // length * few * index_bits(self.outlier_size) + 16 * few
+            indices += rows // length * few * index_bits(self.outlier_size) + 32 * few
             books += 16 * length * self.outlier_size
         return (indices + books) / (rows * columns)
 
