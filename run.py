@@ -47,7 +47,7 @@ from tpu_experiments.storage.retry import StorageFailed
 from tpu_experiments.sweeping.launcher import PointLauncher
 
 log = logging.getLogger(__name__)
-LOADING = ("train", "evaluate", "generate", "serve", "export", "resume_check")
+LOADING = ("train", "pack", "evaluate", "generate", "serve", "export", "resume_check")
 """Tasks that import torch, torch_xla and transformers, which takes 8 s on one core, before their first log line."""
 ON_THE_HOST = ("prepare", "tokenizer", "export")
 """Tasks that use no chips, so that a machine without them can do them for one that has them."""

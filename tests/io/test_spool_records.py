@@ -28,7 +28,7 @@ RUN = TARGET.rpartition("/")[0]
 @pytest.fixture
 def records(monkeypatch):
     """metrics.jsonl of the run, open, and the spool that keeps what cannot be uploaded of it."""
-    monkeypatch.setattr(spool, "_spill_folder", None)
+    monkeypatch.setattr(spool, "_spill_folders", {})
     monkeypatch.setattr(spool, "_open", [])
     place = made()
     spool.set_spill_folder(place.records, run=RUN)

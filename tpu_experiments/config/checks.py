@@ -549,6 +549,13 @@ def _start(config: Config) -> list[str]:
     return start_problems(config.start)
 
 
+def _sweeping(config: Config) -> list[str]:
+    pack = config.sweeping.pack
+    if pack == "off" or (pack.isdigit() and int(pack) > 1):
+        return []
+    return [f"sweeping.pack={pack}; write off, or the largest number of points in one program, 2 or more."]
+
+
 RULES: tuple[Callable[[Config], list[str]], ...] = (
     _task,
     _name,
@@ -565,4 +572,5 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     _checkpoint,
     _start,
     _generating,
+    _sweeping,
 )

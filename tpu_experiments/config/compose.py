@@ -164,6 +164,15 @@ def variant(*overrides: str) -> Config:
     return _checked([*HydraConfig.get().overrides.task, *overrides])
 
 
+def config_of(overrides: Sequence[str]) -> Config:
+    """Compose the config of another command line.
+
+    Raises:
+        ConfigError: the checks or Hydra refuse it.
+    """
+    return _checked(overrides)
+
+
 @cache
 def machine(name: str) -> HwConfig:
     """Return a machine of conf/hw as its file defines it.

@@ -21,6 +21,7 @@ from tpu_experiments.config.task_schema import (
     EvaluateTaskConfig,
     ExportTaskConfig,
     GenerateTaskConfig,
+    PackTaskConfig,
     PlanTaskConfig,
     QuantizeTaskConfig,
     ReportTaskConfig,
@@ -130,6 +131,11 @@ class SweepingConfig:
     """Points that run in parallel. `local`: on a TPU each point has one chip to itself, so `hw` must be a machine of
     one chip (`hw=v5e1`); on the CPU they share the cores. `ray`: each takes the chips of `hw` on one node, or one CPU.
     `sky`: the largest number of machines rented at a time."""
+    pack: str = "off"
+    """`off` starts a process for each point. A number trains up to as many points in one process and one program, which
+    loads the base and compiles once; each point has the folder and the losses that it would have alone. Together are
+    points that differ in rank, alpha, scaling, dropout and start of the adapter, `optim`, `schedule` and `seed` alone;
+    what separates others is said. `local` engine; a pack takes the memory of its points' rows."""
     max_usd: float | None = number(default=None, above=0)
     """Dollars at which the sweep is stopped, as by Ctrl-C: the cost of this command's points from their starts on,
     waiting for a node or machine included, at the price on demand. With `sky` each machine ends its run by itself too,
@@ -562,6 +568,7 @@ class Config:
 
 GROUPS: dict[str, dict[str, type]] = {
     "task": {
+        "base_pack": PackTaskConfig,
         "base_plan": PlanTaskConfig,
         "base_resume_check": ResumeCheckTaskConfig,
         "base_generate": GenerateTaskConfig,

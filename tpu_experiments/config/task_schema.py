@@ -63,6 +63,17 @@ class PlanTaskConfig(TaskConfig):
     search: SearchConfig = field(default_factory=SearchConfig)
 
 
+# ---- pack ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PackTaskConfig(TaskConfig):
+    """Settings of task=pack, which a sweep starts (`sweeping.pack`)."""
+
+    points: str = place("local", default=MISSING)
+    """Folder with points.json, the command lines of the runs; what becomes of each is written there too."""
+
+
 # ---- doctor -------------------------------------------------------------------------------------------------
 
 CHECKS = (

@@ -8,7 +8,8 @@ import atexit
 import logging
 import logging.handlers
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -21,6 +22,9 @@ from tpu_experiments.storage.spool import Mirror
 NOISY = ("httpx", "httpx2", "httpcore", "urllib3", "fsspec", "gcsfs", "datasets", "filelock", "matplotlib")
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 NUM_KEPT_RECORDS = 10_000
+
+THREADS: set[str] = set()
+"""Names of threads with a run.log of their own, as the runs of a pack have."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +68,8 @@ class TerminalFormatter(Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         """Return the line without a traceback."""
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        return f"{record.asctime} {self._rank}{level}{record.message}"
+        thread = f"{record.threadName}: " if record.threadName in THREADS else ""
+        return f"{record.asctime} {self._rank}{thread}{level}{record.message}"
 
 
 class RunLogHandler(logging.FileHandler):
@@ -123,6 +128,39 @@ def start_run_log(folder: RunFolder | None, *, rank: int) -> None:
         root.addHandler(file)
         # logging's own exit hook runs after the temporary folder of a remote run.log is gone
         atexit.register(stop_run_log)
+
+
+def kept_records() -> list[logging.LogRecord]:
+    """Return the records kept since `start_run_log(None, ...)`, and keep no further ones."""
+    root, kept = logging.getLogger(), _buffered_records()
+    for handler in [h for h in root.handlers if isinstance(h, logging.handlers.MemoryHandler)]:
+        root.removeHandler(handler)
+        handler.close()
+    return kept
+
+
+def start_thread_log(folder: RunFolder, *, kept: Sequence[logging.LogRecord]) -> logging.Handler:
+    """Write this thread's records to run.log, and those of threads without a file of their own.
+
+    Args:
+        kept: earlier records, which are written first.
+    """
+    name = threading.current_thread().name
+    THREADS.add(name)
+    file = RunLogHandler(folder.path("run.log"))
+    file.addFilter(lambda record: record.threadName == name or record.threadName not in THREADS)
+    for record in kept:
+        file.handle(record)
+    logging.getLogger().addHandler(file)
+    return file
+
+
+def stop_thread_log(file: logging.Handler) -> None:
+    """Close the file of `start_thread_log` and upload it where it is remote; a second call does nothing."""
+    root = logging.getLogger()
+    if file in root.handlers:
+        root.removeHandler(file)
+        file.close()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ in the global batch). A bit of a mask is a hash of that word, the layer, the pro
 row and the feature.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from torch import Tensor
 
 NOISE = "noise"
 """Key of the rows' random words in a batch, (..., rows) int32."""
+THRESHOLDS = "dropout_thresholds"
+"""Key of the rows' own dropout thresholds in a batch (`threshold_of`), (..., rows) int32; of packed adapters alone."""
 GOLDEN = 0x9E3779B1 - 2**32
 """2**32 divided by the golden ratio, odd, as int32: its multiples are far apart (Knuth, volume 3, section 6.4)."""
 
@@ -24,7 +26,7 @@ class Noise:
     """Inputs of dropout masks during a forward pass, or during one layer of it."""
 
     words_R: Tensor
-    """Random words, one int32 per row."""
+    """Random words, one int32 per row; where rows have a threshold of their own, (R, 2): word and threshold."""
     layer: Tensor | None = None
     """Number of the layer, int32 (), inside a loop over layers; otherwise None, and modules use their own number."""
 
@@ -48,6 +50,33 @@ def noise(words_R: Tensor | None, *, layer: Tensor | None = None) -> Iterator[No
             _noise.reset(token)
 
 
+def noise_of(rows: Mapping[str, Tensor]) -> Tensor | None:
+    """Return what `noise` takes for the rows of a batch; None where they have no random words."""
+    if NOISE in rows and THRESHOLDS in rows:
+        return torch.stack([rows[NOISE], rows[THRESHOLDS]], dim=-1)
+    return rows.get(NOISE)
+
+
+def threshold_of(keep: float) -> int:
+    """Return the int32 that a random word reaches with probability `keep`."""
+    return round((1 - keep) * 2**32) - 2**31
+
+
+def dropped(x: Tensor, words: Tensor, *, layer: Tensor | int, site: int, keep: float) -> Tensor:
+    """Apply dropout to x (..., features): each value is kept with probability `keep`, and divided by it, or is 0.
+
+    Args:
+        words: those of a `Noise`; with thresholds, each row has its own probability in the place of `keep`.
+    """
+    if words.ndim == 1:
+        return torch.where(random_mask(x, words, layer=layer, site=site, keep=keep), x / keep, 0.0)
+    words_R, thresholds_R = words.unbind(-1)
+    mask = _random_mask(x, words_R, layer=layer, site=site, threshold=thresholds_R[:, None, None])
+    keep_R = (0.5 - thresholds_R.to(torch.float32) * 2.0**-32).to(x.dtype)
+    rows = x.reshape(len(words_R), -1, x.shape[-1])
+    return torch.where(mask, (rows / keep_R[:, None, None]).reshape(x.shape), 0.0)
+
+
 def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, keep: float) -> Tensor:
     """Return a mask in the shape of x (..., features), true with probability `keep`.
 
@@ -61,6 +90,11 @@ def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, k
     Raises:
         ValueError: the number of tokens of x is no multiple of R.
     """
+    return _random_mask(x, words_R, layer=layer, site=site, threshold=threshold_of(keep))
+
+
+def _random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, threshold: Tensor | int) -> Tensor:
+    """Return `random_mask` for a threshold (`threshold_of`), or one for each row, (R, 1, 1)."""
     num_rows, num_tokens, num_features = len(words_R), x.shape[:-1].numel(), x.shape[-1]
     if num_tokens % num_rows:
         raise ValueError(f"dropout of {tuple(x.shape)}: {num_tokens} tokens are not those of {num_rows} rows")
@@ -68,7 +102,7 @@ def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, k
     own_R = hashed(words_R ^ (number * GOLDEN + site))
     tokens_RT = hashed(own_R[:, None] ^ (_range(num_tokens // num_rows, x) * GOLDEN))
     features = hashed(_range(num_features, x) ^ site)
-    bits_RTF = _mixed(tokens_RT[..., None] ^ features) >= round((1 - keep) * 2**32) - 2**31
+    bits_RTF = _mixed(tokens_RT[..., None] ^ features) >= threshold
     return bits_RTF.reshape(x.shape)
 
 

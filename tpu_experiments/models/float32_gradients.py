@@ -52,6 +52,29 @@ class _Product(Function):
         )
 
 
+def grouped_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply group by group, as `product` does: (K, N, in), (K, out, in) to (K, N, out)."""
+    out: Tensor = _GroupedProduct.apply(x, weight)
+    return out
+
+
+class _GroupedProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight.to(x.dtype).transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            torch.bmm(grad, weight.to(grad.dtype)) if of_x else None,
+            torch.bmm(grad.to(weight.dtype).transpose(1, 2), x.to(weight.dtype)) if of_weight else None,
+        )
+
+
 def is_kept_as_it_is(name: str, weight: Tensor) -> bool:
     """Tell whether the module of a weight takes it in the data type in which it is stored."""
     return is_adapter_part(name) or not weight.is_floating_point() or is_side_tensor(name)

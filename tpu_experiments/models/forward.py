@@ -20,7 +20,7 @@ from torch.func import functional_call
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.attention import FLASH, bidirectional_mask, causal_mask
 from tpu_experiments.models.bitnet import MIX, mixed
-from tpu_experiments.models.dropout import NOISE, noise
+from tpu_experiments.models.dropout import noise, noise_of
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.rope import with_rope_in_kernel
 from tpu_experiments.runtime.stacked import is_stack
@@ -68,7 +68,7 @@ def logits_of(
         causal: whether a token attends to those before it alone, or to its whole document.
     """
     inputs = model_inputs(module, batch, causal=causal)
-    drawn, mix = noise(batch.get(NOISE)), mixed(batch.get(MIX))
+    drawn, mix = noise(noise_of(batch)), mixed(batch.get(MIX))
     with drawn, mix, in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         return with_rope_in_kernel(
             module, lambda: functional_call(module, cast, kwargs=inputs, tie_weights=True).logits
@@ -85,7 +85,7 @@ def hidden_of(
     `parameters`: cast it to the data type of the hidden states for the product.
     """
     inputs, without_head = model_inputs(module, batch, causal=causal), _WithoutHead(module)
-    drawn, mix = noise(batch.get(NOISE)), mixed(batch.get(MIX))
+    drawn, mix = noise(noise_of(batch)), mixed(batch.get(MIX))
     with drawn, mix, in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         hidden_BTH, head_VH = with_rope_in_kernel(
@@ -108,7 +108,7 @@ def masked_features(
         picks_RKT: one-hot rows that choose a token for each of K places; a place of zeros has no token.
     """
     inputs, up_to_head = model_inputs(module, batch, causal=False), _UpToHead(module)
-    with noise(batch.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
+    with noise(noise_of(batch)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         features_RKH, *head = functional_call(up_to_head, own, kwargs={"picks_RKT": picks_RKT, **inputs})
     weight_VH, bias_V = (

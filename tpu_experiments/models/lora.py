@@ -7,7 +7,7 @@ base model is the loudest complaint of TPU users (huggingface/transformers#36004
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,13 @@ from transformers.pytorch_utils import Conv1D
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
 from tpu_experiments.models.dora import row_norms, with_length
-from tpu_experiments.models.dropout import NOISE, current_noise, random_mask
+from tpu_experiments.models.dropout import NOISE, current_noise, dropped
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
+from tpu_experiments.models.packed import by_adapter
 from tpu_experiments.models.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
-from tpu_experiments.runtime.stacked import ADAPTER_PARTS, is_side_tensor, unstacked
+from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
 
 A, B, MAGNITUDE = ADAPTER_PARTS
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -44,6 +45,8 @@ class LoraLinear(nn.Module):
     lora_magnitude_vector: nn.Parameter | None
     is_divided = False
     """Whether DoRA's lengths were divided by the norms of the rows, which frozen weights need once."""
+    num_shards = 1
+    """Devices that the rows of packed adapters are split over (models/packed.py)."""
 
     def __init__(
         self,
@@ -78,7 +81,13 @@ class LoraLinear(nn.Module):
         low = self.siblings.low_rank(self, x) if self.siblings else self.low_rank(x, self.lora_A)
         if self.lora_magnitude_vector is not None:
             return self._with_length(x, low, self.lora_magnitude_vector)
-        return self.frozen(x, bias=self.bias) + product(low, self.lora_B)
+        return self.frozen(x, bias=self.bias) + self._product(low, self.lora_B)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply (..., in) by (out, in); by packed weights (K, out, in), each adapter's rows by its own."""
+        if weight.ndim == 2:
+            return product(x, weight)
+        return by_adapter(x, weight, num_shards=self.num_shards)
 
     def frozen(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
         """Return what the layer computes without its adapter."""
@@ -108,7 +117,7 @@ class LoraLinear(nn.Module):
     def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
         # Scaling here costs r multiplications per token, not one per feature, forward and backward.
-        return named(product(self._dropped(x), a) * self.scale, LOW)
+        return named(self._product(self._dropped(x), a) * self.scale, LOW)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Apply dropout with a mask derived from the row's random word.
@@ -118,15 +127,14 @@ class LoraLinear(nn.Module):
         """
         if not self.dropout or not self.training:
             return x
-        noise, keep = current_noise(), 1 - self.dropout
+        noise = current_noise()
         if noise is None:
             raise RuntimeError(
                 f"lora.dropout={self.dropout}; the rows handed to the model lack {NOISE!r}, which the batch of a "
                 "training step has; hand it on, or set lora.dropout=0."
             )
         layer = self.layer_idx if noise.layer is None else noise.layer
-        mask = random_mask(x, noise.words_R, layer=layer, site=self.site, keep=keep)
-        return torch.where(mask, x / keep, 0.0)
+        return dropped(x, noise.words_R, layer=layer, site=self.site, keep=1 - self.dropout)
 
 
 def features_of(linear: nn.Linear | Conv1D | QuantLinear) -> tuple[int, int]:
@@ -152,8 +160,8 @@ class Siblings:
     def low_rank(self, member: LoraLinear, x: Tensor) -> Tensor:
         """Return the low-rank product of `member` for `x`: (..., in_features) to (..., r)."""
         if x is not self._x:
-            together = member.low_rank(x, torch.cat([m.lora_A for m in self._members]))
-            lows = together.split([len(m.lora_A) for m in self._members], dim=-1)
+            together = member.low_rank(x, torch.cat([m.lora_A for m in self._members], dim=-2))
+            lows = together.split([m.lora_A.shape[-2] for m in self._members], dim=-1)
             self._x, self._lows = x, {id(m): low for m, low in zip(self._members, lows, strict=True)}
         low = self._lows.pop(id(member), None)
         if not self._lows:
@@ -297,6 +305,25 @@ def _drawn(shape: tuple[int, ...], *, name: str, lora: LoraConfig, seed: int) ->
         return torch.zeros(lora.r, shape[1]), b
     bound = 1 / math.sqrt(shape[1])  # Kaiming-uniform with a = sqrt(5), as nn.Linear
     return torch.empty(lora.r, shape[1]).uniform_(-bound, bound, generator=generator), torch.zeros(shape[0], lora.r)
+
+
+def drawn_adapters(
+    module: nn.Module, names: Sequence[str], *, lora: LoraConfig, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the A and B of `adapter_weights` by their names in a (folded) module, whose own may have another rank.
+
+    The start must depend on shapes alone (`lora.init` b_zero or a_zero).
+    """
+    for name in names:
+        owner, _, part = name.rpartition(".")
+        linear = module.get_submodule(owner)
+        assert isinstance(linear, LoraLinear)
+        shape = (linear.out_features, linear.in_features)
+        parts = [
+            _drawn(shape, name=f"{each.rpartition('.')[0]}.weight", lora=lora, seed=seed)[part == B]
+            for each in hugging_face_names(name)
+        ]
+        yield name, torch.stack(parts) if is_stack(name) else parts[0]
 
 
 def lengths_of_rows(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:

@@ -64,5 +64,6 @@ class Averages(Mapping[str, Tensor]):
 
 
 def held_of(parameters: Named) -> Named:
-    """Return the device's own tensors behind parameters or averages, by name."""
-    return parameters.held if isinstance(parameters, Averages) else parameters
+    """Return the device's own tensors behind parameters, or a view of such with an attribute `held`, by name."""
+    held: Named = getattr(parameters, "held", parameters)
+    return held

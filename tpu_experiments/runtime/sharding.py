@@ -13,6 +13,7 @@ from tpu_experiments.runtime.stacked import (
     ADAPTER_PARTS,
     MAGNITUDE,
     SIDE_TENSORS,
+    is_adapter_part,
     is_magnitude,
     is_side_tensor,
     is_stack,
@@ -76,6 +77,8 @@ class ShardingTable:
         for glob, given in self.rules.items():
             if not name or not _matches(glob, name):
                 continue
+            if is_adapter_part(name) and len(shape) == len(given) + 1:  # packed adapters (models/packed.py)
+                return (None, *self._axes(name, shape[1:]))
             if len(given) != len(shape):
                 raise ConfigError(f"sharding.rules[{glob!r}]={given} has {len(given)} entries but {name} is {shape}.")
             axes = self.mesh.named(given)

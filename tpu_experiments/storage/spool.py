@@ -34,7 +34,8 @@ UPLOAD_SECONDS = 30.0  # event files and logs are kilobytes; GCS allows one upda
 log = logging.getLogger(__name__)
 _open: list["Mirror"] = []
 """Open mirrors of this process with remote targets."""
-_spill_folder: tuple[str, Path] | None = None
+_spill_folders: dict[str, Path] = {}
+"""Folder for what cannot be uploaded at the end of the process, by run."""
 
 
 class Mirror:
@@ -97,14 +98,15 @@ class Mirror:
 
     def copy(self) -> Path | None:
         """Copy the local files to the spill folder and return it; None if none is set for this run."""
-        if _spill_folder is None or not self.is_below(_spill_folder[0]):
+        spill = self._spill()
+        if spill is None:
             return None
         for file in self._files():
-            kept = self._spill_path(file, *_spill_folder)
+            kept = self._spill_path(file, *spill)
             kept.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(file, kept)
-        return _spill_folder[1]
+        return spill[1]
 
     def close(self) -> None:
         """Upload the local copy a last time and remove it.
@@ -151,6 +153,7 @@ class Mirror:
 
     def _upload(self) -> None:
         """Upload every changed file; one that is removed meanwhile is skipped."""
+        spill = self._spill()
         with self._uploading:
             for file in self._files():
                 try:
@@ -160,9 +163,9 @@ class Mirror:
                 if self._uploaded.get(file) != state:
                     paths.write_bytes_atomic(self._place(file), data)
                     self._uploaded[file] = state
-                if _spill_folder is not None and self.is_below(_spill_folder[0]):
+                if spill is not None:
                     # The spilled copy is no newer than what was just uploaded.
-                    self._spill_path(file, *_spill_folder).unlink(missing_ok=True)
+                    self._spill_path(file, *spill).unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         if self.local.is_file():
@@ -171,6 +174,10 @@ class Mirror:
 
     def _place(self, file: Path) -> str:
         return paths.join(self._target, *file.relative_to(self.local).parts) if file != self.local else self._target
+
+    def _spill(self) -> tuple[str, Path] | None:
+        """Return the run that the target is below and its spill folder; None where there is none."""
+        return next((each for each in _spill_folders.items() if self.is_below(each[0])), None)
 
     def _spill_path(self, file: Path, run: str, folder: Path) -> Path:
         return folder / self._place(file).removeprefix(run)
@@ -184,8 +191,7 @@ def _state(file: Path) -> tuple[int, int, int]:
 
 def set_spill_folder(folder: Path, *, run: str) -> None:
     """Keep files below `run` that cannot be uploaded at the end of the process in `folder` from now on."""
-    global _spill_folder
-    _spill_folder = run.rstrip("/") + "/", folder
+    _spill_folders[run.rstrip("/") + "/"] = folder
 
 
 def upload_all(*, run: str) -> None:
@@ -200,7 +206,7 @@ def upload_all(*, run: str) -> None:
 
 
 def copy_all() -> None:
-    """Copy what `upload_all` would upload to the folder set by `set_spill_folder`, for a restart on this machine."""
+    """Copy what `upload_all` would upload to the folders set by `set_spill_folder`, for a restart on this machine."""
     for mirror in list(_open):
         mirror.copy()
 

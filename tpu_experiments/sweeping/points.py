@@ -71,6 +71,21 @@ def command_of(point: Point, *, given: str) -> list[str]:
     return command
 
 
+def member_overrides(point: Point) -> list[str]:
+    """Return the command line of a point that trains in a pack, for `config_of`."""
+    return [*point.overrides, f"name='{point.name}'", f"output_dir='{point.config.output_dir}'"]
+
+
+def pack_command(point: Point, *, folder: str) -> list[str]:
+    """Return the command of the pack whose first point this is.
+
+    Args:
+        folder: its `PackFolder`.
+    """
+    own = [override for override in member_overrides(point) if not override.startswith("task=")]
+    return [sys.executable, str(RUN), *own, "hydra.mode=RUN", "task=pack", f"task.points='{folder}'"]
+
+
 def shown_command(overrides: Sequence[str], *, name: str) -> str:
     """Return the command that runs a point's settings on their own, for the user to type."""
     kept = [o for o in overrides if not o.startswith(OF_THE_SWEEP)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.retry import is_transient, shown
 from tpu_experiments.storage.run_folder import open_run
@@ -15,6 +16,7 @@ from tpu_experiments.sweeping import hparams, leaderboard
 from tpu_experiments.sweeping.budget import seconds_left, usd_of
 from tpu_experiments.sweeping.engines.base import Engine, Started
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
+from tpu_experiments.sweeping.packs import packs_of, packs_text
 from tpu_experiments.sweeping.placement import slots
 from tpu_experiments.sweeping.points import Point
 from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
@@ -29,12 +31,22 @@ READ_REMOTE_SECONDS = 30.0  # shortest period between uploads of metrics.jsonl (
 
 @dataclass
 class Running:
-    """A point that the engine has started."""
+    """Points that the engine has started in one process."""
 
-    point: Point
+    points: list[Point]
+    """Those that have not ended."""
     process: Started
     started: float = field(default_factory=time.monotonic)
-    pruned_at: int | None = None
+    pruned_at: dict[str, int] = field(default_factory=dict)
+    """Step at which a point was asked to end, by its name."""
+
+    @property
+    def config(self) -> Config:
+        """Return the config of one of the points."""
+        return self.first.config
+
+    def __post_init__(self) -> None:
+        self.first = self.points[0]
 
 
 class Sweep:
@@ -72,7 +84,7 @@ class Sweep:
     def spent_usd(self) -> float:
         """Return what the points of this command have cost so far, from their starts on."""
         now = time.monotonic()
-        return self._ended_usd + sum(usd_of(r.point.config, now - r.started) for r in self._running.values())
+        return self._ended_usd + sum(usd_of(r.config, now - r.started) for r in self._running.values())
 
     def run(self, points: Sequence[Point]) -> None:
         """Run the points that are not done, until all have ended or a stop request has ended those running.
@@ -87,6 +99,7 @@ class Sweep:
         self._write()
         if not waiting:
             return
+        packs = self._packs(waiting)
         at_once = slots(waiting[0].config)
         # A single point writes to the terminal itself.
         self.screen = Screen(is_live=(at_once > 1 or self.engine.is_elsewhere) and sys.stdout.isatty())
@@ -96,18 +109,24 @@ class Sweep:
                 f"sweeping.points_at_once=1: the {len(waiting)} points run one after the other; a higher number runs "
                 "as many at once"
             )
-        while waiting or self._running or (self._is_unwritten and not self.engine.asked):
-            while waiting and len(self._running) < at_once and not self.engine.asked:
+        while packs or self._running or (self._is_unwritten and not self.engine.asked):
+            while packs and len(self._running) < at_once and not self.engine.asked:
                 slot = next(slot for slot in range(at_once) if slot not in self._running)
-                self._start(waiting.pop(0), slot)
+                self._start(packs.pop(0), slot)
             for slot, running in list(self._running.items()):
-                if running.process.poll() is not None:
+                code = running.process.poll()
+                codes = running.process.codes()
+                for point in list(running.points):
+                    if point.name in codes or code is not None:
+                        running.points.remove(point)
+                        self._ended(running, point, codes.get(point.name, code))
+                if code is not None:
                     del self._running[slot]
-                    self._ended(running)
+                    self._ended_usd += usd_of(running.config, time.monotonic() - running.started)
             self._prune_due()
             self._stop_at_limit()
             if self.engine.asked:
-                waiting.clear()
+                packs.clear()
             time.sleep(LOOK_SECONDS)
         self.screen.close(leaderboard.lines(self.rows.values()))
 
@@ -139,27 +158,44 @@ class Sweep:
         except ConfigError as error:  # the user chose the sweep's name, not the point's
             raise ConfigError(str(error).replace(f"name={point.name};", f"name={self.name};", 1)) from error
 
-    def _start(self, point: Point, slot: int) -> None:
-        self.screen.say(f"sweep point {point.name} -> {point.folder.path()}")
-        limit = seconds_left(point.config, spent_usd=self.spent_usd)
-        self._running[slot] = Running(point, self.engine.start(point, slot=slot, limit_seconds=limit))
-        self.rows[point.name].status = RUNNING
+    def _packs(self, points: Sequence[Point]) -> list[list[Point]]:
+        """Return the points by the process that trains them, and say how `sweeping.pack` groups them."""
+        chosen = points[0].config.sweeping.pack
+        if chosen == "off" or points[0].config.task.name != "train":
+            return [[point] for point in points]
+        if not self.engine.has_packs:
+            self._say(f"sweeping.pack={chosen} has no effect with sweeping.engine={self.engine.name}")
+            return [[point] for point in points]
+        packs = packs_of(points, largest=int(chosen))
+        for sentence in packs_text(packs):
+            self.screen.say(sentence)
+        return packs
+
+    def _start(self, points: list[Point], slot: int) -> None:
+        for point in points:
+            self.screen.say(f"sweep point {point.name} -> {point.folder.path()}")
+            self.rows[point.name].status = RUNNING
+        if len(points) == 1:
+            limit = seconds_left(points[0].config, spent_usd=self.spent_usd)
+            started = self.engine.start(points[0], slot=slot, limit_seconds=limit)
+        else:
+            started = self.engine.start_pack(points, slot=slot)
+        self._running[slot] = Running(list(points), started)
         self.has_run = True
 
-    def _ended(self, running: Running) -> None:
-        """Record the outcome of a point whose process has ended."""
-        point, row, code = running.point, self.rows[running.point.name], running.process.returncode
+    def _ended(self, running: Running, point: Point, code: int | None) -> None:
+        """Record the outcome of a point that has ended."""
+        row, pruned_at = self.rows[point.name], running.pruned_at.get(point.name)
         row.exit_code, row.seconds = code, time.monotonic() - running.started
-        self._ended_usd += usd_of(point.config, row.seconds)
         result = point.folder.finished() if code == 0 and point.config.task.name == "train" else None
         self._evaluations_of(point).refresh()
         if result is not None:
             row.fill_from_result(result)
         elif code == 0:
             row.status = FINISHED
-        elif code == STOPPED_EXIT_CODE and running.pruned_at is not None:
-            row.status, row.step = PRUNED, running.pruned_at
-            row.eval_loss = self._evaluations_of(point).losses.get(running.pruned_at)
+        elif code == STOPPED_EXIT_CODE and pruned_at is not None:
+            row.status, row.step = PRUNED, pruned_at
+            row.eval_loss = self._evaluations_of(point).losses.get(pruned_at)
         elif code == STOPPED_EXIT_CODE or self.engine.asked:
             row.status = STOPPED
             self.engine.ask()  # a stop signal sent to one point stops the whole sweep
@@ -171,7 +207,7 @@ class Sweep:
 
     def _stop_at_limit(self) -> None:
         """Ask the points to stop once they have cost `sweeping.max_usd`."""
-        limits = [running.point.config.sweeping.max_usd for running in self._running.values()]
+        limits = [running.config.sweeping.max_usd for running in self._running.values()]
         limit = min((each for each in limits if each is not None), default=None)
         if limit is not None and self.spent_usd >= limit and not self.engine.asked:
             self._say(f"sweeping.max_usd={limit:g}: the points have cost ${self.spent_usd:.2f}, and are stopped")
@@ -186,27 +222,33 @@ class Sweep:
         if self._is_unwritten:
             self._write()
         with self._through_outages():
-            for running in self._running.values():
-                known = self._evaluations_of(running.point)
+            for point in self._points():
+                known = self._evaluations_of(point)
                 known.refresh()
-                row = self.rows[running.point.name]
+                row = self.rows[point.name]
                 row.step, row.eval_loss = known.last_step or None, None
         for running in self._running.values():
-            self._prune(running)
+            for point in running.points:
+                self._prune(running, point)
         if self._running:
             self.screen.show(leaderboard.lines(self.rows.values()), has_ended=False)
 
-    def _prune(self, running: Running) -> None:
-        point, settings = running.point, running.point.config.sweeping
-        if settings.prune == "none" or running.pruned_at is not None or self.engine.asked:
+    def _points(self) -> Iterator[Point]:
+        """Yield the points that run."""
+        for running in self._running.values():
+            yield from running.points
+
+    def _prune(self, running: Running, point: Point) -> None:
+        settings = point.config.sweeping
+        if settings.prune == "none" or point.name in running.pruned_at or self.engine.asked:
             return
         own = self._evaluations_of(point).losses
         others = [known.losses for name, known in self._evaluations.items() if name != point.name]
         step = step_to_prune_at(own, others, settings)
         if step is not None:
-            running.pruned_at = step
+            running.pruned_at[point.name] = step
             self._say(f"sweep point {point.name} is pruned at step {step}: held-out loss {own[step]:.4f}")
-            running.process.terminate()
+            running.process.drop(point.name)
 
     def _evaluations_of(self, point: Point) -> Evaluations:
         return self._evaluations.setdefault(point.name, Evaluations(point.folder))

@@ -6,7 +6,10 @@ User errors are found before the run folder is created and before a device is us
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
@@ -19,7 +22,7 @@ from tpu_experiments.loggers.base import LoggerContext, Loggers
 from tpu_experiments.loggers.closing_lines import print_if_finished, summary
 from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
-from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import start_run_log, start_thread_log, stop_run_log, stop_thread_log
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, rendezvous
@@ -35,6 +38,7 @@ from tpu_experiments.training.batches import RunInputs, expected_programs, num_s
 from tpu_experiments.training.length import NewLength, lengthen, new_length
 from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.outputs import RunOutputs, write_pages
+from tpu_experiments.training.pack import Seat
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 
 log = logging.getLogger(__name__)
@@ -64,10 +68,46 @@ def run(config: Config) -> None:
     hosts.announce_end()
 
 
+@dataclass
+class Start:
+    """A run whose inputs are there and checked; nothing of it is written yet."""
+
+    config: Config
+    folder: RunFolder
+    inputs: RunInputs
+    length: NewLength | None
+    """Where the command changes the length of a run that exists; otherwise None."""
+    seconds: dict[str, float]
+    """Time taken so far, by what it was for."""
+    arguments: Sequence[str]
+    """Command line of the run, without the program."""
+
+
 def train(config: Config, hosts: Hosts) -> None:
     """Train on every host; only the first one writes."""
-    watch = Stopwatch()
     start_run_log(None, rank=hosts.rank)
+    start = start_of(config, hosts)
+    if start is None:
+        return
+    with ending_in_time(), ExitStack() as stack:
+        hold(start, hosts, stack)
+        with parting(config.checkpoint.grace_seconds):
+            launch(train_process, start.config, start, started_seconds())
+    hosts.barrier()
+    if hosts.rank == 0:
+        print(closing_lines(start))
+
+
+def start_of(config: Config, hosts: Hosts, *, arguments: Sequence[str] | None = None) -> Start | None:
+    """Return the run, ready to be begun; None where it is finished, which is said.
+
+    Args:
+        arguments: its command line, where that is not this process's.
+
+    Raises:
+        ConfigError: something the user can fix; nothing was written.
+    """
+    watch = Stopwatch()
     with watch.measure("setup"), explain_storage_errors(prepared_folder(config), full="failed"):
         config = hosts.together(lambda: with_rows(config))
     with explain_storage_errors(config.output_dir):
@@ -75,7 +115,7 @@ def train(config: Config, hosts: Hosts) -> None:
         is_longer = hosts.together(lambda: has_other_length(folder, config))
         if folder.finished() is not None and not is_longer:  # with one host, run.py has checked this before
             hosts.on_first_host(lambda: print_if_finished(config))
-            return
+            return None
         hosts.on_first_host(lambda: lease.refuse_if_held(folder.path(), name=folder.name))
     with watch.measure("setup"):
         with explain_storage_errors(config.output_dir):
@@ -84,19 +124,24 @@ def train(config: Config, hosts: Hosts) -> None:
             inputs = hosts.together(lambda: set_up(config, folder))
             length = hosts.together(lambda: new_length(folder, inputs, config)) if is_longer else None
         require_same_data(hosts, inputs)
-    with ending_in_time(), ExitStack() as stack:
-        held = lease.hold(folder.path(), name=folder.name, on_lost=exit_after_losing_lease)
-        hosts.on_first_host(lambda: stack.enter_context(held))
-        with explain_storage_errors(config.output_dir):
-            hosts.on_first_host(lambda: begin(folder, config, length))
-            hosts.together(lambda: require_shared(folder, hosts))
-        with parting(config.checkpoint.grace_seconds):
-            launch(train_process, config, inputs, folder, dict(watch.seconds), started_seconds())
-    hosts.barrier()
-    result = folder.finished()
+    return Start(config, folder, inputs, length, dict(watch.seconds), sys.argv[1:] if arguments is None else arguments)
+
+
+def hold(start: Start, hosts: Hosts, stack: ExitStack) -> None:
+    """Take the run's lease until `stack` ends, and create its folder."""
+    folder = start.folder
+    held = lease.hold(folder.path(), name=folder.name, on_lost=exit_after_losing_lease)
+    hosts.on_first_host(lambda: stack.enter_context(held))
+    with explain_storage_errors(start.config.output_dir):
+        hosts.on_first_host(lambda: begin(folder, start.config, start.length))
+        hosts.together(lambda: require_shared(folder, hosts))
+
+
+def closing_lines(start: Start) -> str:
+    """Return the summary of a run that has ended."""
+    result = start.folder.finished()
     assert result is not None, "the run ended without result.json"
-    if hosts.rank == 0:
-        print(summary(result, folder=folder))
+    return summary(result, folder=start.folder, arguments=start.arguments)
 
 
 def with_rows(config: Config) -> Config:
@@ -142,19 +187,39 @@ def spool_of(folder: RunFolder) -> Spool:
 
 
 def train_process(
-    runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, seconds: dict[str, float], began: float
+    runtime: Runtime,
+    config: Config,
+    start: Start,
+    began: float,
+    seat: Seat | None = None,
+    kept: Sequence[logging.LogRecord] = (),
 ) -> None:
-    """Train in one process of the run; `began` is the start of the first one, in seconds since boot."""
+    """Train in one process of the run.
+
+    Args:
+        began: start of the first process, in seconds since boot.
+        seat: the run's place in a pack, in whose thread it is.
+        kept: log records from before a pack's runs began.
+    """
+    folder = start.folder
     watch = Stopwatch()
-    watch.seconds.update(seconds)
+    watch.seconds.update(start.seconds)
     outputs: RunOutputs | None = None
-    trainer: Any = locate(config.trainer._target_, key="trainer")
+    argv = [sys.argv[0], *start.arguments]
+    kind: Any = locate(config.trainer._target_, key="trainer")
+    close_log: Callable[[], None] = stop_run_log
     try:
-        start_run_log(folder, rank=runtime.rank)
-        outputs = make_outputs(runtime, config, inputs, folder, watch=watch, began=began)
-        trainer(config, runtime, inputs=inputs, outputs=outputs, watch=watch).run()
+        if seat is None:
+            start_run_log(folder, rank=runtime.rank)
+        else:
+            close_log = partial(stop_thread_log, start_thread_log(folder, kept=kept))
+        share = 1 if seat is None else seat.share
+        outputs = make_outputs(runtime, config, start.inputs, folder, watch=watch, began=began, argv=argv, share=share)
+        trainer = kind(config, runtime, inputs=start.inputs, outputs=outputs, watch=watch)
+        trainer.seat = seat
+        trainer.run()
     except StoppedByRequest:
-        end(runtime, outputs, folder=folder, ended="stopped")
+        end(runtime, outputs, folder=folder, close_log=close_log, ended="stopped")
         print_once(runtime, f"stopped on request; the same command resumes from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
     except (TrainingStopped, StorageFailed) as error:
@@ -166,15 +231,22 @@ def train_process(
         print_once(runtime, f"error: {complaint(error, place=folder.path())} The same command resumes.")
         sys.exit(1)
     finally:
-        end(runtime, outputs, folder=folder)
+        end(runtime, outputs, folder=folder, close_log=close_log)
 
 
-def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ended: str = "failed") -> None:
+def end(
+    runtime: Runtime,
+    outputs: RunOutputs | None,
+    *,
+    folder: RunFolder,
+    close_log: Callable[[], None],
+    ended: str = "failed",
+) -> None:
     """Close all outputs; storage that is still unreachable is reported in one sentence."""
     retry.only_uploads_remain()
     complaints: list[str] = []
     closing = [] if outputs is None else [lambda: outputs.close(ended)]
-    for close in (*closing, stop_run_log):
+    for close in (*closing, close_log):
         try:
             close()
         except StorageFailed as error:
@@ -188,10 +260,22 @@ def end(runtime: Runtime, outputs: RunOutputs | None, *, folder: RunFolder, ende
 
 
 def make_outputs(
-    runtime: Runtime, config: Config, inputs: RunInputs, folder: RunFolder, *, watch: Stopwatch, began: float
+    runtime: Runtime,
+    config: Config,
+    inputs: RunInputs,
+    folder: RunFolder,
+    *,
+    watch: Stopwatch,
+    began: float,
+    argv: list[str],
+    share: int = 1,
 ) -> RunOutputs:
-    """Return loggers, ledger, provenance and plan of the run; only rank 0 writes."""
-    facts = provenance(config, device=str(runtime.device), argv=sys.argv)
+    """Return loggers, ledger, provenance and plan of the run; only rank 0 writes.
+
+    Args:
+        share: runs that share the machine's price.
+    """
+    facts = provenance(config, device=str(runtime.device), argv=argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
     estimates = plan_estimates(config, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
@@ -201,6 +285,13 @@ def make_outputs(
         write_provenance(folder, facts)
         write_pages(folder, inputs=inputs, estimates=estimates, loggers=loggers, is_new=not resume_step(folder))
         log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
+
+    def compile_seconds() -> float:
+        return runtime.counters().compile_seconds
+
+    def ledger() -> Ledger:
+        return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds, share=share)
+
     return RunOutputs(
         config,
         folder,
@@ -208,19 +299,10 @@ def make_outputs(
         loggers=loggers,
         provenance=facts,
         estimates=estimates,
-        ledger=make_ledger(runtime, config, folder, watch=watch, began=began) if runtime.rank == 0 else None,
+        ledger=ledger() if runtime.rank == 0 else None,
         spool=spool,
         reopen_loggers=lambda: make_loggers(config, folder, inputs),
     )
-
-
-def make_ledger(runtime: Runtime, config: Config, folder: RunFolder, *, watch: Stopwatch, began: float) -> Ledger:
-    """Return the ledger of this start's wall time."""
-
-    def compile_seconds() -> float:
-        return runtime.counters().compile_seconds
-
-    return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds)
 
 
 def plan_estimates(config: Config, *, rank: int) -> PlanEstimates:

@@ -51,10 +51,13 @@ class Ledger:
         watch: Stopwatch,
         began: float,
         compile_seconds: Callable[[], float] = lambda: 0.0,
+        share: int = 1,
     ) -> None:
         """Start the account; `began` is the run's first process, in seconds since boot (storage/process.py).
 
-        `compile_seconds` returns those of this process so far.
+        Args:
+            compile_seconds: returns those of this process so far.
+            share: runs that share the machine, each of which pays as much of its price.
         """
         place = folder.path(FOLDER)
         paths.make_dirs(place)
@@ -70,7 +73,7 @@ class Ledger:
             host=socket.gethostname(),
             started=time.time() - (boot_seconds() - began),
             num_devices=hw.num_devices,
-            usd_per_hour=hourly_price(hw),
+            usd_per_hour={name: usd and usd / share for name, usd in hourly_price(hw).items()},
         )
         self._mirror: Mirror | None = Mirror.of_file(paths.join(place, f"{self.life.id}.json"))
         self._written = 0.0

@@ -21,7 +21,7 @@ from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.bitnet import MIX, ternary_shares
-from tpu_experiments.models.dropout import NOISE
+from tpu_experiments.models.dropout import NOISE, THRESHOLDS
 from tpu_experiments.objectives.base import Computing, Rows
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.base import Optimizer, ParameterGroup, State, clip, global_norm
@@ -31,6 +31,9 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, unconstrained
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
 
+ACTIVE = "active"
+"""Key of a batch that says by 1 or 0, float32 (1,), whether the step changes anything; without it, it does. Of packed
+adapters, one that has ended keeps its place (training/pack.py)."""
 TRAINS = "trains"
 """Key of the trainable mask in a batch, float32 (N,); without it every parameter is updated."""
 
@@ -170,13 +173,37 @@ class TrainStep:
                 int32 where adapters have dropout, `trains` (N,) where a stage of the run does not train everything,
                 `weight_decay` (1,) where a stage has one of its own, `ternary_mix` (A, R) in a warm-up of quantisation.
         """
+        total = self.counted(batch)
+        scale = scale_of(state)
+        grads, row_losses_AR = self.gradients(parameters, batch, total if scale is None else total / scale)
+        return self.updated(parameters, state, batch, grads=grads, row_losses=row_losses_AR, total=total)
+
+    def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of predictions in the global batch, at least 1: shape (), with parts (G,)."""
         names = row_tensors(batch)
         micro_batches = [{k: batch[k][i] for k in names} for i in range(batch["ids"].shape[0])]
         supervised = torch.stack([self.count(rows) for rows in micro_batches]).sum(0)
         (total,) = self.sum_over_processes([supervised])
-        total = total.clamp(min=1.0)  # a batch of padding only has a zero gradient, not 0 / 0
-        scale = scale_of(state)
-        grads, row_losses_AR = self.gradients(parameters, batch, total if scale is None else total / scale)
+        return total.clamp(min=1.0)  # a batch of padding only has a zero gradient, not 0 / 0
+
+    def updated(
+        self,
+        parameters: Mapping[str, Tensor],
+        state: State,
+        batch: Mapping[str, Tensor],
+        *,
+        grads: Sequence[Tensor],
+        row_losses: Tensor,
+        total: Tensor,
+    ) -> tuple[dict[str, Tensor], State, StepOutput]:
+        """Reduce, clip and apply this process's gradients; the result is that of the step.
+
+        Args:
+            grads: those of the loss multiplied by the loss scale, if there is one, in the order of `parameters`.
+            row_losses: (A, R) or (A, R, G).
+            total: that of `counted`.
+        """
+        scale, row_losses_AR = scale_of(state), row_losses
         if total.ndim > 0:
             # Rescaled, so that the rows' losses are one number each and their sum over one count is the loss.
             count = total.sum()
@@ -196,6 +223,8 @@ class TrainStep:
             # Loss and norm are sums over all processes and devices, so either all of them update or none does. XLA
             # fuses the `where` into the update's loops, so it costs no pass over memory.
             is_finite = finite(loss) & finite(norm)
+            if ACTIVE in batch:
+                is_finite = is_finite & (batch[ACTIVE] > 0)[0]
             where = {name: chosen[name] & is_finite if name in chosen else is_finite for name in state}
             new_parameters = {n: torch.where(where[n], new_parameters[n], p) for n, p in parameters.items()}
             new_state = {name: select_where(slots, new_state[name], where=where[name]) for name, slots in state.items()}
@@ -228,27 +257,51 @@ class TrainStep:
         Micro-batches run in a device loop, so that the program's size does not depend on their number.
         """
         names = row_tensors(batch)
-        values, xs = tuple(parameters.values()), tuple(batch[k] for k in names)
 
-        def micro(weights: Sequence[Tensor], tensors: Sequence[Tensor], total: Tensor) -> tuple[list[Tensor], Tensor]:
+        def loss_of(leaves: Sequence[Tensor], tensors: Tensors, others: Tensors) -> tuple[Tensor, Tensor]:
             rows = dict(zip(names, tensors, strict=True))
-            # On autograd's device thread, gradients may briefly outlive the call. Every tensor alive when torch_xla
-            # takes the graph becomes an output of the program, so the next step would be a different program.
-            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                leaves = {n: w.detach().requires_grad_() for n, w in zip(parameters, weights, strict=True)}
-                sums_R, _ = self.row_loss(self.module, leaves, rows)
-                return list(torch.autograd.grad(mean_loss(sums_R, total), list(leaves.values()))), sums_R.detach()
+            sums_R, _ = self.row_loss(self.module, dict(zip(parameters, leaves, strict=True)), rows)
+            return mean_loss(sums_R, others[0]), sums_R
 
-        def body(carry: Tensors, tensors: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            grads, sums_R = micro(consts[1:], tensors, consts[0])
-            return tuple(a + g for a, g in zip(carry, grads, strict=True)), (sums_R,)
+        xs = tuple(batch[k] for k in names)
+        return summed_gradients(loss_of, tuple(parameters.values()), xs, (total,), loop=self.loop)
 
-        if len(xs[0]) == 1:
-            grads, sums_R = micro(values, [x[0] for x in xs], total)
-            return grads, sums_R[None]
-        zeros = tuple(torch.zeros_like(value) for value in values)
-        summed, (row_losses_AR,) = self.loop(body, carry=zeros, xs=xs, consts=(total, *values))
-        return list(summed), row_losses_AR
+
+def summed_gradients(
+    loss_of: Callable[[Sequence[Tensor], Tensors, Tensors], tuple[Tensor, Tensor]],
+    values: Tensors,
+    xs: Tensors,
+    others: Tensors,
+    *,
+    loop: Loop,
+) -> tuple[list[Tensor], Tensor]:
+    """Return the gradients of `values`, summed over micro-batches, and the rows' losses (A, R) or (A, R, G).
+
+    Args:
+        loss_of: (values, tensors of a micro-batch, others) to its loss () and its rows' losses.
+        xs: tensors with an entry for every micro-batch.
+    """
+
+    def micro(weights: Sequence[Tensor], tensors: Tensors, others: Tensors) -> tuple[list[Tensor], Tensor]:
+        # On autograd's device thread, gradients may briefly outlive the call. Every tensor alive when torch_xla
+        # takes the graph becomes an output of the program, so the next step would be a different program.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            leaves = [w.detach().requires_grad_() for w in weights]
+            loss, sums_R = loss_of(leaves, tensors, others)
+            return list(torch.autograd.grad(loss, leaves)), sums_R.detach()
+
+    num = len(others)
+
+    def body(carry: Tensors, tensors: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+        grads, sums_R = micro(consts[num:], tensors, consts[:num])
+        return tuple(a + g for a, g in zip(carry, grads, strict=True)), (sums_R,)
+
+    if len(xs[0]) == 1:
+        grads, sums_R = micro(values, tuple(x[0] for x in xs), others)
+        return grads, sums_R[None]
+    zeros = tuple(torch.zeros_like(value) for value in values)
+    summed, (row_losses_AR,) = loop(body, carry=zeros, xs=xs, consts=(*others, *values))
+    return list(summed), row_losses_AR
 
 
 def mean_loss(sums: Tensor, total: Tensor) -> Tensor:
@@ -258,7 +311,7 @@ def mean_loss(sums: Tensor, total: Tensor) -> Tensor:
 
 def row_tensors(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the names of a batch's tensors that have an entry for every row."""
-    return (*ROW_TENSORS, *(name for name in (NOISE, MIX) if name in batch))
+    return (*ROW_TENSORS, *(name for name in (NOISE, THRESHOLDS, MIX) if name in batch))
 
 
 def finite(x: Tensor) -> Tensor:

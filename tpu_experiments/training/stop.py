@@ -33,6 +33,7 @@ class StopFlag:
         self._agree = agree
         self.grace = Grace(grace_seconds, requested_at=self.requested_at)
         self._requested_at: float | None = None
+        self._is_dropped = False
 
     def install(self) -> None:
         """Install the signal handlers (main thread only) and limit storage waits to the grace period."""
@@ -41,9 +42,19 @@ class StopFlag:
             signal.signal(signal.SIGTERM, self._request)
             signal.signal(signal.SIGINT, self._request)
 
+    def request(self) -> None:
+        """Ask the run to stop, as the signals do."""
+        self._requested_at = self._requested_at or time.monotonic()
+
+    def drop(self) -> None:
+        """Ask this run alone to stop, while the process goes on; no grace period begins."""
+        self._is_dropped = True
+
     def agreed(self) -> bool:
         """Return whether to stop here; all processes call it at the same points and agree."""
         joined = stopping.joined()
+        if self._is_dropped:
+            return True
         if joined is None:
             if not self._agree(self._requested_at is not None):
                 return False
@@ -60,7 +71,7 @@ class StopFlag:
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self._requested_at is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._requested_at = self._requested_at or time.monotonic()
+        self.request()
 
 
 @contextmanager

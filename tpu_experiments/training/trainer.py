@@ -40,7 +40,7 @@ from tpu_experiments.metrics.flops import flops_by_length
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.bitnet import layers_of, ternary_weights
-from tpu_experiments.models.build import build_model
+from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
@@ -80,6 +80,7 @@ from tpu_experiments.training.evaluation import Evaluation, Evaluator, Sampler, 
 from tpu_experiments.training.guard import Guard, RollBack
 from tpu_experiments.training.meters import Meters, Pending, Reading, Window
 from tpu_experiments.training.outputs import RunOutputs
+from tpu_experiments.training.pack import Seat
 from tpu_experiments.training.questions import Asker, skill_fields
 from tpu_experiments.training.result import Ending
 from tpu_experiments.training.start import load_start
@@ -171,6 +172,9 @@ class Trainer:
     A plan builds the same parts on placeholders (`build`) and runs nothing.
     """
 
+    seat: Seat | None = None
+    """Place among several runs that train in one program; None for a run that trains alone."""
+
     def __init__(
         self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
     ) -> None:
@@ -223,13 +227,7 @@ class Trainer:
     def build(self) -> None:
         """Create model and optimizer state on the device, and the programs of a run."""
         config, runtime = self.config, self.runtime
-        self.model = build_model(
-            self.model_source(),
-            lora=config.lora,
-            seed=config.seed,
-            place=runtime.place,
-            folding=runtime.folding,
-        )
+        self.model = self.seat.build(self) if self.seat is not None else self.built_alone()
         self.model.module.train()
         self.parameters = self.model.trainable
         groups = groups_of(self.objective, list(self.parameters), clip_norm=config.optim.clip_norm)
@@ -254,8 +252,11 @@ class Trainer:
             ternary=self.ternary,
             groups=groups,
         )
-        self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
-        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.evaluated_parameters()}
+        if self.seat is None:
+            self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
+        else:
+            self.step_program = self.seat.step_program()
+        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.evaluated_parameters}
         self.evaluator = self.build_evaluator()
         self.sampler = Sampler(
             self.model.module,
@@ -268,6 +269,18 @@ class Trainer:
         log.info("%s", self.model.report)
         if config.optim.ema:
             log.info("optim.ema=%g: evaluations, samples and the export are of averaged parameters", config.optim.ema)
+        if self.seat is not None:
+            self.seat.wait("built")
+
+    def built_alone(self) -> BuiltModel:
+        """Load the model onto the device, with its adapters."""
+        return build_model(
+            self.model_source(),
+            lora=self.config.lora,
+            seed=self.config.seed,
+            place=self.runtime.place,
+            folding=self.runtime.folding,
+        )
 
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
@@ -278,7 +291,7 @@ class Trainer:
             self.model.module,
             runtime=self.runtime,
             row_loss=self.row_loss,
-            parameters=self.evaluated_parameters(),
+            parameters=self.evaluated_parameters,
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
             measured=None if is_own else measured_by(self.objective),
@@ -347,9 +360,11 @@ class Trainer:
         """Return zero optimizer state, each slot placed as its parameter."""
         return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
 
+    @cached_property
     def evaluated_parameters(self) -> Mapping[str, Tensor]:
-        """Return the parameters that evaluations and samples use: with `optim.ema`, the averages."""
-        return Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
+        """Parameters that evaluations and samples use: with `optim.ema`, the averages."""
+        own = Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
+        return own if self.seat is None else self.seat.evaluated(own)
 
     def take_averages(self, stored: Mapping[str, Tensor] | None) -> None:
         """Replace the parameters by their averages, which are exported; no step or checkpoint may follow.

@@ -29,6 +29,14 @@ class Started(ABC):
     def terminate(self) -> None:
         """Ask the point to save and end."""
 
+    def codes(self) -> dict[str, int]:
+        """Return the exit codes of those points of a pack that have ended, by name; empty for a single point."""
+        return {}
+
+    def drop(self, name: str) -> None:
+        """Ask one point of a pack to save and end."""
+        self.terminate()
+
 
 class Engine(ABC):
     """Runs points; `asked` is True after SIGTERM or Ctrl-C, which every running point is passed."""
@@ -36,6 +44,8 @@ class Engine(ABC):
     name: str
     is_elsewhere = True
     """Whether points write to a log instead of this terminal, and outlive an outage of this machine's network."""
+    has_packs = False
+    """Whether several points can train in one process."""
     asked: bool
 
     @abstractmethod
@@ -62,6 +72,10 @@ class Engine(ABC):
             slot: a number that no other running point has, from 0.
             limit_seconds: after which a point that outlives this process ends by itself; None for never.
         """
+
+    def start_pack(self, points: Sequence[Point], *, slot: int) -> Started:
+        """Start points that train in one program; only where `has_packs` is True."""
+        raise NotImplementedError
 
     @abstractmethod
     def ask(self) -> None:

@@ -1,0 +1,122 @@
+"""Points that train in one program on the real command line: each leaves what it leaves alone."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forks
+from tests.training.runs import REPOSITORY, SAME_SUMS, run
+
+JOB = ("debug=smoke", "data=sample_text", "curriculum=single", "logger=[jsonl,tensorboard]", "lora.dropout=0.1")
+POINTS = ("-m", *JOB, "name=tried", "sweeping.pack=4", "lora.r=4,8", "optim.lr=3e-4")
+FILES = ("adapter/adapter_model.safetensors", "result.json", "metrics.jsonl", "run.log", "README.md", "config.yaml")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[tuple[int, str, float]]:
+    """Every loss with its step."""
+    keys = ("train/loss", "eval/loss", "train/grad_norm")
+    return [(record["step"], key, record[key]) for record in records(folder) for key in keys if key in record]
+
+
+def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path) -> None:
+    """One process, the programs of one run, and the losses of a run alone."""
+    ended = run(*POINTS, output_dir=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "sweeping.pack: 1 pack of 2 points" in ended.stdout
+    sweep = tmp_path / "sweeps" / "tried"
+    alone = run(*JOB, "lora.r=8", "optim.lr=3e-4", "name=alone", output_dir=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    own, together = tmp_path / "alone", sweep / "lora.r=8"
+    for (step, key, mine), (_, _, theirs) in zip(losses(own), losses(together), strict=True):
+        assert theirs == pytest.approx(mine, abs=1e-5), (step, key)
+    assert len(losses(own)) > 6
+    results = {}
+    for point in sweep.glob("lora.r=*"):
+        assert all((point / name).exists() for name in FILES)
+        results[point.name] = json.loads((point / "result.json").read_text())
+    assert len(results) == 2
+    first = json.loads((own / "result.json").read_text())
+    assert {r["num_compiles"] for r in results.values()} == {first["num_compiles"]}
+    assert {r["compiles_after_warmup"] for r in results.values()} == {0}
+    assert results[together.name]["num_trainable"] == first["num_trainable"]
+    assert len({r["eval_loss"] for r in results.values()}) == 2
+    log = (together / "run.log").read_text()
+    assert log.count(": sample after training") == 1, "the others' lines are in their own files"
+    assert "resumed" not in log
+    again = run(*POINTS, output_dir=tmp_path)
+    assert again.returncode == 0
+    assert again.stdout.count("was finished before") == 2
+
+
+LONG = ("curriculum.stages.main.steps=4000", "trainer.max_stage_steps=4000", "trainer.log_every_steps=1")
+
+
+def started(folder: Path, *more: str) -> forks.Process:
+    """The pack of two points with many steps."""
+    words = ("-m", "model=tiny", *JOB, *LONG, "name=tried", "sweeping.pack=4", "lora.r=4,8", *more)
+    kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    command = [str(REPOSITORY / "run.py"), *words, f"output_dir={folder}"]
+    return forks.start(command, cwd=folder, env=kept | SAME_SUMS, stdout=subprocess.DEVNULL)
+
+
+def wait_for(process: forks.Process, point: Path, *, step: int) -> None:
+    """Wait until a point has trained a step."""
+    deadline = time.monotonic() + 300
+    while not (point / "metrics.jsonl").exists() or max((r["step"] for r in records_so_far(point)), default=0) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"step {step} was not reached within 300 s"
+        time.sleep(0.2)
+
+
+def records_so_far(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_pack_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, how: signal.Signals) -> None:
+    """With SIGKILL the points go on from checkpoints of their own, also of different steps."""
+    more = ("checkpoint.every_steps=4", "curriculum.stages.main.steps=24", "trainer.max_stage_steps=24")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    with started(whole, *more) as process:
+        assert process.wait(timeout=400) == 0
+    with started(cut, *more) as process:
+        wait_for(process, cut / "sweeps" / "tried" / "lora.r=8", step=9)
+        process.send_signal(how)
+        code = process.wait(timeout=100)
+        assert code == (75 if how == signal.SIGTERM else -9)
+    with started(cut, *more) as process:
+        assert process.wait(timeout=400) == 0
+    for name in ("lora.r=4", "lora.r=8"):
+        ours, theirs = (folder / "sweeps" / "tried" / name for folder in (cut, whole))
+        assert losses(ours) == losses(theirs)
+        file = "adapter/adapter_model.safetensors"
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes()
+        assert "resumed at step" in (ours / "run.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_pruned_point_leaves_the_others_running(tmp_path: Path) -> None:
+    prune = ("sweeping.prune=median", "sweeping.prune_after_points=1", "trainer.eval_every_steps=2")
+    short = ("curriculum.stages.main.steps=40", "trainer.max_stage_steps=40", "optim.lr=1e-3,100.0")
+    with started(tmp_path, *prune, *short) as process:
+        process.wait(timeout=400)
+    rows = json.loads((tmp_path / "sweeps" / "tried" / "sweep.json").read_text())["points"]
+    status = {row["name"]: row["status"] for row in rows}
+    assert {status[f"lora.r={r},optim.lr=100.0"] for r in (4, 8)} == {"pruned"}
+    assert "finished" in {status[f"lora.r={r},optim.lr=0.001"] for r in (4, 8)}

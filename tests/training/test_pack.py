@@ -1,0 +1,188 @@
+"""Adapters that train in one program: each as alone, and nothing of one reaches another."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.training.tiny import ARCHITECTURES, random_batch
+from tpu_experiments.models.build import build_model
+from tpu_experiments.models.dropout import NOISE, threshold_of
+from tpu_experiments.models.lora import scale_of
+from tpu_experiments.models.packed import Chosen, by_adapter, joined_rows, rows_of_each
+from tpu_experiments.objectives.base import model_source
+from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.optim.adamw import AdamW
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.training.pack import PackedStep
+from tpu_experiments.training.step import ACTIVE, TrainStep
+
+POINTS = [
+    (4, 8, 0.05, 1e-3, 1, None),
+    (8, 16, 0.0, 5e-4, 2, 1.0),
+    (16, 16, 0.2, 2e-4, 3, 0.5),
+    (32, 64, 0.1, 1e-4, 4, 1.0),
+]
+"""r, alpha, dropout, learning rate, seed and limit of the gradient norm."""
+
+
+class Alone:
+    """A step of one adapter, its parameters and state, and its own batches."""
+
+    def __init__(self, config, runtime, point, module=None):
+        r, alpha, dropout, self.lr, self.seed, clip_norm = point
+        self.lora = replace(config.lora, r=r, alpha=float(alpha), dropout=dropout)
+        self.runtime = runtime
+        model = build_model(
+            model_source(config), lora=self.lora, seed=self.seed, place=runtime.place, folding=runtime.folding
+        )
+        model.module.train()
+        self.parameters = {name: tensor.clone() for name, tensor in model.trainable.items()}
+        self.module = model.module
+        optimizer = AdamW(weight_decay=0.01 * self.seed, beta1=0.9, beta2=0.95, eps=1e-8)
+        self.state = optimizer.init(self.parameters)
+        self.step = TrainStep(
+            model.module,
+            optimizer=optimizer,
+            clip_norm=clip_norm,
+            sum_over_processes=list,
+            row_loss=next_token_loss,
+            loop=runtime.loop,
+            constrain=runtime.constrain,
+        )
+
+    def batch(self, number, *, has_noise=None):
+        has_noise = bool(self.lora.dropout) if has_noise is None else has_noise
+        drawn = random_batch(100 * self.seed + number, accumulation=2, rows=2, lr=self.lr, dropout=0.5)
+        return drawn if has_noise else {name: tensor for name, tensor in drawn.items() if name != NOISE}
+
+    def losses(self, steps):
+        found = []
+        for number in range(steps):
+            self.parameters, self.state, output = self.step(self.parameters, self.state, self.batch(number))
+            found.append(float(output.loss))
+        return found
+
+
+def packed_runs(config, runtime, points=POINTS):
+    """The runs, and their packed step over a common module."""
+    runs = [Alone(config, runtime, point) for point in points]
+    rank, dropout = max(point[0] for point in points), max(point[2] for point in points)
+    common = replace(config.lora, r=rank, alpha=float(rank), dropout=dropout)
+    module = build_model(
+        model_source(config), lora=common, seed=0, place=runtime.place, folding=runtime.folding
+    ).module.train()
+    return runs, PackedStep(module, [run.step for run in runs])
+
+
+def advance(runs, step, *, steps, active=None):
+    """Take steps of all runs together; return the losses of each."""
+    scales = torch.tensor([scale_of(run.lora) for run in runs])
+    thresholds = torch.tensor([threshold_of(1 - run.lora.dropout) for run in runs], dtype=torch.int32)
+    losses = [[] for _ in runs]
+    for number in range(steps):
+        batches = [run.batch(number, has_noise=True) for run in runs]
+        if active is not None:
+            for batch, flags in zip(batches, active, strict=True):
+                batch[ACTIVE] = torch.tensor([float(flags(number))])
+        found = step(
+            [run.parameters for run in runs],
+            [run.state for run in runs],
+            batches,
+            scales=scales,
+            thresholds=thresholds,
+        )
+        for run, own, (parameters, state, output) in zip(runs, losses, found, strict=True):
+            run.parameters, run.state = parameters, state
+            own.append(float(output.loss))
+    return losses
+
+
+@pytest.fixture
+def tiny(make_config):
+    def make(model, *overrides):
+        shape = (f"model={model}", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "hw.runtime=eager")
+        config = make_config(*shape, *overrides)
+        return config, EagerRuntime(config.hw)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_each_trains_as_alone_for_fifty_steps(tiny, model):
+    compare_with_alone(*tiny(model), steps=50)
+
+
+def test_each_trains_as_alone(tiny):
+    compare_with_alone(*tiny("mistral7b"), steps=6)
+
+
+def compare_with_alone(config, runtime, *, steps):
+    runs, step = packed_runs(config, runtime)
+    losses = advance(runs, step, steps=steps)
+    for run, own, point in zip(runs, losses, POINTS, strict=True):
+        alone = Alone(config, runtime, point)
+        start = {name: tensor.clone() for name, tensor in alone.parameters.items()}
+        expected = alone.losses(steps)
+        assert max(abs(a - b) for a, b in zip(own, expected, strict=True)) < 1e-5
+        for name, value in alone.parameters.items():
+            torch.testing.assert_close(run.parameters[name], value, atol=1e-5, rtol=0)
+            assert (value - start[name]).abs().max() > 1e-4
+
+
+def test_a_learning_rate_of_a_billion_touches_no_other_adapter(tiny):
+    """Its loss and its values overflow, and every number of the others stays bit for bit."""
+    config, runtime = tiny("mistral7b")
+    runs, step = packed_runs(config, runtime)
+    expected = advance(runs, step, steps=6)
+    wild, step = packed_runs(config, runtime, [POINTS[0], (8, 16, 0.0, 1e9, 2, None), *POINTS[2:]])
+    losses = advance(wild, step, steps=6)
+    assert not math.isfinite(losses[1][-1])
+    for k in (0, 2, 3):
+        assert losses[k] == expected[k]
+        assert all(torch.equal(wild[k].parameters[name], value) for name, value in runs[k].parameters.items())
+
+
+def test_an_adapter_that_has_ended_keeps_its_values_and_its_place(tiny):
+    config, runtime = tiny("mistral7b")
+    runs, step = packed_runs(config, runtime, POINTS[:2])
+    expected = advance(runs, step, steps=4)
+    ended, step = packed_runs(config, runtime, POINTS[:2])
+    always = lambda number: True  # noqa: E731
+    losses = advance(ended, step, steps=4, active=[always, lambda number: number < 2])
+    assert losses[0] == expected[0]
+    alone = Alone(config, runtime, POINTS[1])
+    alone.losses(2)
+    for name, value in alone.parameters.items():
+        torch.testing.assert_close(ended[1].parameters[name], value, atol=1e-6, rtol=0)
+    assert float(ended[1].state[""]["count"]) == 2
+    assert float(ended[0].state[""]["count"]) == 4
+
+
+def test_rows_keep_their_device_and_their_order():
+    """Two devices, three adapters, two rows of each on a device: (D, K, R)."""
+    own = [torch.arange(4).reshape(1, 4, 1) + 10 * k for k in range(3)]
+    joined = joined_rows(own, num_shards=2)
+    assert joined.flatten().tolist() == [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23]
+    back = rows_of_each(joined[0], num=3, num_shards=2)
+    assert all(torch.equal(part, each[0]) for part, each in zip(back, own, strict=True))
+    x, weight = torch.randn(12, 5, 7), torch.randn(3, 6, 7)
+    parts = rows_of_each(by_adapter(x, weight, num_shards=2), num=3, num_shards=2)
+    for k, part in enumerate(rows_of_each(x, num=3, num_shards=2)):
+        torch.testing.assert_close(parts[k], part @ weight[k].T)
+
+
+def test_a_chosen_adapter_is_that_of_its_number():
+    ranks, names = (2, 3), ("m.0:2:1.q.lora_A", "m.0:2:1.q.lora_B", "m.9.v.lora_A", "m.9.v.lora_B")
+    each = []
+    for r in ranks:
+        shapes = ((2, r, 4), (2, 5, r), (r, 4), (5, r))
+        each.append({name: torch.randn(shape) for name, shape in zip(names, shapes, strict=True)})
+    scales = torch.tensor([0.5, 2.0])
+    for number, own in enumerate(each):
+        chosen = Chosen(each, number=torch.tensor([number]), scales=lambda: scales, held=dict)
+        for a, b in ((names[0], names[1]), (names[2], names[3])):
+            torch.testing.assert_close(chosen[b] @ chosen[a], scales[number] * own[b] @ own[a])
+            assert chosen[a].shape[-2] == 3

@@ -1,0 +1,393 @@
+"""Several runs of one process that train their adapters in one program, each as it would alone.
+
+Every run is a whole `Trainer` with its own data, parameters, optimizer state, checkpoints and logs, in a thread of its
+own. Threads never run at once: one has the turn until it ends or waits for its next step, in the order of their
+numbers, so that a pack does the same in every start. Once all that are left wait, one program computes the steps of
+those that are furthest behind (models/packed.py); the others keep their places in it, with rows of padding, and nothing
+of theirs changes. What is not a training step (evaluations, samples, checkpoints) is done run by run, by programs that
+a number on the device tells which adapter to use, so that they are compiled once.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.models.build import BuiltModel, build_model
+from tpu_experiments.models.dropout import NOISE, THRESHOLDS, threshold_of
+from tpu_experiments.models.lora import LoraLinear, ParameterReport, drawn_adapters, fingerprints, scale_of
+from tpu_experiments.models.packed import Chosen, joined_rows, packed, rows_of_each
+from tpu_experiments.optim.base import State
+from tpu_experiments.optim.ema import held_of
+from tpu_experiments.optim.loss_scale import scale_of as loss_scale_of
+from tpu_experiments.runtime.base import OnOutput, Program, Runtime, Signature, signature_of
+from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.training.step import (
+    ACTIVE,
+    StepOutput,
+    TrainStep,
+    commit,
+    mean_loss,
+    row_tensors,
+    summed_gradients,
+)
+
+if TYPE_CHECKING:  # the trainer calls this module
+    from tpu_experiments.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+Batch = Mapping[str, Tensor]
+
+
+# ---- the step -----------------------------------------------------------------------------------------------
+
+
+class PackedStep:
+    """The steps of several adapters: one forward and backward pass, then each one's own update."""
+
+    def __init__(self, module: nn.Module, steps: Sequence[TrainStep], *, num_shards: int = 1) -> None:
+        """Take the steps of the runs alone.
+
+        Args:
+            module: that of all adapters, with a scale of 1.
+            num_shards: devices that the rows are split over.
+        """
+        self.module, self.steps, self.num_shards = module, steps, num_shards
+        for part in module.modules():
+            if isinstance(part, LoraLinear):
+                part.num_shards = num_shards
+
+    def __call__(
+        self,
+        parameters: Sequence[Mapping[str, Tensor]],
+        states: Sequence[State],
+        batches: Sequence[Batch],
+        *,
+        scales: Tensor,
+        thresholds: Tensor,
+    ) -> list[tuple[dict[str, Tensor], State, StepOutput]]:
+        """Return what `TrainStep` returns for each.
+
+        Args:
+            scales: of every adapter's B A, float32 (K,).
+            thresholds: of its dropout (`threshold_of`), int32 (K,); used where batches have random words.
+        """
+        totals = [step.counted(batch) for step, batch in zip(self.steps, batches, strict=True)]
+        loss_scales = [loss_scale_of(state) for state in states]
+        divisors = [t if s is None else t / s for t, s in zip(totals, loss_scales, strict=True)]
+        grads, row_losses = self.gradients(parameters, batches, divisors, scales=scales, thresholds=thresholds)
+        own = zip(self.steps, parameters, states, batches, grads, row_losses, totals, strict=True)
+        return [
+            step.updated(mine, state, batch, grads=found, row_losses=losses, total=total)
+            for step, mine, state, batch, found, losses, total in own
+        ]
+
+    def gradients(
+        self,
+        parameters: Sequence[Mapping[str, Tensor]],
+        batches: Sequence[Batch],
+        divisors: Sequence[Tensor],
+        *,
+        scales: Tensor,
+        thresholds: Tensor,
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Return each adapter's gradients, in the order of its parameters, and the losses of its rows (A, R)."""
+        num, names = len(batches), list(parameters[0])
+        own = [dict(batch) for batch in batches]
+        if NOISE in own[0]:
+            for k, batch in enumerate(own):
+                batch[THRESHOLDS] = thresholds[k].expand(batch[NOISE].shape)
+        keys = row_tensors(own[0])
+
+        def loss_of(leaves: Sequence[Tensor], tensors: Tensors, others: Tensors) -> tuple[Tensor, Tensor]:
+            scales, *divisors = others
+            each = [dict(zip(names, leaves[k * len(names) :], strict=False)) for k in range(num)]
+            rows = dict(zip(keys, tensors, strict=True))
+            sums, _ = self.steps[0].row_loss(self.module, packed(each, scales), rows)
+            parts = rows_of_each(sums, num=num, num_shards=self.num_shards)
+            losses = [mean_loss(part, divisor) for part, divisor in zip(parts, divisors, strict=True)]
+            return torch.stack(losses).sum(), torch.stack(parts, dim=1)
+
+        xs = tuple(joined_rows([batch[key] for batch in own], num_shards=self.num_shards) for key in keys)
+        values = tuple(tensor for each in parameters for tensor in each.values())
+        grads, sums_ARK = summed_gradients(loss_of, values, xs, (scales, *divisors), loop=self.steps[0].loop)
+        by_adapter = [grads[k * len(names) : (k + 1) * len(names)] for k in range(num)]
+        return by_adapter, [sums_ARK[:, :, k] for k in range(num)]
+
+
+# ---- the runs -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """A step that a run waits for."""
+
+    batch: Batch
+    on_output: OnOutput | None
+    step: int
+    """Steps of the run before it."""
+    output: StepOutput | None = None
+    error: BaseException | None = None
+
+
+@dataclass
+class Seat:
+    """A run's place in a pack; its trainer calls the methods, in the run's own thread."""
+
+    pack: "Pack"
+    name: str
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    trainer: "Trainer | None" = None
+    number: int = -1
+    """Number among the adapters of the program; -1 where the run ended before it was built."""
+    state: str = "ready"
+    """`ready`, `built` (it waits until all are), `waiting` (for its step) or `ended`."""
+    request: Request | None = None
+    code: int = 0
+    """Exit code that the run would have had as a process."""
+
+    @property
+    def share(self) -> int:
+        """Return the number of runs that the machine's price is shared by."""
+        return len(self.pack.seats)
+
+    def build(self, trainer: "Trainer") -> BuiltModel:
+        """Return the common model with adapters of this run's own."""
+        self.trainer = trainer
+        return self.pack.build(trainer)
+
+    def evaluated(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a view of this run's parameters, `own`, whose programs serve all runs."""
+        return self.pack.chosen(self, own)
+
+    def step_program(self) -> Program[StepOutput]:
+        """Return the program of this run's step."""
+
+        def program(batch: Batch, *, on_output: OnOutput | None = None) -> StepOutput:
+            assert self.trainer is not None
+            self.request = Request(batch, on_output, self.trainer.progress.step)
+            self.wait("waiting")
+            request, self.request = self.request, None
+            if request.error is not None:
+                raise request.error
+            assert request.output is not None
+            return request.output
+
+        return program
+
+    def wait(self, state: str) -> None:
+        """Hand the turn on, and return when this run has it again."""
+        self.state = state
+        self.pack.back.release()
+        self.turn.acquire()
+
+
+class Pack:
+    """Runs that train in one program; `run` is called once.
+
+    Args:
+        names: of the runs, which name their threads.
+        loras: their `lora` settings; they may differ in rank, alpha, scaling, dropout and start.
+        look: called before every step, with the seats.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        names: Sequence[str],
+        *,
+        loras: Sequence[LoraConfig],
+        look: Callable[[Sequence[Seat]], None] = lambda seats: None,
+    ) -> None:
+        self.runtime, self.look = runtime, look
+        self.seats = [Seat(self, name) for name in names]
+        rank = max(lora.r for lora in loras)
+        dropout = max(lora.dropout for lora in loras)
+        self.lora = replace(loras[0], r=rank, alpha=float(rank), scaling="alpha_over_r", dropout=dropout)
+        """Of the common module: the largest rank, a scale of 1, and dropout if any adapter has some."""
+        self.back = threading.Semaphore(0)
+        self.base: BuiltModel | None = None
+        self.members: list[Seat] = []
+        """Runs that were built, in the order of their numbers."""
+        self.evaluated: list[Mapping[str, Tensor]] = []
+        """Parameters that their evaluations use."""
+        self._placed: dict[str, Tensor] = {}
+        self._program: Program[dict[str, Tensor]] | None = None
+        self._padding: dict[Signature, dict[str, Tensor]] = {}
+
+    def run(self, main: Callable[[Seat], int]) -> list[int]:
+        """Run `main` for every seat, each in a thread of its own, and return what they return."""
+        threads = [
+            threading.Thread(target=self._main, args=(main, seat), name=seat.name, daemon=True) for seat in self.seats
+        ]
+        for thread in threads:
+            thread.start()
+        while any(seat.state != "ended" for seat in self.seats):
+            for seat in self.seats:
+                if seat.state == "ready":
+                    seat.turn.release()
+                    self.back.acquire()
+            self.look(self.seats)
+            left = [seat for seat in self.seats if seat.state != "ended"]
+            if left and all(seat.state == "built" for seat in left):
+                self._begin()
+                for seat in left:
+                    seat.state = "ready"
+            elif left:
+                self._step([seat for seat in left if seat.state == "waiting"])
+        return [seat.code for seat in self.seats]
+
+    def _main(self, main: Callable[[Seat], int], seat: Seat) -> None:
+        seat.turn.acquire()
+        try:
+            seat.code = main(seat)
+        finally:
+            seat.state = "ended"
+            self.back.release()
+
+    # ---- called by seats, which have the turn ---------------------------------------------------------------
+
+    def build(self, trainer: "Trainer") -> BuiltModel:
+        """Return the common model, loaded for the first run, with the adapters that a run draws."""
+        config, runtime = trainer.config, self.runtime
+        if self.base is None:
+            self.base = build_model(
+                trainer.model_source(),
+                lora=self.lora,
+                seed=config.seed,
+                place=runtime.place,
+                folding=runtime.folding,
+            )
+        marks: dict[str, str] = {}
+        drawn = drawn_adapters(self.base.module, list(self.base.trainable), lora=config.lora, seed=config.seed)
+        trainable = {}
+        for name, tensor in drawn:
+            marks |= fingerprints(name, tensor)
+            trainable[name] = runtime.place(tensor, name=name)
+        common = self.base.report
+        num_base = common.total - common.trainable
+        num_own = sum(tensor.numel() for tensor in trainable.values())
+        report = ParameterReport(num_own, num_base + num_own, common.adapters)
+        return replace(
+            self.base, trainable=trainable, report=report, initial={}, fingerprints=marks, order=tuple(trainable)
+        )
+
+    def chosen(self, seat: Seat, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the view of a run's parameters, and count the run among the pack's."""
+        seat.number = len(self.members)
+        self.members.append(seat)
+        self.evaluated.append(own)
+        number = self.runtime.put({"number": torch.tensor([seat.number], dtype=torch.int32)}, rows_dim=-1)["number"]
+        return Chosen(self.evaluated, number=number, scales=lambda: self._placed["scales"], held=self._held)
+
+    def _held(self) -> dict[str, Tensor]:
+        """Return the device's tensors that evaluations read."""
+        return {f"{name}@{k}": tensor for k, own in enumerate(self.evaluated) for name, tensor in held_of(own).items()}
+
+    # ---- between turns --------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Make the program, once every run is built or has ended."""
+        trainers = [seat.trainer for seat in self.members if seat.trainer is not None]
+        assert self.base is not None
+        loras = [trainer.config.lora for trainer in trainers]
+        scales = torch.tensor([scale_of(lora) for lora in loras], dtype=torch.float32)
+        thresholds = torch.tensor([threshold_of(1 - lora.dropout) for lora in loras], dtype=torch.int32)
+        on, off = torch.ones(1), torch.zeros(1)
+        self._placed = self.runtime.put({"scales": scales, "thresholds": thresholds, "on": on, "off": off}, rows_dim=-1)
+        shards = num_shards(trainers[0].config) // self.runtime.share[1]
+        step = PackedStep(self.base.module, [trainer.step for trainer in trainers], num_shards=shards)
+
+        def in_place(batch: Batch) -> dict[str, Tensor]:
+            """Run a step of every adapter; inputs and outputs are named `<name>@<number>`."""
+            own = [_part(batch, k) for k in range(len(trainers))]
+            found = step(
+                [trainer.parameters for trainer in trainers],
+                [trainer.state for trainer in trainers],
+                own,
+                scales=self._placed["scales"],
+                thresholds=self._placed["thresholds"],
+            )
+            outputs: dict[str, Tensor] = {}
+            for k, (trainer, (parameters, state, output)) in enumerate(zip(trainers, found, strict=True)):
+                commit(trainer.parameters, trainer.state, new=(parameters, state))
+                outputs |= {f"{name}@{k}": t for name, t in vars(output).items() if t is not None}
+            return outputs
+
+        def held() -> dict[str, Tensor]:
+            tensors = {f"{n}@{k}": t for k, each in enumerate(trainers) for n, t in each.step_tensors().items()}
+            return {**tensors, "scales": self._placed["scales"], "thresholds": self._placed["thresholds"]}
+
+        self._program = self.runtime.program(in_place, name="train", held=held)
+
+    def _step(self, waiting: Sequence[Seat]) -> None:
+        """Queue one step of the runs that are furthest behind, and give them their turn."""
+        first = min(waiting, key=lambda seat: _request(seat).step)
+        batches = {seat.number: self._with_noise(_request(seat).batch) for seat in waiting}
+        signature = signature_of(batches[first.number])
+        now = [
+            seat
+            for seat in waiting
+            if signature_of(batches[seat.number]) == signature and _request(seat).step == _request(first).step
+        ]
+        active = {seat.number for seat in now}
+        batch: dict[str, Tensor] = {}
+        for k in range(len(self.members)):
+            own = batches[k] if k in active else self._padding_of(signature)
+            batch |= {f"{name}@{k}": tensor for name, tensor in own.items()}
+            batch[f"{ACTIVE}@{k}"] = self._placed["on" if k in active else "off"]
+        due = {seat.number: _request(seat).on_output for seat in now}
+
+        def on_output(outputs: Mapping[str, Tensor]) -> None:
+            for k, call in due.items():
+                if call is not None:
+                    call(_output(outputs, k))
+
+        assert self._program is not None
+        try:
+            outputs = self._program(batch, on_output=on_output if any(due.values()) else None)
+            for seat in now:
+                _request(seat).output = _output(outputs, seat.number)
+        except BaseException as error:
+            for seat in now:
+                _request(seat).error = error
+        for seat in now:
+            seat.state = "ready"
+
+    def _with_noise(self, batch: Batch) -> Batch:
+        """Return the batch with random words, where another run's dropout needs them; no own dropout uses them."""
+        if NOISE in batch or not self.lora.dropout:
+            return batch
+        rows = {name: tensor for name, tensor in batch.items() if name in row_tensors(batch)}
+        others = {name: tensor for name, tensor in batch.items() if name not in rows}
+        words = self._padding_of((("noise", tuple(batch["ids"].shape[:2]), "int32"),))
+        return {**rows, NOISE: words["noise"], **others}
+
+    def _padding_of(self, signature: Signature) -> dict[str, Tensor]:
+        """Return zeros of a batch's shapes on the device."""
+        if signature not in self._padding:
+            host = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in signature}
+            self._padding[signature] = self.runtime.put(host, rows_dim=1)
+        return self._padding[signature]
+
+
+def _request(seat: Seat) -> Request:
+    assert seat.request is not None, "a waiting run has a request"
+    return seat.request
+
+
+def _part(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    end = f"@{number}"
+    return {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+
+
+def _output(outputs: Mapping[str, Tensor], number: int) -> StepOutput:
+    found = _part(outputs, number)
+    given: dict[str, Any] = {each.name: found.get(each.name) for each in fields(StepOutput)}
+    return StepOutput(**given)
