@@ -53,6 +53,9 @@ class PlanTaskConfig(TaskConfig):
     explore: str = choice("none", "ladder", "search", default="none")
     """`ladder` finds the largest micro-batch that fits. `search` tries the combinations of `search.axes` and writes the
     fastest that fits to best.yaml beside the plan, for task=train with +plan=FILE."""
+    pack: int = number(default=1, at_least=1)
+    """Adapters of the config's rank that a step trains, as the points of a sweep do with `sweeping.pack`; tokens, hours
+    and dollars are those of all of them."""
     compare: list[str] = field(default_factory=list)
     """Further machines (names of conf/hw) that the same run is planned for."""
     compiled_folder: str | None = place("folder", default=None)

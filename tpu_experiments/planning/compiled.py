@@ -204,7 +204,7 @@ def planned(
     if compiled.memory is None:
         return Planned(program.name, program.shape, compiled, memory, flops)
     cost = read_program(compiled.optimized_hlo(), widths=widths)
-    tokens = math.prod(program.shape) // program.num_partitions
+    tokens = program.num_adapters * math.prod(program.shape) // program.num_partitions
     work, notes = step_work(cost, model_flops=flops.model * tokens if flops else 0.0, tokens=tokens)
     assert hw.chip is not None
     time = step_time(work, chip=hw.chip, topology=hw.topology, calibration=calibration_of(hw))

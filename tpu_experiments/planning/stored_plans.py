@@ -12,6 +12,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.identity import flatten, without_added
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local
@@ -88,6 +89,8 @@ def programs_key(config: Config, arch: Any) -> str:
         facts["sample rows"] = len(config.sample.all_prompts)
     if config.questions:
         facts["asks"] = True
+    if isinstance(config.task, PlanTaskConfig) and config.task.pack > 1:
+        facts["pack"] = config.task.pack
     return digest_of(facts)
 
 

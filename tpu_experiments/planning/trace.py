@@ -64,6 +64,8 @@ class Lowered:
     num_replicas: int
     """Number of processes that run it concurrently (spawn)."""
     trace_seconds: float
+    num_adapters: int = 1
+    """Adapters that a training step trains, each on a batch of its own."""
 
     @property
     def num_partitions(self) -> int:
@@ -143,6 +145,7 @@ class TracingRuntime:
         batch: Mapping[str, Tensor],
         rows_dim: int,
         renewed: Callable[[Any], Sequence[tuple[Tensor, Tensor]]] = lambda out: (),
+        num_adapters: int = 1,
     ) -> Lowered:
         """Lower `function` for host tensors like `batch`.
 
@@ -165,13 +168,14 @@ class TracingRuntime:
         alias = {lowering.tensor_parameter_id(old): index for index, (old, _) in enumerate(pairs)}
         return Lowered(
             name,
-            tuple(batch["ids"].shape),
+            tuple(next(iter(batch.values())).shape),
             hlo=lowering.hlo(),
             arguments=self._arguments(lowering, sent=sent, alias=alias, rows_dim=rows_dim),
             resident=self._resident(lowering),
             mesh=self.mesh if self.is_sharded else Mesh(),
             num_replicas=self.share[1],
             trace_seconds=time.perf_counter() - started,
+            num_adapters=num_adapters,
         )
 
     def _arguments(

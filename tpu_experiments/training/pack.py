@@ -28,6 +28,7 @@ from tpu_experiments.optim.ema import held_of
 from tpu_experiments.optim.loss_scale import scale_of as loss_scale_of
 from tpu_experiments.runtime.base import OnOutput, Program, Runtime, Signature, signature_of
 from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.runtime.stacked import is_adapter_part
 from tpu_experiments.training.step import (
     ACTIVE,
     StepOutput,
@@ -184,8 +185,9 @@ class Seat:
     def wait(self, state: str) -> None:
         """Hand the turn on, and return when this run has it again."""
         self.state = state
-        self.pack.back.release()
-        self.turn.acquire()
+        if self.pack.is_running:
+            self.pack.back.release()
+            self.turn.acquire()
 
 
 class Pack:
@@ -211,6 +213,8 @@ class Pack:
         dropout = max(lora.dropout for lora in loras)
         self.lora = replace(loras[0], r=rank, alpha=float(rank), scaling="alpha_over_r", dropout=dropout)
         """Of the common module: the largest rank, a scale of 1, and dropout if any adapter has some."""
+        self.is_running = False
+        """Whether the runs have threads; a plan builds them without."""
         self.back = threading.Semaphore(0)
         self.base: BuiltModel | None = None
         self.members: list[Seat] = []
@@ -226,6 +230,7 @@ class Pack:
         threads = [
             threading.Thread(target=self._main, args=(main, seat), name=seat.name, daemon=True) for seat in self.seats
         ]
+        self.is_running = True
         for thread in threads:
             thread.start()
         while any(seat.state != "ended" for seat in self.seats):
@@ -257,12 +262,13 @@ class Pack:
         """Return the common model, loaded for the first run, with the adapters that a run draws."""
         config, runtime = trainer.config, self.runtime
         if self.base is None:
+
+            def place(tensor: Tensor, *, name: str) -> Tensor:
+                """Upload the common weights; the module's own adapters are not used."""
+                return tensor if is_adapter_part(name) else runtime.place(tensor, name=name)
+
             self.base = build_model(
-                trainer.model_source(),
-                lora=self.lora,
-                seed=config.seed,
-                place=runtime.place,
-                folding=runtime.folding,
+                trainer.model_source(), lora=self.lora, seed=config.seed, place=place, folding=runtime.folding
             )
         marks: dict[str, str] = {}
         drawn = drawn_adapters(self.base.module, list(self.base.trainable), lora=config.lora, seed=config.seed)
@@ -286,6 +292,18 @@ class Pack:
         number = self.runtime.put({"number": torch.tensor([seat.number], dtype=torch.int32)}, rows_dim=-1)["number"]
         return Chosen(self.evaluated, number=number, scales=lambda: self._placed["scales"], held=self._held)
 
+    @property
+    def trainers(self) -> list["Trainer"]:
+        """Return the trainers of the runs that were built, by their numbers."""
+        return [seat.trainer for seat in self.members if seat.trainer is not None]
+
+    def step(self) -> PackedStep:
+        """Return the step of all runs."""
+        assert self.base is not None, "every run is built"
+        trainers = self.trainers
+        shards = num_shards(trainers[0].config) // self.runtime.share[1]
+        return PackedStep(self.base.module, [trainer.step for trainer in trainers], num_shards=shards)
+
     def _held(self) -> dict[str, Tensor]:
         """Return the device's tensors that evaluations read."""
         return {f"{name}@{k}": tensor for k, own in enumerate(self.evaluated) for name, tensor in held_of(own).items()}
@@ -294,19 +312,17 @@ class Pack:
 
     def _begin(self) -> None:
         """Make the program, once every run is built or has ended."""
-        trainers = [seat.trainer for seat in self.members if seat.trainer is not None]
-        assert self.base is not None
+        trainers = self.trainers
         loras = [trainer.config.lora for trainer in trainers]
         scales = torch.tensor([scale_of(lora) for lora in loras], dtype=torch.float32)
         thresholds = torch.tensor([threshold_of(1 - lora.dropout) for lora in loras], dtype=torch.int32)
         on, off = torch.ones(1), torch.zeros(1)
         self._placed = self.runtime.put({"scales": scales, "thresholds": thresholds, "on": on, "off": off}, rows_dim=-1)
-        shards = num_shards(trainers[0].config) // self.runtime.share[1]
-        step = PackedStep(self.base.module, [trainer.step for trainer in trainers], num_shards=shards)
+        step = self.step()
 
         def in_place(batch: Batch) -> dict[str, Tensor]:
             """Run a step of every adapter; inputs and outputs are named `<name>@<number>`."""
-            own = [_part(batch, k) for k in range(len(trainers))]
+            own = [part_of(batch, k) for k in range(len(trainers))]
             found = step(
                 [trainer.parameters for trainer in trainers],
                 [trainer.state for trainer in trainers],
@@ -382,12 +398,13 @@ def _request(seat: Seat) -> Request:
     return seat.request
 
 
-def _part(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+def part_of(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """Return the inputs or outputs of one adapter, which are named `<name>@<number>`."""
     end = f"@{number}"
     return {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
 
 
 def _output(outputs: Mapping[str, Tensor], number: int) -> StepOutput:
-    found = _part(outputs, number)
+    found = part_of(outputs, number)
     given: dict[str, Any] = {each.name: found.get(each.name) for each in fields(StepOutput)}
     return StepOutput(**given)

@@ -12,6 +12,7 @@ from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
+from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.bitnet import MIX
 from tpu_experiments.models.dropout import NOISE
@@ -21,7 +22,8 @@ from tpu_experiments.planning.trace import Lowered, TracingRuntime
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
-from tpu_experiments.training.step import ROW_TENSORS, stage_tensors
+from tpu_experiments.training.pack import Pack, part_of
+from tpu_experiments.training.step import ACTIVE, ROW_TENSORS, stage_tensors
 
 Shape = tuple[int, int, int]
 
@@ -47,10 +49,17 @@ def trace_run(config: Config, *, which: str) -> Traced:
     runtime = TracingRuntime(config.hw, sharding=config.sharding)
     trainer = planned_trainer(config, runtime)
     check_heads(runtime.mesh, trainer.model_source().config)
-    trainer.build()
+    num_adapters = config.task.pack if isinstance(config.task, PlanTaskConfig) else 1
+    pack = built_pack(trainer, num=num_adapters) if num_adapters > 1 else None
+    if pack is None:
+        trainer.build()
     stages: list[Stage] = trainer.inputs.stages
     shapes = {stage.name: shape_of(stage, runtime=runtime) for stage in stages}
-    programs = [lowered_step(trainer, shape=shape) for shape in dict.fromkeys(shapes.values())]
+    programs = [
+        lowered_step(trainer, shape=shape) if pack is None else lowered_pack(pack, shape=shape)
+        for shape in dict.fromkeys(shapes.values())
+    ]
+    which = which if pack is None else "train"  # the others are the runs' own, one after the other
     if which == "all":
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
     if which == "all" and samples(config):
@@ -95,6 +104,50 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
         batch=batch_like(shape, config=trainer.config) | added_like(trainer),
         rows_dim=1,
         renewed=lambda out: renewed(trainer, out),
+    )
+    return lowered
+
+
+def built_pack(first: Any, *, num: int) -> Pack:
+    """Build several runs like `first`, and it, as they train in one program (training/pack.py)."""
+    config, runtime = first.config, first.runtime
+    pack = Pack(runtime, [str(number) for number in range(num)], loras=[config.lora] * num)
+    trainers = [first, *(planned_trainer(config, runtime) for _ in range(num - 1))]
+    for seat, trainer in zip(pack.seats, trainers, strict=True):
+        trainer.seat = seat
+        trainer.build()
+    return pack
+
+
+def lowered_pack(pack: Pack, *, shape: Shape) -> Lowered:
+    """Lower the step of a pack on batches of this shape, one for each adapter."""
+    trainers, step = pack.trainers, pack.step()
+    batch: dict[str, Tensor] = {}
+    for k, trainer in enumerate(trainers):
+        own = batch_like(shape, config=trainer.config) | added_like(trainer) | {ACTIVE: torch.empty(1, device="meta")}
+        batch |= {f"{name}@{k}": tensor for name, tensor in own.items()}
+    batch["scales"] = torch.empty(len(trainers), device="meta")
+    batch["thresholds"] = torch.empty(len(trainers), dtype=torch.int32, device="meta")
+
+    def stepped(sent: Mapping[str, Tensor]) -> list[tuple[dict[str, Tensor], Any, dict[str, Tensor]]]:
+        found = step(
+            [trainer.parameters for trainer in trainers],
+            [trainer.state for trainer in trainers],
+            [part_of(sent, k) for k in range(len(trainers))],
+            scales=sent["scales"],
+            thresholds=sent["thresholds"],
+        )
+        return [(parameters, state, vars(report)) for parameters, state, report in found]
+
+    lowered: Lowered = pack.runtime.lower(  # type: ignore[attr-defined]  # a plan's
+        stepped,
+        name="train",
+        batch=batch,
+        rows_dim=1,
+        renewed=lambda out: [
+            pair for trainer, own in zip(trainers, out, strict=True) for pair in renewed(trainer, own)
+        ],
+        num_adapters=len(trainers),
     )
     return lowered
 
