@@ -551,9 +551,9 @@ def _start(config: Config) -> list[str]:
 
 def _sweeping(config: Config) -> list[str]:
     pack = config.sweeping.pack
-    if pack == "off" or (pack.isdigit() and int(pack) > 1):
+    if pack in ("off", "auto") or (pack.isdigit() and int(pack) > 1):
         return []
-    return [f"sweeping.pack={pack}; write off, or the largest number of points in one program, 2 or more."]
+    return [f"sweeping.pack={pack}; write auto, off, or the largest number of points in one program, 2 or more."]
 
 
 RULES: tuple[Callable[[Config], list[str]], ...] = (

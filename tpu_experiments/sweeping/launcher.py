@@ -70,6 +70,9 @@ class PointLauncher(Launcher):
         points = list(sweep.points.values())
         if points[0].config.task.name == "plan":
             print(*totals.total_lines(points, points_at_once=points[0].config.sweeping.points_at_once), sep="\n")
+            if sweep.pack_plans:
+                at_once = points[0].config.sweeping.points_at_once
+                print(*totals.pack_lines(points, sweep.pack_plans, points_at_once=at_once), sep="\n")
             print(f"sweep: {totals.write_total(points, folder=sweep.folder)}")
         elif points[0].config.task.name == "train":
             if not sweep.has_run:  # else printed when the last point ended

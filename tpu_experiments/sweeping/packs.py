@@ -1,7 +1,9 @@
 """Which points of a sweep train in one program (training/pack.py), and what separates the others."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.identity import flatten
@@ -13,11 +15,19 @@ OF_EACH = ("lora.r", "lora.alpha", "lora.dropout", "lora.scaling", "lora.init", 
 DRAWN_BY_SHAPE = ("b_zero", "a_zero")
 """Values of `lora.init` for which the base stays as it is, and adapters do not depend on its weights."""
 
+COUNTS = "sweeping.pack: in one program each: "
+MAX_POINTS = 8
+"""Largest pack of `auto`: of the start and the compilation, an eighth a point is left."""
+COMMON = ("base weights", "logits", "gathered weights")
+"""Classes of memory that a pack has once (planning/plan.py); logits, since chunks of the loss have as many tokens."""
+FORMULAS_BELOW = 1.25
+"""The formulas are up to 25 % below the compiler (planning/work.py)."""
+
 
 def why_alone(config: Config) -> str | None:
     """Return why a point shares its program with no other; None where it can."""
     lora, hw = config.lora, config.hw
-    if config.task.name != "train":
+    if config.task.name not in ("train", "plan"):
         return f"task={config.task.name} trains nothing"
     if lora.r == 0:
         return "lora.r=0 trains all weights"
@@ -47,6 +57,60 @@ def packs_of(points: Sequence[Point], *, largest: int) -> list[list[Point]]:
     return [group[start : start + largest] for group in groups.values() for start in range(0, len(group), largest)]
 
 
+def chosen_size(points: Sequence[Point]) -> tuple[int, str]:
+    """Return the largest number of points in one process by `sweeping.pack`, and for `auto` the reason.
+
+    `auto` takes as many as are estimated to fit the chips, at most MAX_POINTS; and fewer, so that `points_at_once`
+    packs share the points.
+    """
+    first = points[0].config
+    chosen, at_once = first.sweeping.pack, first.sweeping.points_at_once
+    if chosen == "off":
+        return 1, ""
+    if chosen != "auto":
+        return int(chosen), ""
+    largest, why = MAX_POINTS, f"at most {MAX_POINTS}"
+    if first.hw.chip is not None:
+        largest, why = _fitting([point.config for point in points])
+    elif first.hw.device != "cpu":
+        return 1, f"hw={first.hw.name} has no chip whose memory is known"
+    even = math.ceil(len(points) / at_once)
+    if even < largest:
+        return max(1, even), f"{len(points)} points in {at_once} packs at a time (sweeping.points_at_once)"
+    return largest, why
+
+
+def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
+    """Return how many of the points of the largest rank are estimated to fit a program, at least 1, and why."""
+    from tpu_experiments.planning.analytic import largest_stage
+    from tpu_experiments.planning.stored_plans import sizes_of
+
+    widest = max(configs, key=lambda config: config.lora.r)
+    arch = sizes_of(widest.model)
+    if arch is None:
+        return 1, "the model's sizes are not known"
+    memory = largest_stage(widest, arch)[1]
+    common = sum(gib for name, gib in memory.classes.items() if name in COMMON)
+    own = (memory.total - common) * FORMULAS_BELOW
+    largest = max(1, min(MAX_POINTS, int((memory.limit - common) / own)))
+    return largest, (
+        f"{common:.2f} GiB of the base and {own:.2f} GiB a point are estimated for {memory.limit:.2f} GiB per chip; at "
+        f"most {MAX_POINTS}"
+    )
+
+
+def pack_plans(packs: Sequence[Sequence[Point]]) -> list[Point]:
+    """Return for every pack of several points a point that plans its program, with the largest rank for each."""
+    found = []
+    for number, pack in enumerate((pack for pack in packs if len(pack) > 1), start=1):
+        widest = max(pack, key=lambda point: point.config.lora.r)
+        name = f"pack_{number}_of_{len(pack)}"
+        more = (f"task.pack={len(pack)}",)
+        config = replace(widest.config, name=name, task=replace(widest.config.task, pack=len(pack)))  # type: ignore[call-arg]
+        found.append(Point(name, {}, (*widest.overrides, *more), config, tuple(point.name for point in pack)))
+    return found
+
+
 def packs_text(packs: Sequence[Sequence[Point]]) -> Iterator[str]:
     """Describe the packs in a sentence, and one for each reason for which points are not together."""
     sizes = Counter(len(pack) for pack in packs)
@@ -54,7 +118,7 @@ def packs_text(packs: Sequence[Sequence[Point]]) -> Iterator[str]:
         f"{count} pack{'s' * (count > 1)} of {size} points" if size > 1 else f"{count} alone"
         for size, count in sorted(sizes.items(), reverse=True)
     )
-    yield f"sweeping.pack: {counts}"
+    yield f"{COUNTS}{counts}"
     reasons = {why_alone(pack[0].config) for pack in packs if len(pack) == 1}
     yield from (f"sweeping.pack: a point trains alone, since {reason}" for reason in sorted(filter(None, reasons)))
     common = [_common(pack[0].config) for pack in packs if why_alone(pack[0].config) is None]

@@ -29,6 +29,8 @@ class Point:
     overrides: tuple[str, ...]
     """Command line of this point, without the overrides that the sweep sets itself."""
     config: Config
+    members: tuple[str, ...] = ()
+    """Names of the points that train in one program, of which this is the plan; empty for a point of its own."""
 
     @property
     def folder(self) -> RunFolder:

@@ -16,7 +16,7 @@ from tpu_experiments.sweeping import hparams, leaderboard
 from tpu_experiments.sweeping.budget import seconds_left, usd_of
 from tpu_experiments.sweeping.engines.base import Engine, Started
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
-from tpu_experiments.sweeping.packs import packs_of, packs_text
+from tpu_experiments.sweeping.packs import COUNTS, chosen_size, pack_plans, packs_of, packs_text
 from tpu_experiments.sweeping.placement import slots
 from tpu_experiments.sweeping.points import Point
 from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
@@ -64,6 +64,8 @@ class Sweep:
         self.screen = Screen(is_live=False)
         self.has_run = False
         """Whether this command has started a point."""
+        self.pack_plans: list[Point] = []
+        """Plans of the programs that several points share."""
         self._evaluations: dict[str, Evaluations] = {}
         self._running: dict[int, Running] = {}
         self._ended_usd = 0.0
@@ -160,16 +162,22 @@ class Sweep:
 
     def _packs(self, points: Sequence[Point]) -> list[list[Point]]:
         """Return the points by the process that trains them, and say how `sweeping.pack` groups them."""
-        chosen = points[0].config.sweeping.pack
-        if chosen == "off" or points[0].config.task.name != "train":
+        chosen, task = points[0].config.sweeping.pack, points[0].config.task.name
+        if chosen == "off" or task not in ("train", "plan"):
             return [[point] for point in points]
         if not self.engine.has_packs:
             self._say(f"sweeping.pack={chosen} has no effect with sweeping.engine={self.engine.name}")
             return [[point] for point in points]
-        packs = packs_of(points, largest=int(chosen))
+        largest, why = chosen_size(points)
+        packs = packs_of(points, largest=largest)
         for sentence in packs_text(packs):
-            self.screen.say(sentence)
-        return packs
+            self.screen.say(f"{sentence}; {why}" if why and sentence.startswith(COUNTS) else sentence)
+        if task == "train":
+            return packs
+        self.pack_plans = pack_plans(packs)
+        for plan in self.pack_plans:
+            self.rows[plan.name] = Row.of(plan)
+        return [[point] for point in [*points, *self.pack_plans]]
 
     def _start(self, points: list[Point], slot: int) -> None:
         for point in points:

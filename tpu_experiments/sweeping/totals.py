@@ -39,13 +39,57 @@ def total_table(points: Sequence[Point]) -> list[Cells]:
 
 def total_lines(points: Sequence[Point], *, points_at_once: int) -> list[str]:
     """Return the table as lines with aligned columns, for the terminal."""
-    table = total_table(points)
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    shown = ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in table]
+    shown = _aligned(total_table(points))
     together = "the points one after the other"
     if points_at_once > 1:
         together += f"; {points_at_once} at once end in about 1/{points_at_once} of the hours, for the same money"
     return [f"the whole sweep, {len(points)} points; {together}:", *shown]
+
+
+def pack_lines(points: Sequence[Point], packs: Sequence[Point], *, points_at_once: int) -> list[str]:
+    """Return a table of the ways to run the points: one after the other, side by side, and in packs.
+
+    Args:
+        packs: plans of the programs that several points share (`Point.members`).
+    """
+    together = {name for pack in packs for name in pack.members}
+    packed = [*packs, *(point for point in points if point.name not in together)]
+    table: list[Cells] = [["", "GiB per chip", "a step of all, s", "hours", "$ on demand", "$ spot"]]
+    table.append(["one after the other", *_figures(points)])
+    if points_at_once > 1:
+        table.append([f"{points_at_once} at once, a machine each", *_figures(points, at_once=points_at_once)])
+    sizes = ", ".join(str(len(pack.members)) for pack in packs)
+    table.append([f"in one program each: {sizes}", *_figures(packed, at_once=points_at_once)])
+    return _aligned(table)
+
+
+def _figures(points: Sequence[Point], *, at_once: int = 1) -> list[str]:
+    """Return the largest memory, the sum of steps, and hours and dollars of all plans, empty where one is unknown.
+
+    Hours side by side are at least those of the longest.
+    """
+    plans = [plan_of(point) or {} for point in points]
+    memory = _known([(plan.get("hbm_gib_per_chip") or {}).get("total") for plan in plans])
+    steps = _known([plan.get("estimated_step_seconds") for plan in plans])
+    hours = _known([plan.get("hours") for plan in plans])
+    usd = [_known([(plan.get("usd") or {}).get(kind) for plan in plans]) for kind in ("on_demand", "spot")]
+    return [
+        _shown(max(memory, default=None)),
+        f"{sum(steps):,.3f}" if steps else "",
+        _shown(max(sum(hours) / at_once, *hours)) if hours else "",
+        *(_shown(sum(values)) if values else "" for values in usd),
+    ]
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    """Return the values; none at all where one is unknown."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
+
+
+def _aligned(table: Sequence[Cells]) -> list[str]:
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
 def write_total(points: Sequence[Point], *, folder: str) -> str:

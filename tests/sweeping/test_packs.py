@@ -1,0 +1,112 @@
+"""Which points share a program, and what is said of the others."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.sweeping.packs import chosen_size, pack_plans, packs_of, packs_text, why_alone
+from tpu_experiments.sweeping.points import Point
+from tpu_experiments.sweeping.totals import pack_lines
+
+
+def points(*lines: str, common: tuple[str, ...] = ()) -> list[Point]:
+    return [Point(line, {}, tuple(line.split()), composed(*common, *line.split())) for line in lines]
+
+
+def names(packs: list[list[Point]]) -> list[list[str]]:
+    return [[point.name for point in pack] for pack in packs]
+
+
+def test_points_that_differ_in_adapter_and_optimizer_alone_share_a_program() -> None:
+    found = points(
+        "lora.r=8",
+        "lora.r=4 lora.alpha=1",
+        "lora.dropout=0.1",
+        "optim.lr=1e-3",
+        "optim=adafactor",
+        "schedule.floor=0.1",
+    )
+    assert len(packs_of(found, largest=8)) == 1
+    assert [len(pack) for pack in packs_of(found, largest=4)] == [4, 2]
+    assert [len(pack) for pack in packs_of(found, largest=1)] == [1] * 6
+
+
+def test_what_separates_points_is_named() -> None:
+    found = points("lora.r=8", "lora.r=16", "lora.targets=[q_proj]", "lora.r=4 lora.targets=[q_proj]", "lora.dora=true")
+    packs = packs_of(found, largest=8)
+    assert names(packs) == [
+        ["lora.r=8", "lora.r=16"],
+        ["lora.targets=[q_proj]", "lora.r=4 lora.targets=[q_proj]"],
+        ["lora.dora=true"],
+    ]
+    counts, alone, differ = packs_text(packs)
+    assert counts == "sweeping.pack: in one program each: 2 packs of 2 points, 1 alone"
+    assert "lora.dora=true needs" in alone
+    assert differ == "sweeping.pack: points of different packs differ in lora.targets"
+
+
+def test_a_seed_that_draws_the_base_separates() -> None:
+    """With random weights another seed is another base."""
+    assert len(packs_of(points("seed=1", "seed=2", common=("model=qwen05b", "model.size=tiny")), largest=8)) == 2
+    assert len(packs_of(points("seed=1", "seed=2"), largest=8)) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("lora=none", "lora.r=0 trains all weights"),
+        ("lora.init=pissa", "lora.init=pissa depends on the base's weights"),
+        (
+            "hw.parallel=spawn hw.num_devices=2 hw.runtime=eager",
+            "hw.parallel=spawn on 1 hosts trains in several processes",
+        ),
+        ("lora.r=4", None),
+    ],
+)
+def test_why_a_point_trains_alone(line: str, why: str | None) -> None:
+    (point,) = points(line)
+    assert why_alone(point.config) == why
+
+
+def test_auto_takes_what_fits_the_chip_and_spreads_over_the_slots() -> None:
+    auto = ("sweeping.pack=auto", "data=sample_text", "trainer.global_batch_rows=8", "trainer.seq_len=1024")
+    whole = ("model=mistral7b", "trainer.micro_batch_rows=1", "sharding=fsdp")
+    assert chosen_size(ranks(*auto)) == (8, "at most 8")
+    small, why = chosen_size(ranks(*auto, *whole, "hw=v5e8"))
+    assert 1 <= small < 8
+    assert "GiB per chip" in why
+    assert chosen_size(ranks(*auto, *whole, "hw=v6e8"))[0] > small
+    assert chosen_size(ranks(*auto, "hw=v6e1", "sweeping.points_at_once=5"))[0] == 2
+
+
+def ranks(*overrides: str) -> list[Point]:
+    """Ten points that differ in rank."""
+    config = composed(*overrides)
+    each = [replace(config, lora=replace(config.lora, r=r)) for r in range(4, 44, 4)]
+    return [Point(str(own.lora.r), {}, (), own) for own in each]
+
+
+def test_plans_of_packs_stand_beside_those_of_their_points(tmp_path: Path) -> None:
+    common = ("task=plan", "hw=v5e1", f"output_dir={tmp_path}")
+    found = points("lora.r=8", "lora.r=16", "lora.dora=true", common=common)
+    (plan,) = pack_plans(packs_of(found, largest=8))
+    assert plan.overrides == ("lora.r=16", "task.pack=2")
+    assert plan.members == ("lora.r=8", "lora.r=16")
+    for point, hours in zip([*found, plan], (1.0, 2.0, 0.5, 1.2), strict=True):
+        file = tmp_path / "plans" / point.name / "plan.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(
+            f'{{"hours": {hours}, "estimated_step_seconds": {hours / 10}, "usd": {{"on_demand": {hours * 2}}}, '
+            f'"hbm_gib_per_chip": {{"total": {hours * 3}}}}}'
+        )
+    table = [line.split("  ") for line in pack_lines(found, [plan], points_at_once=1)]
+    rows = [[cell.strip() for cell in line if cell.strip()] for line in table]
+    assert rows[1:] == [
+        ["one after the other", "6.00", "0.350", "3.50", "7.00"],
+        ["in one program each: 2", "3.60", "0.170", "1.70", "3.40"],
+    ]
+    rows = pack_lines(found, [plan], points_at_once=2)
+    assert rows[2].split()[-2:] == ["2.00", "7.00"]
+    assert rows[3].split()[-2:] == ["1.20", "3.40"]
