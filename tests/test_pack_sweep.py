@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import forks
+from tests.tiers import only
 from tests.training.runs import REPOSITORY, SAME_SUMS, run
 
 JOB = ("debug=smoke", "data=sample_text", "curriculum=single", "logger=[jsonl,tensorboard]", "lora.dropout=0.1")
@@ -29,13 +30,27 @@ def losses(folder: Path) -> list[tuple[int, str, float]]:
     return [(record["step"], key, record[key]) for record in records(folder) for key in keys if key in record]
 
 
-def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    only(
+        ["()"],
+        [
+            (),
+            ("model=mistral7b", "model.size=tiny", "model.stack=unrolled"),
+            ("model=gemma3_270m", "model.size=tiny", "model.stack=scanned", "model.remat=layer_inputs"),
+            ("hw.parallel=spmd", "hw.num_devices=4", "model=qwen05b", "model.size=tiny", "sharding=fsdp"),
+            ("optim.ema=0.9", "optim=adafactor", "trainer.trace_every_steps=1"),
+            ("model.base=int8",),
+        ],
+    ),
+)
+def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path, more: tuple[str, ...]) -> None:
     """One process, the programs of one run, and the losses of a run alone."""
-    ended = run(*POINTS, output_dir=tmp_path)
+    ended = run(*POINTS, *more, output_dir=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "sweeping.pack: in one program each: 1 pack of 2 points" in ended.stdout
     sweep = tmp_path / "sweeps" / "tried"
-    alone = run(*JOB, "lora.r=8", "optim.lr=3e-4", "name=alone", output_dir=tmp_path)
+    alone = run(*JOB, *more, "lora.r=8", "optim.lr=3e-4", "name=alone", output_dir=tmp_path)
     assert alone.returncode == 0, alone.stderr
     own, together = tmp_path / "alone", sweep / "lora.r=8"
     for (step, key, mine), (_, _, theirs) in zip(losses(own), losses(together), strict=True):
@@ -54,7 +69,7 @@ def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path) -> None:
     log = (together / "run.log").read_text()
     assert log.count(": sample after training") == 1, "the others' lines are in their own files"
     assert "resumed" not in log
-    again = run(*POINTS, output_dir=tmp_path)
+    again = run(*POINTS, *more, output_dir=tmp_path)
     assert again.returncode == 0
     assert again.stdout.count("was finished before") == 2
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.training.tiny import ARCHITECTURES, random_batch
+from tests.models.test_lora_peft import peft_loss, peft_name
+from tests.training.tiny import ARCHITECTURES, plain_config, random_batch
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.dropout import NOISE, threshold_of
 from tpu_experiments.models.lora import scale_of
@@ -39,7 +40,7 @@ class Alone:
         )
         model.module.train()
         self.parameters = {name: tensor.clone() for name, tensor in model.trainable.items()}
-        self.module = model.module
+        self.model, self.module = model, model.module
         optimizer = AdamW(weight_decay=0.01 * self.seed, beta1=0.9, beta2=0.95, eps=1e-8)
         self.state = optimizer.init(self.parameters)
         self.step = TrainStep(
@@ -52,9 +53,9 @@ class Alone:
             constrain=runtime.constrain,
         )
 
-    def batch(self, number, *, has_noise=None):
+    def batch(self, number, *, has_noise=None, accumulation=2):
         has_noise = bool(self.lora.dropout) if has_noise is None else has_noise
-        drawn = random_batch(100 * self.seed + number, accumulation=2, rows=2, lr=self.lr, dropout=0.5)
+        drawn = random_batch(100 * self.seed + number, accumulation=accumulation, rows=2, lr=self.lr, dropout=0.5)
         return drawn if has_noise else {name: tensor for name, tensor in drawn.items() if name != NOISE}
 
     def losses(self, steps):
@@ -76,13 +77,13 @@ def packed_runs(config, runtime, points=POINTS):
     return runs, PackedStep(module, [run.step for run in runs])
 
 
-def advance(runs, step, *, steps, active=None):
+def advance(runs, step, *, steps, active=None, accumulation=2):
     """Take steps of all runs together; return the losses of each."""
     scales = torch.tensor([scale_of(run.lora) for run in runs])
     thresholds = torch.tensor([threshold_of(1 - run.lora.dropout) for run in runs], dtype=torch.int32)
     losses = [[] for _ in runs]
     for number in range(steps):
-        batches = [run.batch(number, has_noise=True) for run in runs]
+        batches = [run.batch(number, has_noise=True, accumulation=accumulation) for run in runs]
         if active is not None:
             for batch, flags in zip(batches, active, strict=True):
                 batch[ACTIVE] = torch.tensor([float(flags(number))])
@@ -130,6 +131,48 @@ def compare_with_alone(config, runtime, *, steps):
         for name, value in alone.parameters.items():
             torch.testing.assert_close(run.parameters[name], value, atol=1e-5, rtol=0)
             assert (value - start[name]).abs().max() > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_each_trains_as_with_peft_alone(tiny, model):
+    """Fifty steps; without dropout, whose masks are drawn in another way there."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config, runtime = tiny(model)
+    runs, step = packed_runs(config, runtime, [(r, a, 0.0, lr, seed, clip) for r, a, _, lr, seed, clip in POINTS])
+    peft = []
+    for run in runs:
+        torch.manual_seed(config.seed)
+        base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
+        settings = LoraConfig(
+            r=run.lora.r, lora_alpha=run.lora.alpha, target_modules=run.lora.targets, task_type="CAUSAL_LM"
+        )
+        other = get_peft_model(base, settings)
+        named = dict(other.named_parameters())
+        with torch.no_grad():
+            for name, value in run.parameters.items():
+                named[peft_name(name)].copy_(value)
+        trained = [p for p in other.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained, lr=run.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01 * run.seed, foreach=False
+        )
+        peft.append((other, trained, optimizer))
+    losses = advance(runs, step, steps=50, accumulation=1)
+    for run, own, (other, trained, optimizer), point in zip(runs, losses, peft, POINTS, strict=True):
+        for number, ours in enumerate(own):
+            loss = peft_loss(other, run.batch(number, accumulation=1))
+            loss.backward()
+            if point[-1] is not None:
+                torch.nn.utils.clip_grad_norm_(trained, point[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+            assert abs(ours - float(loss)) < 1e-5, number
+        named = dict(other.named_parameters())
+        for name, value in run.parameters.items():
+            torch.testing.assert_close(value, named[peft_name(name)].detach(), atol=1e-5, rtol=0)
 
 
 def test_a_learning_rate_of_a_billion_touches_no_other_adapter(tiny):
