@@ -73,7 +73,7 @@ class PlanTaskConfig(TaskConfig):
 class PackTaskConfig(TaskConfig):
     """Settings of task=pack, which a sweep starts (`sweeping.pack`)."""
 
-    points: str = place("local", default=MISSING)
+    points: str | None = place("local", default=None)
     """Folder with points.json, the command lines of the runs; what becomes of each is written there too."""
 
 

@@ -31,8 +31,14 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Train the runs; exit code 0 if all have finished, 75 if the pack was stopped on request, otherwise 1."""
+    """Train the runs; exit code 0 if all have finished, 75 if the pack was stopped on request, otherwise 1.
+
+    Raises:
+        ConfigError: no folder is named.
+    """
     assert isinstance(config.task, PackTaskConfig)
+    if config.task.points is None:
+        raise ConfigError("task.points=null; a sweep starts task=pack and names its folder: -m ... sweeping.pack=auto.")
     place, hosts = PackFolder(config.task.points), Hosts()
     start_run_log(None, rank=0)
     codes, starts = {}, []

@@ -2,10 +2,10 @@
 
 Every run is a whole `Trainer` with its own data, parameters, optimizer state, checkpoints and logs, in a thread of its
 own. Threads never run at once: one has the turn until it ends or waits for its next step, in the order of their
-numbers, so that a pack does the same in every start. Once all that are left wait, one program computes the steps of
-those that are furthest behind (models/packed.py); the others keep their places in it, with rows of padding, and nothing
-of theirs changes. What is not a training step (evaluations, samples, checkpoints) is done run by run, by programs that
-a number on the device tells which adapter to use, so that they are compiled once.
+numbers, so that a pack does the same in every start. Once all that are left wait, one program computes a step of each
+(models/packed.py). Those that have ended keep their places in it, with rows of padding, and nothing of theirs changes.
+What is not a training step (evaluations, samples, checkpoints) is done run by run, by programs that a number on the
+device tells which adapter to use, so that they are compiled once.
 """
 
 import logging
@@ -343,15 +343,14 @@ class Pack:
         self._program = self.runtime.program(in_place, name="train", held=held)
 
     def _step(self, waiting: Sequence[Seat]) -> None:
-        """Queue one step of the runs that are furthest behind, and give them their turn."""
+        """Queue a step of the run that is furthest behind and of those with the same shapes, and give them their turn.
+
+        After a kill runs may go on from different steps; in a stage of other shapes the furthest waits.
+        """
         first = min(waiting, key=lambda seat: _request(seat).step)
         batches = {seat.number: self._with_noise(_request(seat).batch) for seat in waiting}
         signature = signature_of(batches[first.number])
-        now = [
-            seat
-            for seat in waiting
-            if signature_of(batches[seat.number]) == signature and _request(seat).step == _request(first).step
-        ]
+        now = [seat for seat in waiting if signature_of(batches[seat.number]) == signature]
         active = {seat.number for seat in now}
         batch: dict[str, Tensor] = {}
         for k in range(len(self.members)):
