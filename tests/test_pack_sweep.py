@@ -135,3 +135,14 @@ def test_a_pruned_point_leaves_the_others_running(tmp_path: Path) -> None:
     status = {row["name"]: row["status"] for row in rows}
     assert {status[f"lora.r={r},optim.lr=1e-09"] for r in (4, 8)} == {"pruned"}
     assert "finished" in {status[f"lora.r={r},optim.lr=0.001"] for r in (4, 8)}
+
+
+@pytest.mark.slow
+def test_optuna_draws_a_pack_at_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra optuna is not installed")
+    drawn = ("sweep=optuna_lora", *JOB, "name=drawn", "sweeping={pack: 2, prune: none}", "hydra.sweeper.n_jobs=2")
+    ended = run(*drawn, "hydra.sweeper.n_trials=4", output_dir=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("sweeping.pack: in one program each: 1 pack of 2 points") == 2
+    rows = json.loads((tmp_path / "sweeps" / "drawn" / "sweep.json").read_text())["points"]
+    assert [row["status"] for row in rows] == ["finished"] * 4

@@ -18,10 +18,8 @@ DRAWN_BY_SHAPE = ("b_zero", "a_zero")
 COUNTS = "sweeping.pack: in one program each: "
 MAX_POINTS = 8
 """Largest pack of `auto`: of the start and the compilation, an eighth a point is left."""
-COMMON = ("base weights", "logits", "gathered weights")
-"""Classes of memory that a pack has once (planning/plan.py); logits, since chunks of the loss have as many tokens."""
-FORMULAS_BELOW = 1.25
-"""The formulas are up to 25 % below the compiler (planning/work.py)."""
+FORMULAS_BELOW = 2.5
+"""Factor of the formulas' temporaries (planning/work.py): compiled ones of packs were up to 2.2 times as large."""
 
 
 def why_alone(config: Config) -> str | None:
@@ -89,14 +87,22 @@ def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
     arch = sizes_of(widest.model)
     if arch is None:
         return 1, "the model's sizes are not known"
-    memory = largest_stage(widest, arch)[1]
-    common = sum(gib for name, gib in memory.classes.items() if name in COMMON)
-    own = (memory.total - common) * FORMULAS_BELOW
-    largest = max(1, min(MAX_POINTS, int((memory.limit - common) / own)))
-    return largest, (
-        f"{common:.2f} GiB of the base and {own:.2f} GiB a point are estimated for {memory.limit:.2f} GiB per chip; at "
-        f"most {MAX_POINTS}"
-    )
+    limit = largest_stage(widest, arch)[1].limit
+    needs = {size: _memory_of(widest, arch, size=size) for size in range(1, MAX_POINTS + 1)}
+    largest = max((size for size, gib in needs.items() if gib <= limit), default=1)
+    return largest, f"estimated at {needs[largest]:.2f} of {limit:.2f} GiB per chip; at most {MAX_POINTS}"
+
+
+def _memory_of(config: Config, arch: Any, *, size: int) -> float:
+    """Return the GiB per chip that a pack of points like this one is estimated to take."""
+    from tpu_experiments.planning.analytic import largest_stage, step_settings
+    from tpu_experiments.planning.work import analytic_memory
+
+    geometry = largest_stage(config, arch)[0].geometry
+    rows = replace(geometry, micro_rows=size * geometry.micro_rows)
+    memory = analytic_memory(arch, step=step_settings(config, rows))
+    resident = memory.base + memory.batch + size * (memory.adapters + memory.optimizer)
+    return resident + FORMULAS_BELOW * (memory.temporaries + (size - 1) * memory.gradients)
 
 
 def pack_plans(packs: Sequence[Sequence[Point]]) -> list[Point]:
