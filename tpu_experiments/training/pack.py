@@ -223,7 +223,7 @@ class Pack:
         """Parameters that their evaluations use."""
         self._placed: dict[str, Tensor] = {}
         self._program: Program[dict[str, Tensor]] | None = None
-        self._padding: dict[Signature, dict[str, Tensor]] = {}
+        self._padding: dict[tuple[int, Signature], dict[str, Tensor]] = {}
 
     def run(self, main: Callable[[Seat], int]) -> list[int]:
         """Run `main` for every seat, each in a thread of its own, and return what they return."""
@@ -316,8 +316,8 @@ class Pack:
         loras = [trainer.config.lora for trainer in trainers]
         scales = torch.tensor([scale_of(lora) for lora in loras], dtype=torch.float32)
         thresholds = torch.tensor([threshold_of(1 - lora.dropout) for lora in loras], dtype=torch.int32)
-        on, off = torch.ones(1), torch.zeros(1)
-        self._placed = self.runtime.put({"scales": scales, "thresholds": thresholds, "on": on, "off": off}, rows_dim=-1)
+        flags = {f"{value:d}@{k}": torch.tensor([float(value)]) for k in range(len(loras)) for value in (True, False)}
+        self._placed = self.runtime.put({"scales": scales, "thresholds": thresholds, **flags}, rows_dim=-1)
         step = self.step()
 
         def in_place(batch: Batch) -> dict[str, Tensor]:
@@ -348,15 +348,15 @@ class Pack:
         After a kill runs may go on from different steps; in a stage of other shapes the furthest waits.
         """
         first = min(waiting, key=lambda seat: _request(seat).step)
-        batches = {seat.number: self._with_noise(_request(seat).batch) for seat in waiting}
+        batches = {seat.number: self._with_noise(_request(seat).batch, number=seat.number) for seat in waiting}
         signature = signature_of(batches[first.number])
         now = [seat for seat in waiting if signature_of(batches[seat.number]) == signature]
         active = {seat.number for seat in now}
         batch: dict[str, Tensor] = {}
         for k in range(len(self.members)):
-            own = batches[k] if k in active else self._padding_of(signature)
+            own = batches[k] if k in active else self._padding_of(signature, number=k)
             batch |= {f"{name}@{k}": tensor for name, tensor in own.items()}
-            batch[f"{ACTIVE}@{k}"] = self._placed["on" if k in active else "off"]
+            batch[f"{ACTIVE}@{k}"] = self._placed[f"{k in active:d}@{k}"]
         due = {seat.number: _request(seat).on_output for seat in now}
 
         def on_output(outputs: Mapping[str, Tensor]) -> None:
@@ -375,21 +375,25 @@ class Pack:
         for seat in now:
             seat.state = "ready"
 
-    def _with_noise(self, batch: Batch) -> Batch:
+    def _with_noise(self, batch: Batch, *, number: int) -> Batch:
         """Return the batch with random words, where another run's dropout needs them; no own dropout uses them."""
         if NOISE in batch or not self.lora.dropout:
             return batch
         rows = {name: tensor for name, tensor in batch.items() if name in row_tensors(batch)}
         others = {name: tensor for name, tensor in batch.items() if name not in rows}
-        words = self._padding_of((("noise", tuple(batch["ids"].shape[:2]), "int32"),))
+        words = self._padding_of((("noise", tuple(batch["ids"].shape[:2]), "int32"),), number=number)
         return {**rows, NOISE: words["noise"], **others}
 
-    def _padding_of(self, signature: Signature) -> dict[str, Tensor]:
-        """Return zeros of a batch's shapes on the device."""
-        if signature not in self._padding:
+    def _padding_of(self, signature: Signature, *, number: int) -> dict[str, Tensor]:
+        """Return zeros of a batch's shapes on the device, of each run's own.
+
+        A tensor that two inputs shared would be one input of the program, which is compiled again where they do not.
+        """
+        key = (number, signature)
+        if key not in self._padding:
             host = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in signature}
-            self._padding[signature] = self.runtime.put(host, rows_dim=1)
-        return self._padding[signature]
+            self._padding[key] = self.runtime.put(host, rows_dim=1)
+        return self._padding[key]
 
 
 def _request(seat: Seat) -> Request:
