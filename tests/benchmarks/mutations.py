@@ -183,6 +183,27 @@ DEFECTS = (
         '_of("eval_loss"), ",.4f", best=max)',
         "tests/tasks/test_report.py",
     ),
+    Defect(
+        "adapters of a pack have a scale of 1",
+        "tpu_experiments/models/packed.py",
+        "F.pad(t * scale, ",
+        "F.pad(t, ",
+        "tests/training/test_pack.py",
+    ),
+    Defect(
+        "an ended run of a pack is trained on",
+        "tpu_experiments/training/step.py",
+        "is_finite & (batch[ACTIVE] > 0)[0]",
+        "is_finite",
+        "tests/training/test_pack.py",
+    ),
+    Defect(
+        "a pack evaluates the first adapter for all",
+        "tpu_experiments/models/packed.py",
+        "self._number.long()",
+        "self._number.long() * 0",
+        "tests/training/test_pack.py",
+    ),
 )
 
 
