@@ -38,6 +38,8 @@ from tpu_experiments.models.bitnet import ONLINE, bitnet_config, is_new_norm
 from tpu_experiments.models.conversion import ConvertedTensor, StoredTensor, converted_tensors, stored_tensors
 from tpu_experiments.models.experts import EVERY_EXPERT
 from tpu_experiments.models.forward import CAUSAL_ALONE, rehearse
+from tpu_experiments.models.longformer import MODEL_TYPE as LONGFORMER
+from tpu_experiments.models.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
 from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
 from tpu_experiments.models.xlstm import require_settings as require_xlstm_settings
 from tpu_experiments.models.xlstm import xLSTMForCausalLM
@@ -121,13 +123,15 @@ _STATE = "their layers hand a state from token to token, past the mask that keep
 NOT_BUILT = {
     "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with, which "
     "model.linear=bitnet trains",
-    "longformer": "their attention takes a mask of padding alone, (rows, tokens), which cannot keep the documents of a "
-    "row apart, and reads it on the host in every step (`any().item()`)",
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2"), _STATE),
 }
 """Model types of transformers that would be trained wrongly here. Types that are not listed are checked by
 isolation.py."""
-OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {("causal_lm", XLSTM): xLSTMForCausalLM}
+OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {
+    ("causal_lm", XLSTM): xLSTMForCausalLM,
+    ("masked_lm", LONGFORMER): LongformerForMaskedLM,
+    (CLASSIFIER, LONGFORMER): LongformerForSequenceClassification,
+}
 """Classes of the project in the place of transformers', by head and model type, with the same parameters."""
 UNFIT = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that transformers' classes raise over inconsistent values."""
