@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.models.encoders import ENCODERS, packed_rows, source_of
 from tests.models.test_classification import LABELS, labelled_rows, module_of
+from tests.objectives.test_classify_runs import ADAPTERS, evaluated, loss_of, rows_of_test
 from tests.objectives.test_replaced_token import num_reads
 from tests.tiers import only
 from tests.training.runs import finished, run
@@ -181,3 +183,22 @@ def test_a_whole_run_exports_what_transformers_loads_and_is_scored(tmp_path):
         torch.testing.assert_close(found, loaded(input_ids=rows["ids"][:, :21].long()).logits[0], atol=1e-5, rtol=1e-5)
     done = run("task=evaluate", f"task.run={tmp_path / 'long'}", "hw.runtime=eager", output_dir=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_loads_a_classifiers_adapter_onto_transformers_class(tmp_path):
+    """Adapters are on the projections of global tokens too."""
+    from peft import PeftModel
+
+    words = ["model=longformer_base" if word == "model=modernbert_base" else word for word in ADAPTERS]
+    result = finished(*words, output_dir=tmp_path)
+    place = tmp_path / "labels"
+    assert any("query_global.lora_B" in name for name in load_file(place / "adapter" / "adapter_model.safetensors"))
+    _, found = evaluated(tmp_path, tmp_path)
+    base = AutoModelForSequenceClassification.from_pretrained(result["base_path"], trust_remote_code=False)
+    model = PeftModel.from_pretrained(base, place / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(place / "adapter")
+    with torch.no_grad():
+        expected = loss_of(model, tokenizer, rows_of_test(tmp_path))
+    assert found["loss"] == pytest.approx(expected, abs=1e-4)
