@@ -103,7 +103,13 @@ def test_utilisation_is_the_share_of_all_chips_peak() -> None:
 
 @pytest.mark.xla
 @pytest.mark.parametrize(
-    ("model", "attention"), [("modernbert_base", "sdpa"), ("eurobert_210m", "sdpa"), ("deberta_v3_base", "eager")]
+    ("model", "attention"),
+    [
+        ("modernbert_base", "sdpa"),
+        ("eurobert_210m", "sdpa"),
+        ("deberta_v3_base", "eager"),
+        ("longformer_base", "eager"),
+    ],
 )
 def test_encoders_have_the_products_that_are_counted(model: str, attention: str) -> None:
     import torch
@@ -137,6 +143,8 @@ def test_encoders_have_the_products_that_are_counted(model: str, attention: str)
     distances = 0.0
     if model == "deberta_v3_base":  # embeddings of distances by queries' and keys' weights, once a micro-batch
         distances = 3 * 2.0 * 2 * layers * 2 * arch.position_buckets * hidden**2 / (ROWS * SEQ_LEN)
+    if model == "longformer_base":  # global projections of one token
+        distances = 3 * 2.0 * layers * 3 * hidden**2 / SEQ_LEN
     assert found == pytest.approx(flops.total + outside + head + distances, rel=1e-9)
 
 
@@ -178,7 +186,7 @@ def test_keys_within_a_window_are_on_both_sides() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xla
-@pytest.mark.parametrize("model", ["modernbert_base", "eurobert_210m"])
+@pytest.mark.parametrize("model", ["modernbert_base", "eurobert_210m", "longformer_base"])
 def test_classifiers_have_the_products_that_are_counted(model: str) -> None:
     """ModernBERT's head reads one state of a text, EuroBERT's every token."""
     from tpu_experiments.objectives.classify import Classify
@@ -199,4 +207,6 @@ def test_classifiers_have_the_products_that_are_counted(model: str) -> None:
     flops = trained_flops(config, arch, seq_len=SEQ_LEN)
     keys = flops_module.keys_of_encoder(arch, seq_len=SEQ_LEN)
     outside = 3 * 4.0 * arch.hidden_size * sum(SEQ_LEN - each for each in keys)
+    if model == "longformer_base":  # all pairs of tokens again, for those that are global
+        outside += 3 * 4.0 * arch.hidden_size * arch.num_hidden_layers * SEQ_LEN
     assert found == pytest.approx(flops.total + outside, rel=1e-9)

@@ -50,6 +50,16 @@ ENCODERS = (
         },
     ),
     Encoder("roberta", values={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1}),
+    Encoder(
+        "longformer",
+        attention="eager",
+        values={
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "pad_token_id": 1,
+            "attention_window": 8,
+        },
+    ),
 )
 
 

@@ -1,8 +1,10 @@
 """xLSTM: the weights of transformers' class and its logits, those of NX-AI's package, and what does not apply to it.
 
-Packed rows, adapters in PEFT and training steps are in test_families.py, the cell in test_mlstm.py."""
+Packed rows, adapters in PEFT and losses of steps are in test_families.py, the cell in test_mlstm.py, meshes in
+tests/training/test_meshes.py."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,17 @@ from transformers import AutoModelForCausalLM, xLSTMConfig
 
 from tests.benchmarks.xlstm_package import SIZES, WIDTH, drawn, ids
 from tests.config.composing import composed
+from tests.objectives.test_replaced_token import num_reads
+from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.models import mlstm
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.xlstm import xLSTMForCausalLM
+from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.runtime.sharding import ShardingTable, check_heads
+from tpu_experiments.runtime.xla.replay import NUM_FIRST
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4}
@@ -77,6 +85,57 @@ def test_logits_are_those_of_the_authors_package():
     assert expected.std() > 0.5
     with torch.no_grad():
         torch.testing.assert_close(model(ids()).logits[0], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 16])
+def test_steps_on_xla_are_one_program_without_a_host_read(chunk, monkeypatch):
+    """Rows of 38 tokens as one product, and as chunks of 16 with what is left over."""
+    import torch_xla.debug.metrics as met
+
+    if chunk:
+        monkeypatch.setattr(mlstm, "chunk_of", lambda _: chunk)
+    sizes = ("model.tiny_arch.vocab_size=4064", "model.remat=layer_inputs")
+    config = composed("model=xlstm_small", "model.size=tiny", "model.dtype=float32", "lora=none", *sizes)
+    runtime = make_runtime(config)
+    run = Run(config, runtime)
+    # Rows of a length that no other test has: what this process has compiled before is not compiled again.
+    batches = [
+        runtime.put(random_batch(i, accumulation=2, rows=2, seq_len=38), rows_dim=1) for i in range(NUM_FIRST + 3)
+    ]
+    compiles = runtime.counters().num_compiles
+    met.clear_counters()
+    outputs = [run.program(batch) for batch in batches[:NUM_FIRST]]  # traced; the numbers that go into them are read
+    runtime.wait()
+    reads = num_reads(met)
+    outputs += [run.program(batch) for batch in batches[NUM_FIRST:]]
+    runtime.wait()
+    assert [name for name in met.counter_names() if name.startswith("aten::")] == []
+    assert num_reads(met) == reads
+    assert runtime.counters().num_compiles == compiles + 1
+    assert runtime.counters().compiles_after_warmup == 0
+    assert all(math.isfinite(float(output.loss.cpu())) for output in outputs)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "hsdp", "fsdp_tensor"])
+def test_every_matrix_but_those_of_the_gates_is_split(sharding):
+    config = composed("model=xlstm_small", "lora=none", f"sharding={sharding}", "hw=v5e8")
+    mesh = mesh_of(config.hw, config.sharding)
+    module = HuggingFaceModel(replace(config.model, init="random"), seed=0).empty()
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    table = ShardingTable(config.sharding, mesh=mesh)
+    table.check(shapes)
+    check_heads(mesh, module.config)
+    whole = {name for name, shape in shapes.items() if len(shape) > 1 and not any(table.axes(name, shape))}
+    assert {name.rpartition("mlstm_layer.")[2] for name in whole} == {"igate_preact.weight", "fgate_preact.weight"}
+    parts = {
+        mesh.parts(table.axes(name, shape)) for name, shape in shapes.items() if name not in whole and len(shape) > 1
+    }
+    assert parts == {8 // mesh.data}
+
+
+def test_heads_that_do_not_divide_are_named():
+    with pytest.raises(ConfigError, match=r"sharding\.mesh\.tensor=8; the model has 4 heads .*tensor=1 or 2 or 4"):
+        check_heads(Mesh(tensor=8), source_of().config)
 
 
 @pytest.mark.parametrize(

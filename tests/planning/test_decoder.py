@@ -106,6 +106,7 @@ def test_a_missing_size_is_named() -> None:
         ("eurobert_210m", 310_266_624),
         ("deberta_v3_base", 184_551_780),
         ("roberta_base", 124_697_433),
+        ("longformer_base", 148_711_257),
     ],
 )
 def test_encoders_count_to_the_digit(model: str, parameters: int) -> None:

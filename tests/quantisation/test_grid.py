@@ -5,8 +5,11 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from tests.quantisation.layers import correlated_layer
+from tpu_experiments.export.calibrated import GridForm
+from tpu_experiments.export.quantised import Int8Layout
 from tpu_experiments.quantisation.grid import DAMPING, Grid, proxy_error, rounded, with_feedback
-from tpu_experiments.quantisation.packing import packed_bytes, packed_words, unpacked_bytes
+from tpu_experiments.quantisation.packing import packed_bytes, packed_words, unpacked_bytes, unpacked_words
+from tpu_experiments.quantisation.parts import Integers, layout_of
 
 
 def plain_gptq(weight, hessian, grid, scales):
@@ -72,7 +75,9 @@ def test_a_column_whose_inputs_are_always_zero_moves_no_other():
 def test_words_are_those_of_compressed_tensors(bits):
     random = torch.Generator().manual_seed(bits)
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (6, 40), generator=random, dtype=torch.int8)
-    assert torch.equal(packed_words(codes, bits=bits), pack_to_int32(codes, bits))
+    words = packed_words(codes, bits=bits)
+    assert torch.equal(words, pack_to_int32(codes, bits))
+    assert torch.equal(unpacked_words(words, bits=bits, columns=40), codes.int())
 
 
 @pytest.mark.parametrize("bits", [1, 5, 8, 12, 16])
@@ -82,3 +87,41 @@ def test_packed_integers_come_back(bits):
     packed = packed_bytes(values, bits=bits)
     assert len(packed) == -(-7 * 13 * bits // 8)
     assert torch.equal(unpacked_bytes(packed, bits=bits, shape=(7, 13)), values)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(2, 16), (3, 32), (4, 96), (8, 16)])
+def test_what_is_written_decodes_to_what_was_computed(bits, group):
+    weight, _ = correlated_layer(96)
+    form = GridForm(Grid(bits, group), form="rtn", feedback=False)
+    parts, decoded = form.encode(weight, None, seed=0)
+    layout = layout_of(form.config(["lm_head"]))
+    assert layout == Integers(bits, group)
+    assert torch.equal(layout.decode(parts), decoded)
+    assert {end: (tuple(t.shape), t.dtype) for end, t in parts.items()} == layout.sizes((96, 96))
+
+
+def test_a_row_may_have_one_scale():
+    weight, _ = correlated_layer(64)
+    made = Int8Layout()
+    layout = layout_of(made.config(["lm_head"]))
+    parts = {name.removeprefix("w"): tensor for name, tensor in made.encode("w", weight).items()}
+    assert torch.equal(layout.decode(parts), made.format.decode(made.format.quantise(weight), dtype=torch.float32))
+
+
+OTHERS = [
+    {"symmetric": False},
+    {"type": "float"},
+    {"dynamic": True},
+    {"strategy": "tensor"},
+    {"num_bits": 16},
+    {"group_size": 0},
+    {"num_bits": "four"},
+]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=str)
+def test_other_settings_are_not_taken_for_these(change):
+    settings = GridForm(Grid(4, 16), form="rtn", feedback=False).config([])
+    settings["config_groups"]["group_0"]["weights"] |= change
+    assert layout_of(settings) is None
+    assert layout_of({"quant_method": "gptq", "bits": 4}) is None

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.quantisation.layers import correlated_layer
-from tpu_experiments.export.calibrated import VectorForm, as_parts, from_parts, part_sizes
+from tpu_experiments.export.calibrated import VectorForm
 from tpu_experiments.export.vector_model import VectorLinear
 from tpu_experiments.quantisation.grid import proxy_error
+from tpu_experiments.quantisation.parts import CodebookVectors, as_parts, from_parts, layout_of, vector_sizes
 from tpu_experiments.quantisation.vectors import Vectors, codebook, column_order, encoded, nearest
 
 KINDS = [Vectors(4, 16), Vectors(4, 16, residual=8), Vectors(4, 16, outliers=0.05, outlier_size=16)]
@@ -44,8 +45,9 @@ def test_what_is_written_decodes_to_the_same(layer, how):
     made = encoded(*layer, how, seed=0)
     parts = as_parts(made, how)
     assert torch.equal(from_parts(parts, how).decode(), made.decode())
+    assert layout_of(VectorForm(how).config([])) == CodebookVectors(how)
     sizes = {end: (tuple(tensor.shape), tensor.dtype) for end, tensor in parts.items()}
-    assert sizes == part_sizes(how, (96, 96))
+    assert sizes == vector_sizes(how, (96, 96))
     held = sum(tensor.nbytes for end, tensor in parts.items() if end != "_shape") * 8 / 96**2
     assert held == pytest.approx(VectorForm(how).bits((96, 96)), abs=1e-9)
 

@@ -46,6 +46,9 @@ CASES = {
         "optim.ema=0.99",
     ),
     "xlstm, rows over 4, all weights": ("model=xlstm_small", ALL, "sharding=replicated"),
+    "xlstm, fsdp 4, all weights": ("model=xlstm_small", ALL, "sharding=fsdp"),
+    "xlstm, fsdp 2 x tensor 2, all weights": ("model=xlstm_small", ALL, TENSOR),
+    "xlstm, data 2 x fsdp 2, adapters": ("model=xlstm_small", LORA, "lora.targets=[all-linear]", HSDP),
     "mistral, data 2 x fsdp 2, all weights, 8-bit moments": ("model=mistral7b", ALL, HSDP, "optim=adamw8bit", WIDE),
     "mistral, data 2 x tensor 2, 8-bit moments": (
         "model=mistral7b",

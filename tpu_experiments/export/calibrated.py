@@ -1,11 +1,10 @@
 """The forms of task=quantize: integers by RTN or GPTQ in compressed-tensors' layout, and vectors of codebooks (VPTQ).
 
 Integers are written as `pack-quantized` with groups, which transformers, vLLM and SGLang read. No library reads VPTQ's
-vectors without CUDA, so they have a layout of this program (`export/vector_model.py` reads it). Layers are quantised
+vectors without CUDA, so they have a layout of this program (`quantisation/parts.py`). Layers are quantised
 before anything is written (export/calibration.py); here their tensors are put beside the others.
 Legend: N output features, K input features, G groups of a row."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -16,11 +15,9 @@ from torch import Tensor
 from tpu_experiments.export.calibration import Calibrated, Parts
 from tpu_experiments.export.quantised import Shapes, pack_quantized
 from tpu_experiments.quantisation.grid import Grid, rounded, with_feedback
-from tpu_experiments.quantisation.packing import packed_bytes, packed_words, unpacked_bytes
-from tpu_experiments.quantisation.vectors import Encoded, Vectors, encoded, index_bits
-
-VECTORS = "tpu_experiments_vptq"
-"""`quant_method` of config.json for weights as vectors of codebooks."""
+from tpu_experiments.quantisation.packing import packed_words
+from tpu_experiments.quantisation.parts import VECTORS, as_parts, grid_sizes, vector_sizes
+from tpu_experiments.quantisation.vectors import Vectors, encoded
 
 
 class GridForm:
@@ -56,13 +53,8 @@ class GridForm:
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return words (N, ceil(K / p)), scales (N, G) and the shape (2,), empty."""
-        rows, columns = shape
-        words = math.ceil(columns / (32 // self.grid.bits))
-        return {
-            f"{name}_packed": torch.empty(rows, words, dtype=torch.int32, device="meta"),
-            f"{name}_scale": torch.empty(rows, columns // self.grid.group, dtype=torch.float32, device="meta"),
-            f"{name}_shape": torch.empty(2, dtype=torch.int64, device="meta"),
-        }
+        sizes = grid_sizes(self.grid.bits, self.grid.group, shape)
+        return {f"{name}{end}": torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
 
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as compressed-tensors writes them."""
@@ -94,83 +86,15 @@ class VectorForm:
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return the tensors of `as_parts`, empty."""
-        sizes = part_sizes(self.how, shape)
+        sizes = vector_sizes(self.how, shape)
         return {f"{name}{end}": torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
 
     def config(self, kept: list[str]) -> dict[str, Any]:
-        """Return the settings that `export/vector_model.py` reads."""
+        """Return the settings that `layout_of` reads."""
         return {"quant_method": VECTORS, "format": 1, "ignore": kept, **asdict(self.how)}
 
 
 Form = GridForm | VectorForm
-
-
-def index_shapes(how: Vectors, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, int], int]]:
-    """Return the shape of each array of indices of a weight (N, K), and the bits of an index."""
-    rows, columns = shape
-    few = how.num_outliers(columns)
-    found = {"_indices": ((rows // how.length, columns - few), index_bits(how.size))}
-    if how.residual:
-        found["_residual_indices"] = ((rows // how.length, columns - few), index_bits(how.residual))
-    if few:
-        found["_outlier_indices"] = ((rows // how.outlier_length, few), index_bits(how.outlier_size))
-    return found
-
-
-def part_sizes(how: Vectors, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return size and data type of every tensor that stands for a weight (N, K), by the end of its name."""
-    few = how.num_outliers(shape[1])
-    sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        end: ((math.ceil(math.prod(size) * bits / 8),), torch.uint8)
-        for end, (size, bits) in index_shapes(how, shape).items()
-    }
-    sizes["_codebook"] = ((how.size, how.length), torch.float16)
-    if how.residual:
-        sizes["_residual_codebook"] = ((how.residual, how.length), torch.float16)
-    if few:
-        book = (how.outlier_size, how.outlier_length)
-        sizes |= {"_outliers": ((few,), torch.int32), "_outlier_codebook": (book, torch.float16)}
-    return sizes | {"_shape": ((2,), torch.int64)}
-
-
-def as_parts(made: Encoded, how: Vectors) -> dict[str, Tensor]:
-    """Return the tensors of an encoded weight as they are written."""
-    rows = made.indices_VK.shape[0] * how.length
-    few = 0 if made.outliers_O is None else len(made.outliers_O)
-    shape = (rows, made.indices_VK.shape[1] + few)
-    indices = {"_indices": made.indices_VK, "_residual_indices": made.residual_VK, "_outlier_indices": made.outlier_VO}
-    books = {
-        "_codebook": made.codebook_CL,
-        "_residual_codebook": made.residual_CL,
-        "_outlier_codebook": made.outlier_CL,
-    }
-    parts = {
-        end: packed_bytes(found, bits=bits)
-        for end, (_, bits) in index_shapes(how, shape).items()
-        if (found := indices[end]) is not None
-    }
-    parts |= {end: book.to(torch.float16) for end, book in books.items() if book is not None}
-    parts |= {} if made.outliers_O is None else {"_outliers": made.outliers_O}
-    return parts | {"_shape": torch.tensor(shape)}
-
-
-def from_parts(parts: Parts, how: Vectors) -> Encoded:
-    """Return the encoded weight of tensors that `as_parts` wrote."""
-    rows, columns = parts["_shape"].tolist()
-    indices = {
-        end: unpacked_bytes(parts[end], bits=bits, shape=size)
-        for end, (size, bits) in index_shapes(how, (rows, columns)).items()
-    }
-    books = {end: parts[end].to(torch.float32) for end in parts if end.endswith("codebook")}
-    return Encoded(
-        indices_VK=indices["_indices"],
-        codebook_CL=books["_codebook"],
-        residual_VK=indices.get("_residual_indices"),
-        residual_CL=books.get("_residual_codebook"),
-        outliers_O=parts.get("_outliers"),
-        outlier_VO=indices.get("_outlier_indices"),
-        outlier_CL=books.get("_outlier_codebook"),
-    )
 
 
 class Stored:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tpu_experiments.export.calibrated import VECTORS, from_parts
+from tpu_experiments.quantisation.parts import VECTORS, from_parts
 from tpu_experiments.quantisation.vectors import Encoded, Vectors, column_order
 
 

@@ -165,6 +165,15 @@ class EncoderFamily:
     """Whether the head has a square matrix before that of the vocabulary."""
     relative: bool = False
     """Whether scores have products of queries and keys with embeddings of distances (arXiv 2006.03654)."""
+    has_global: ClassVar[bool] = False
+    """Whether a layer has a second query, key and value, for global tokens. No field: as `Family.inner_norms`."""
+
+
+@dataclass(frozen=True)
+class LongformerFamily(EncoderFamily):
+    """An encoder whose global tokens have projections of their own (arXiv 2004.05150)."""
+
+    has_global: ClassVar[bool] = True
 
 
 ENCODERS = {
@@ -172,6 +181,7 @@ ENCODERS = {
     "eurobert": EncoderFamily(gated=True, head_dense=False),
     "roberta": EncoderFamily(),
     "bert": EncoderFamily(),
+    "longformer": LongformerFamily(),
     "deberta-v2": EncoderFamily(relative=True),
 }
 
@@ -196,7 +206,8 @@ class Encoder(Decoder):
         if self.fused:
             found = {"Wqkv": (hidden, 3 * wide), "Wo": (wide, hidden), "Wi": (hidden, inputs * inner)}
             return found | {"mlp.Wo": (inner, hidden)}
-        found = dict.fromkeys(("query", "key", "value", "dense"), (hidden, wide))
+        more = ("query_global", "key_global", "value_global") if self.kind.has_global else ()
+        found = dict.fromkeys(("query", "key", "value", *more, "dense"), (hidden, wide))
         return found | {"intermediate": (hidden, inner), "output": (inner, hidden)}
 
     @property
@@ -219,9 +230,10 @@ def _read_encoder(arch: Any, *, kind: str) -> Encoder:
     if kind == "modernbert":  # norms without bias, none before the first layer's attention; embedding, last and head
         tables, vectors = 0, (2 * layers - 1 + 3) * hidden + vocab
     else:  # biases of six matrices, two norms with bias; norms of embedding and head, the head's matrix, its bias
-        vectors = layers * (9 * hidden + inner) + 5 * hidden + vocab
+        biases = 9 + (3 if ENCODERS[kind].has_global else 0)
+        vectors = layers * (biases * hidden + inner) + 5 * hidden + vocab
         types = _value(arch, "type_vocab_size")
-        types = {"bert": 2, "roberta": 2}.get(kind, 0) if types is None else int(types)
+        types = {"bert": 2, "roberta": 2, "longformer": 2}.get(kind, 0) if types is None else int(types)
         span = int(_value(arch, "position_buckets") or positions)
         tables = types + (2 * span if kind == "deberta-v2" else positions)
         vectors += 2 * hidden if "layer_norm" in str(_value(arch, "norm_rel_ebd") or "") else 0
@@ -468,7 +480,9 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
     """Return FLOPs per token of masked language modelling with full training.
 
     Attention is over the whole row, or the window on both sides: no causal half. The head is of the places for masked
-    tokens alone. DeBERTa's embeddings of distances are projected once a micro-batch, which is not counted.
+    tokens alone. DeBERTa's embeddings of distances are projected once a micro-batch, which is not counted. Of
+    Longformer's attention the band is counted, though all pairs of tokens are computed (models/longformer.py), for
+    global tokens once more; of a classifier the global projections are counted, of every token.
 
     Args:
         places: places of a row for masked tokens, which the head computes whether they are filled or not.
@@ -486,6 +500,7 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
     shared = int(_value(arch, "num_key_value_heads") or heads) / heads
     matrices: float = (3 if family.gated else 2) * hidden * int(_value(arch, "intermediate_size"))
     matrices += (2 + 2 * shared) * hidden * hidden
+    matrices += 3 * hidden * hidden if family.has_global and isinstance(config.objective, ClassifyConfig) else 0
     attention = 4.0 * hidden * sum(keys_of_encoder(arch, seq_len=seq_len))
     if family.relative:
         span = int(_value(arch, "position_buckets") or _value(arch, "max_position_embeddings"))
@@ -526,6 +541,10 @@ def classifier_flops(arch: Any, *, seq_len: int, config: Config) -> FlopsPerToke
 def keys_of_encoder(arch: Any, *, seq_len: int) -> list[float]:
     """Return the mean keys of a query, for every layer."""
     layers, window = int(_value(arch, "num_hidden_layers")), _value(arch, "local_attention")
+    bands = _value(arch, "attention_window")
+    if bands is not None:
+        each = [bands] * layers if isinstance(bands, int) else bands
+        return [mean_keys(seq_len, window=int(band) // 2, causal=False) for band in each]
     if window is None:
         return [float(seq_len)] * layers
     every = int(_value(arch, "global_attn_every_n_layers") or 3)

@@ -21,9 +21,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.quantisation.parts import SHAPE, PartsLayout
 
 WEIGHTS_INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
+"""Data types of what stands for quantised weights (quantisation/parts.py)."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,77 @@ class StoredTensor:
                 f"model.path={self.file.parent}; {self.file.name} holds weights as {self.dtype}, a quantised format; "
                 f"use a checkpoint in one of {', '.join(DTYPES)}."
             )
-        dtype = DTYPES[self.dtype]
+        return self.read_as_stored()
+
+    def read_as_stored(self) -> Tensor:
+        """Read the tensor, which may be one of codes, in the data type of the file."""
+        dtype = (DTYPES | CODES)[self.dtype]
         content = torch.empty(math.prod(self.shape) * dtype.itemsize, dtype=torch.uint8)
         with self.file.open("rb") as file:
             file.seek(self.start)
             count = file.readinto(memoryview(content.numpy()))  # type: ignore[arg-type]  # numpy 2.1 types it so
         assert count == content.numel(), "safe_open checked the length of the file"
         return content.view(dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A quantised weight, decoded when it is read."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, StoredTensor]
+    """The tensors that stand for it, by the end of their names."""
+    layout: PartsLayout
+
+    @property
+    def file(self) -> Path:
+        """The file of one of its parts."""
+        return self.parts[SHAPE].file
+
+    def read(self) -> Tensor:
+        """Read the parts and return the weight that they decode to, float32."""
+        return self.layout.decode({end: part.read_as_stored() for end, part in self.parts.items()})
+
+
+AnyStored = StoredTensor | PackedTensor
+
+
+def with_packed(stored: Mapping[str, StoredTensor], layout: PartsLayout) -> dict[str, AnyStored]:
+    """Return the tensors of a checkpoint with every quantised weight as one, under the name of the weight.
+
+    Raises:
+        ConfigError: the tensors of a weight are not those of the layout.
+    """
+    found: dict[str, AnyStored] = {}
+    weights = {name.removesuffix(SHAPE) for name in stored if name.endswith(f".weight{SHAPE}")}
+    parts: dict[str, dict[str, StoredTensor]] = {name: {} for name in weights}
+    for key, tensor in stored.items():
+        name, dot, rest = key.rpartition(".weight_")
+        weight = f"{name}.weight"
+        if dot and weight in weights:
+            parts[weight][f"_{rest}"] = tensor
+        else:
+            found[key] = tensor
+    for weight, own in parts.items():
+        found[weight] = PackedTensor(weight, _shape_of(weight, own, layout), own, layout)
+    return found
+
+
+def _shape_of(weight: str, parts: Mapping[str, StoredTensor], layout: PartsLayout) -> tuple[int, int]:
+    """Return the shape of a weight after comparing its parts with the layout; of them, only the shape is read."""
+    file = parts[SHAPE].file
+    numbers = parts[SHAPE].read_as_stored().tolist() if parts[SHAPE].dtype == "I64" else []
+    if len(numbers) == 2 and min(numbers) > 0:
+        rows, columns = numbers
+        wanted = {end: size for end, (size, _) in layout.sizes((rows, columns)).items()}
+        known = all(part.dtype in DTYPES | CODES for part in parts.values())
+        if known and {end: part.shape for end, part in parts.items()} == wanted:
+            return rows, columns
+    raise ConfigError(
+        f"model.path={file.parent}; {file.name} has {weight} as {', '.join(sorted(parts))}, which are not in the sizes "
+        "of quantization_config in its config.json; the two do not belong together."
+    )
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -122,7 +189,7 @@ class Part:
     """Its name in the checkpoint."""
     pattern: str
     """The converter's source pattern that the name matched."""
-    stored: StoredTensor
+    stored: AnyStored
 
 
 @dataclass(frozen=True)
@@ -169,8 +236,8 @@ def converted(
 
 
 def converted_tensors(
-    stored: Mapping[str, StoredTensor], module: PreTrainedModel
-) -> dict[str, StoredTensor | ConvertedTensor]:
+    stored: Mapping[str, AnyStored], module: PreTrainedModel
+) -> dict[str, AnyStored | ConvertedTensor]:
     """Return name, shape and source of every tensor of a checkpoint, named as in `module`.
 
     Args:
@@ -181,7 +248,7 @@ def converted_tensors(
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     own = module.state_dict()
-    found: dict[str, StoredTensor | ConvertedTensor] = {}
+    found: dict[str, AnyStored | ConvertedTensor] = {}
     parts: dict[str, list[Part]] = defaultdict(list)
     for key in sorted(stored, key=dot_natural_key):  # experts are stacked in this order
         name, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, own)

@@ -35,12 +35,21 @@ from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.bitnet import ONLINE, bitnet_config, is_new_norm
-from tpu_experiments.models.conversion import ConvertedTensor, StoredTensor, converted_tensors, stored_tensors
+from tpu_experiments.models.conversion import (
+    AnyStored,
+    ConvertedTensor,
+    converted_tensors,
+    stored_tensors,
+    with_packed,
+)
 from tpu_experiments.models.experts import EVERY_EXPERT
 from tpu_experiments.models.forward import CAUSAL_ALONE, rehearse
+from tpu_experiments.models.longformer import MODEL_TYPE as LONGFORMER
+from tpu_experiments.models.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
 from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
 from tpu_experiments.models.xlstm import require_settings as require_xlstm_settings
 from tpu_experiments.models.xlstm import xLSTMForCausalLM
+from tpu_experiments.quantisation.parts import PartsLayout, layout_of
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
 
@@ -121,13 +130,15 @@ _STATE = "their layers hand a state from token to token, past the mask that keep
 NOT_BUILT = {
     "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with, which "
     "model.linear=bitnet trains",
-    "longformer": "their attention takes a mask of padding alone, (rows, tokens), which cannot keep the documents of a "
-    "row apart, and reads it on the host in every step (`any().item()`)",
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2"), _STATE),
 }
 """Model types of transformers that would be trained wrongly here. Types that are not listed are checked by
 isolation.py."""
-OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {("causal_lm", XLSTM): xLSTMForCausalLM}
+OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {
+    ("causal_lm", XLSTM): xLSTMForCausalLM,
+    ("masked_lm", LONGFORMER): LongformerForMaskedLM,
+    (CLASSIFIER, LONGFORMER): LongformerForSequenceClassification,
+}
 """Classes of the project in the place of transformers', by head and model type, with the same parameters."""
 UNFIT = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that transformers' classes raise over inconsistent values."""
@@ -180,6 +191,8 @@ class HuggingFaceModel:
         self.random = model.init == "random" or model.size == "tiny"
         self.dtype = DTYPES[model.dtype]
         self.folder = None if self.random else self.find_folder()
+        self.packing: PartsLayout | None = None
+        """How the checkpoint holds quantised weights, which are decoded when they are read; None: it has none."""
         self.whole_config = self._config()
         self.config = decoder_config(self.whole_config)
         if self.config.model_type == XLSTM:
@@ -203,6 +216,7 @@ class HuggingFaceModel:
     def _config(self) -> PretrainedConfig:
         if self.folder is not None:
             config = _config_of(self.folder, self.model)
+            self._note_packing(config)
         else:
             overlay = self.model.tiny_arch if self.model.size == "tiny" else {}
             config = config_from_arch({**self.model.arch, **overlay})
@@ -218,6 +232,25 @@ class HuggingFaceModel:
         if problems:
             raise ConfigError("\n".join(problems))
         return config
+
+    def _note_packing(self, config: PretrainedConfig) -> None:
+        """Set `packing` and take it out of the config: what is computed, and exported, has decoded weights.
+
+        Raises:
+            ConfigError: `model.base` would quantise such weights again.
+        """
+        if self.model.linear != "plain":
+            return
+        settings = getattr(config, "quantization_config", None)
+        self.packing = layout_of(settings) if isinstance(settings, Mapping) else None
+        if self.packing is None:
+            return
+        if self.model.base != "dense":
+            raise ConfigError(
+                f"model.base={self.model.base} with model.path={self.model.path}; its weights have a few bits already "
+                "and are decoded when they are read; leave model.base=dense."
+            )
+        del config.quantization_config
 
     def require_head(self, config: PretrainedConfig) -> None:
         """Require transformers to have a class of the objective's head for this type of model.
@@ -433,7 +466,7 @@ class HuggingFaceModel:
             return "", ""
         return prefixes(self._on_meta(self.config), self._on_meta(self.whole_config))
 
-    def _stored(self, names: list[str]) -> dict[str, StoredTensor | ConvertedTensor]:
+    def _stored(self, names: list[str]) -> dict[str, AnyStored | ConvertedTensor]:
         found, outer = self._tensors_by_name, [self._stored_name(name) for name in names]
         absent = [name for name in outer if name not in found]
         if absent:
@@ -456,10 +489,12 @@ class HuggingFaceModel:
         return self._on_meta(self.config)
 
     @cached_property
-    def _tensors_by_name(self) -> dict[str, StoredTensor | ConvertedTensor]:
+    def _tensors_by_name(self) -> dict[str, AnyStored | ConvertedTensor]:
         """Every tensor of the checkpoint under its name in the model; cached, so that files are indexed once."""
         assert self.folder is not None
-        return converted_tensors(stored_tensors(self.folder), self._on_meta(self.whole_config))
+        stored = stored_tensors(self.folder)
+        held = stored if self.packing is None else with_packed(stored, self.packing)
+        return converted_tensors(held, self._on_meta(self.whole_config))
 
 
 def own_labels(config: PretrainedConfig) -> list[str]:

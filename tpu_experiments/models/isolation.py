@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models import attention, classification, experts, forward, mlstm, xlstm
+from tpu_experiments.models import attention, classification, experts, forward, longformer, mlstm, xlstm
 from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
 from tpu_experiments.storage.cache import default_folder
 
@@ -45,6 +45,7 @@ AT_MOST = {
     "max_position_embeddings": 64,
     "sliding_window": 4,
     "local_attention": 4,
+    "attention_window": 4,
 }
 MOST_PARAMETERS = 10_000_000
 """Upper bound for the copy; one that exceeds it kept a width which this file does not know."""
@@ -120,7 +121,8 @@ def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
     digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
     modules = [forward, attention, experts, *([classification] if source.head == CLASSIFIER else [])]
-    modules += [mlstm, xlstm] if source.config.model_type == xlstm.MODEL_TYPE else []
+    own = {xlstm.MODEL_TYPE: [mlstm, xlstm], longformer.MODEL_TYPE: [longformer]}
+    modules += own.get(source.config.model_type, [])
     for file in (__file__, *(str(module.__file__) for module in modules)):
         digest.update(Path(file).read_bytes())
     return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
@@ -291,6 +293,8 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
         value = values.get(own.get(name, name))
         if isinstance(value, int) and not isinstance(value, bool):
             small[name] = min(value, most)
+        elif isinstance(value, list) and all(isinstance(each, int) for each in value):
+            small[name] = [min(each, most) for each in value]
     for name, value in {**small, **IDS}.items():
         if values.get(own.get(name, name)) is not None:
             values[own.get(name, name)] = value

@@ -40,3 +40,10 @@ def packed_words(codes_NK: Tensor, *, bits: int) -> Tensor:
     for place in range(per_word):
         words |= padded[..., place] << (bits * place)
     return words
+
+
+def unpacked_words(words_NW: Tensor, *, bits: int, columns: int) -> Tensor:
+    """Return the signed codes (N, columns) of `packed_words`, int32."""
+    places = torch.arange(32 // bits, dtype=torch.int32) * bits
+    codes_NWP = (words_NW[..., None] >> places & (2**bits - 1)) - 2 ** (bits - 1)
+    return codes_NWP.flatten(1)[:, :columns]

@@ -23,6 +23,19 @@ ABSMAX = "_absmax"
 """Suffix of the slot with the scales of the 8-bit codes in the slot without it (optim/blockwise.py)."""
 SPLIT_AS_WEIGHTS = (*SIDE_TENSORS[:2], MAGNITUDE)
 """Scales with an entry for each output feature, or for each output feature and block; DoRA's lengths of rows."""
+OF_XLSTM = {
+    "backbone.embeddings.": "embed_tokens.",
+    ".mlstm_layer.q.": ".q_proj.",
+    ".mlstm_layer.k.": ".k_proj.",
+    ".mlstm_layer.v.": ".v_proj.",
+    ".mlstm_layer.ogate_preact.": ".v_proj.",
+    ".mlstm_layer.out_proj.": ".o_proj.",
+    ".ffn.proj_up_gate.": ".gate_proj.",
+    ".ffn.proj_up.": ".up_proj.",
+    ".ffn.proj_down.": ".down_proj.",
+}
+"""Parts of an xLSTM's names, and of those under which rules for Transformers apply to the same matrices: of the same
+place and orientation. Its gates of one number a head have none."""
 
 
 class ShardingTable:
@@ -132,7 +145,7 @@ def check_heads(mesh: Mesh, arch: Any) -> None:
     if mesh.tensor == 1:
         return
     text = arch.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or text.num_heads  # xLSTM's name
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % mesh.tensor or kv_heads % mesh.tensor:
         fits = [n for n in range(1, heads + 1) if heads % n == 0 and kv_heads % n == 0]
@@ -149,7 +162,8 @@ def batch_axes(ndim: int, *, rows_dim: int, mesh: Mesh) -> Axes:
 
 
 def _matches(glob: str, name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, part) for part in glob.split("|"))
+    own, other = name, next((name.replace(part, to) for part, to in OF_XLSTM.items() if part in name), name)
+    return any(fnmatch.fnmatchcase(own, part) or fnmatch.fnmatchcase(other, part) for part in glob.split("|"))
 
 
 def _of_projections(glob: str) -> str:

@@ -55,6 +55,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     check_targets(config)
     check_loggers(config)
     vocab_size = check_model(config)
+    require_dense(config)
     start = start_of(config, folder)
     inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
@@ -252,6 +253,19 @@ def check_model(config: Config) -> int:
         check_heads(mesh, source.config)
         check_hosts(config, table, shapes={name: shapes[name] for name in trainable})
     return int(source.config.vocab_size)
+
+
+def require_dense(config: Config) -> None:
+    """Refuse to train on a model that task=quantize wrote.
+
+    Raises:
+        ConfigError: `model.path` is one.
+    """
+    if getattr(model_source(config), "packing", None) is not None:
+        raise ConfigError(
+            f"model.path={config.model.path}; its weights have a few bits, for task=evaluate and task=generate; train "
+            "on the model that it was made of, where model.base=nf4 holds the frozen weights in 4 bits."
+        )
 
 
 def check_hosts(config: Config, table: ShardingTable, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
