@@ -14,7 +14,7 @@ LAYER_OF = {
     "optim": 2,
     "objectives": 3,
     "metrics": 2,
-    "quantisation": 2,
+    "quantisation": 1,
     "loggers": 3,
     "export": 3,
     "checkpoint": 4,
