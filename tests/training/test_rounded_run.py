@@ -35,6 +35,9 @@ def test_its_integers_are_read_by_transformers(folder: Path) -> None:
     done = forks.run([*words, f"output_dir={folder.parent}"], env=SAME_SUMS)
     assert done.returncode == 0, done.stdout + done.stderr
     place = folder / "export" / "lr_qat"
+    card = (folder / "adapter" / "README.md").read_text()
+    assert f"task=export task.run={folder}" in card
+    assert "PeftModel" not in card
     (parity,) = json.loads((place / "parity.json").read_text())
     assert parity["verdict"] == "ok"
     assert parity["max_log_prob_diff"] < 1e-5
