@@ -58,7 +58,7 @@ def test_its_integers_are_read_by_transformers(folder: Path) -> None:
 def test_it_is_evaluated_beside_the_weights_that_it_began_with(folder: Path) -> None:
     done = forks.run(["run.py", "task=evaluate", f"task.run={folder}", f"output_dir={folder.parent}"], env=SAME_SUMS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test split, " in done.stdout
+    assert "test split, rounded base model -> adapter" in done.stdout
 
 
 def test_it_resumes_exactly(tmp_path: Path) -> None:
